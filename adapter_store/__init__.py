@@ -1,0 +1,1 @@
+"""Service 1: fetches, validates, compiles and streams adapters."""

@@ -1,0 +1,169 @@
+"""The store's words: plain data that every module shares and none owns."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import datetime
+
+
+class TargetKind(enum.Enum):
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+
+
+class SegmentKind(enum.Enum):
+    A = "a"
+    B = "b"
+    MAGNITUDE = "magnitude"
+    BIAS = "bias"
+
+
+class DataType(enum.Enum):
+    """Element types an image may have; the value is the safetensors name."""
+
+    FLOAT32 = "F32"
+    FLOAT16 = "F16"
+    BFLOAT16 = "BF16"
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self is DataType.FLOAT32 else 2
+
+
+class ImageState(enum.Enum):
+    PENDING = "pending"
+    COMPILING = "compiling"
+    READY = "ready"
+    INCOMPATIBLE = "incompatible"
+
+
+class EventKind(enum.Enum):
+    REGISTERED = "registered"
+    UPDATED = "updated"
+    DELETED = "deleted"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    BOOKMARK = "bookmark"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight that LoRA may change. Slices are half-open; None means all features."""
+
+    name: str
+    layer: int | None
+    group: str
+    kind: TargetKind
+    in_features: int
+    out_features: int
+    experts: int = 1
+    in_slice: tuple[int, int] | None = None
+    out_slice: tuple[int, int] | None = None
+
+    @property
+    def num_in(self) -> int:
+        """Input features this layout holds."""
+        return self.in_features if self.in_slice is None else self.in_slice[1] - self.in_slice[0]
+
+    @property
+    def num_out(self) -> int:
+        """Output features this layout holds."""
+        return self.out_features if self.out_slice is None else self.out_slice[1] - self.out_slice[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The targets of one base model as one inference service computes them, in order of use."""
+
+    base_model: str
+    aliases: tuple[str, ...]
+    config_sha256: str
+    dtype: DataType
+    image_format: int
+    targets: tuple[Target, ...]
+
+    def serves(self, base_model: str) -> bool:
+        return base_model == self.base_model or base_model in self.aliases
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One A or B in an image: `offset` and `length_bytes` in bytes, offset a multiple of 256."""
+
+    target: int
+    kind: SegmentKind
+    rank: int
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """What a layer_end covers: the bytes of one layer, or of the embedding or the head."""
+
+    index: int
+    start: int
+    end: int
+    sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterName:
+    """A name without its version."""
+
+    tenant: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """What a caller may ask for: a name, a name at a version, or a digest."""
+
+    name: AdapterName | None = None
+    version: int | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutVerdict:
+    """State of one adapter's image under one layout."""
+
+    layout_id: str
+    state: ImageState
+    reason: str = ""
+    image_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """One version of an adapter, as the catalog knows it."""
+
+    name: AdapterName
+    version: int
+    digest: str
+    source_uri: str
+    base_model: str
+    rank: int
+    targets: tuple[str, ...]
+    source_bytes: int
+    create_time: datetime
+    update_time: datetime
+    pinned: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+    verdicts: tuple[LayoutVerdict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEvent:
+    """One catalog change. `version` is what the name points to afterwards, 0 when it is gone."""
+
+    revision: int
+    kind: EventKind
+    name: str
+    version: int
+    digest: str
+    time: datetime

@@ -1,0 +1,73 @@
+"""What can go wrong in the adapter store, without a word about transport.
+
+StoreError
+ ├─ InvalidArgument      the caller's argument, named by `field`
+ ├─ InvalidAdapter       the adapter's own content, named by `subject` (a file, tensor or config key)
+ ├─ IncompatibleAdapter  valid, but not servable under a layout
+ ├─ NotFound             no such adapter, version, digest or layout
+ ├─ Conflict             the name points elsewhere than the caller required
+ ├─ PreconditionFailed   content differs from what was expected; no common image format
+ ├─ LimitExceeded        a size or count limit of this store
+ ├─ RevisionTooOld       the history asked for is gone: list again
+ ├─ SourceUnavailable    the source did not answer
+ └─ CorruptData          bytes of our own that fail their hash
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """An error to be reported to the caller.
+
+    `subject` names the culprit (a field, file, tensor or config key); `reason` is a stable
+    UPPER_SNAKE word for programs.
+    """
+
+    reason = "STORE_ERROR"
+
+    def __init__(self, message: str, *, subject: str = "", reason: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.subject = subject
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidArgument(StoreError):
+    reason = "INVALID_ARGUMENT"
+
+
+class InvalidAdapter(StoreError):
+    reason = "INVALID_ADAPTER"
+
+
+class IncompatibleAdapter(StoreError):
+    reason = "INCOMPATIBLE_ADAPTER"
+
+
+class NotFound(StoreError):
+    reason = "NOT_FOUND"
+
+
+class Conflict(StoreError):
+    reason = "CONFLICT"
+
+
+class PreconditionFailed(StoreError):
+    reason = "PRECONDITION_FAILED"
+
+
+class LimitExceeded(StoreError):
+    reason = "LIMIT_EXCEEDED"
+
+
+class RevisionTooOld(StoreError):
+    reason = "REVISION_TOO_OLD"
+
+
+class SourceUnavailable(StoreError):
+    reason = "SOURCE_UNAVAILABLE"
+
+
+class CorruptData(StoreError):
+    reason = "CORRUPT_DATA"

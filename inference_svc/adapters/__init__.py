@@ -1,0 +1,1 @@
+"""How adapters become resident: layout, store, host tier, arena, slots, residency."""

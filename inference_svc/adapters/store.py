@@ -1,0 +1,71 @@
+"""The adapter store as the inference service sees it: a Protocol and plain data.
+
+`store_client` speaks it over gRPC; tests speak it from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An A or B of the image: target index in the layout, rank, byte offset and length."""
+
+    target: int
+    kind: str
+    rank: int
+    offset: int
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """Opens every pull. `offset` is where this stream starts: 0 if `image_id` differs from asked."""
+
+    image_id: str
+    digest: str
+    layout_id: str
+    image_format: int
+    total_bytes: int
+    segments: tuple[Segment, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageChunk:
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd:
+    """Ends part `part`: the bytes from the previous end to `end_offset` have this sha256."""
+
+    part: int
+    end_offset: int
+    sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTrailer:
+    """sha256 of the parts' sha256 values, concatenated in order."""
+
+    sha256: bytes
+
+
+PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
+
+
+class AdapterStore(Protocol):
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = ""
+    ) -> Iterator[PullMessage]:
+        """Streams an image from `offset` of `image_id`. Blocks; call it from a pull thread.
+
+        Closing the iterator cancels the stream at once. Raises AdapterNotFound, AdapterUnusable,
+        CorruptImage (never worth a retry), StoreUnavailable (lost stream: resume).
+        """
+        ...

@@ -1,0 +1,284 @@
+"""The inference service's words: requests, sequences, batches, and the engine's messages.
+
+Everything here is plain data without tensors. Messages pickle, so that the engine may live in a
+thread or in a process of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+BASE_SLOT = -1
+"""The slot of rows that use no adapter."""
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen; validated where it is born, in `convert`.
+
+    `stop` strings are matched on text by the frontend; the engine never sees text.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked to do.
+
+    `digest` is "" for the base model. `cache_seed` separates prefix caches (tenant and salt).
+    Times are `time.monotonic()` seconds, which processes of one machine share.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    digest: str = ""
+    cache_seed: str = ""
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+class SequenceState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request in progress. Only the scheduler and settle change it.
+
+    `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
+    in `page_ids`. Its adapter's slot is held while it runs.
+    """
+
+    request: Request
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    num_cached: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    slot: int = BASE_SLOT
+    state: SequenceState = SequenceState.WAITING
+    adapter_wanted_s: float | None = None
+    adapter_ready_s: float | None = None
+    started_s: float | None = None
+    first_token_s: float | None = None
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.request.prompt_token_ids, "a sequence has at least one token"
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One sequence's share of a step: tokens [start, start + num_tokens) of `sequence.token_ids`.
+
+    `samples` is true when this step computes the last known token, so that a next one follows.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def slot(self) -> int:
+        return self.sequence.slot
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == 1 and self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. Rows of one slot are neighbours; `residency` takes effect before they run."""
+
+    rows: tuple[BatchRow, ...]
+    residency: tuple[Any, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of the chosen token, and the most likely (token id, log probability)s."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since the engine received the request: until it ran, of adapter wait, until its
+    first token."""
+
+    queued_s: float
+    adapter_wait_s: float
+    first_token_s: float
+
+
+# --- messages to the engine ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ends a request wherever it is; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Command(enum.Enum):
+    LOAD = "load"
+    UNLOAD = "unload"
+    PIN = "pin"
+    UNPIN = "unpin"
+    LIST_RESIDENT = "list_resident"
+    DESCRIBE = "describe"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator's command; answered by one Reply of the same id.
+
+    LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
+    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus.
+    """
+
+    call_id: int
+    command: Command
+    digest: str = ""
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAccepted:
+    """The store knows our layout: pulls may begin."""
+
+    layout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the loop; whatever still runs is answered with ShuttingDown."""
+
+
+Message = Submit | Cancel | Call | LayoutAccepted | Stop
+
+
+# --- messages from the engine -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one request got from one step. The last one has `finish_reason` or `error`."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    call_id: int
+    result: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Everything one turn of the engine has to say, in one message."""
+
+    outputs: tuple[Output, ...] = ()
+    replies: tuple[Reply, ...] = ()
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentAdapter:
+    """`tier` is "device" or "host"; times are `time.time()` seconds."""
+
+    digest: str
+    tier: str
+    num_bytes: int
+    rank: int
+    pinned: bool
+    running_requests: int
+    last_used_time_s: float
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A picture of the engine for GetServerInfo, `loadout top` and metrics.
+
+    `memory` maps what ("weights", "kv_pages", "arena", "host_tier") to (used, capacity) bytes;
+    `counters` are monotonic.
+    """
+
+    num_running: int
+    num_waiting: int
+    waiting_digests: tuple[str, ...]
+    running_digests: tuple[str, ...]
+    memory: dict[str, tuple[int, int]]
+    counters: dict[str, float]

@@ -1,0 +1,1 @@
+"""The operations, each with its plain definition beside the fast ones."""

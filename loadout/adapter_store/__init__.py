@@ -1,0 +1,1 @@
+"""The adapter store's contract, one package per version."""

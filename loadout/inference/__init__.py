@@ -1,0 +1,1 @@
+"""The inference service's contract, one package per version."""
