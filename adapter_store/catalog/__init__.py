@@ -1,0 +1,260 @@
+"""The catalog: which names exist, what they point to, and everything that ever changed.
+
+    schema    the tables             records   reading names     filters  lists and their pages
+    names     changing names         events    the history       verdicts layouts and images
+    leftovers what nothing points to
+
+Here are the transactions around them. All methods block and may be called from any thread. What a
+method returns is durable. Writers run one after the other; `on_change` is called in commit order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from adapter_store.catalog import events, leftovers, names, records, schema, verdicts
+from adapter_store.catalog.filters import (
+    decode_page_token,
+    encode_page_token,
+    page_limit,
+    parse_filter,
+)
+from adapter_store.catalog.names import NewVersion
+from adapter_store.catalog.verdicts import ImageKey
+from adapter_store.core import (
+    AdapterEvent,
+    AdapterName,
+    AdapterRecord,
+    AdapterRef,
+    LayoutVerdict,
+)
+from adapter_store.errors import CorruptData
+
+__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion"]
+
+_TRIM_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogCounts:
+    revision: int
+    adapters: int
+    layouts: int
+    blob_bytes: int
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Catalog:
+    """Opens, or creates, the catalog at `path`. `event_retention` events are kept at least."""
+
+    def __init__(
+        self, path: Path, *, event_retention: int, clock: Callable[[], datetime] = _utc_now
+    ) -> None:
+        self._event_retention = event_retention
+        self._clock = clock
+        self._engine = schema.open_engine(path)
+        self._writer = self._engine.execution_options(immediate=True)
+        self._write_lock = threading.Lock()
+        self._listeners: list[Callable[[int], None]] = []
+        schema.metadata.create_all(self._engine)
+        with self._write() as conn:
+            _check_schema_version(conn)
+            verdicts.forget_unfinished(conn)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def on_change(self, listener: Callable[[int], None]) -> None:
+        """Calls `listener` with the new revision after each commit that has events."""
+        self._listeners.append(listener)
+
+    # Names
+
+    def register(self, new: NewVersion, if_current_digest: str = "") -> tuple[AdapterRecord, int]:
+        """See names.register. Gives the record and the revision at which it is current."""
+        with self._change() as (conn, made):
+            new_events, revision = names.register(conn, new, if_current_digest, self._clock())
+            made += new_events
+            return records.find(conn, AdapterRef(name=new.name)), revision
+
+    def remove(self, name: AdapterName, version: int = 0) -> int:
+        with self._change() as (conn, made):
+            made.append(names.remove(conn, name, version, self._clock()))
+            return made[-1].revision
+
+    def set_pinned(self, ref: AdapterRef, pinned: bool) -> tuple[AdapterRecord, int]:
+        with self._change() as (conn, made):
+            record = records.find(conn, ref)
+            event = names.set_pinned(conn, record, pinned, self._clock())
+            if event is not None:
+                made.append(event)
+            found = AdapterRef(record.name, record.version)
+            return records.find(conn, found), events.revision(conn)
+
+    def get(self, ref: AdapterRef) -> tuple[AdapterRecord, int]:
+        """The record and the revision it reflects. Raises NotFound."""
+        with self._read() as conn:
+            return records.find(conn, ref), events.revision(conn)
+
+    def page(
+        self, page_size: int = 0, page_token: str = "", filter_text: str = ""
+    ) -> tuple[list[AdapterRecord], str, int]:
+        """A page, the token of the next one ("": it was the last), and the revision it reflects."""
+        terms = parse_filter(filter_text)
+        after = decode_page_token(page_token, filter_text)
+        limit = page_limit(page_size)
+        with self._read() as conn:
+            found = records.page(conn, terms, after, limit + 1)
+            revision = events.revision(conn)
+        more = len(found) > limit
+        token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
+        return found[:limit], token, revision
+
+    def pinned_digests(self) -> set[str]:
+        query = select(schema.versions.c.digest).where(schema.versions.c.pinned.is_(True))
+        with self._read() as conn:
+            return set(conn.scalars(query))
+
+    # History
+
+    def revision(self) -> int:
+        with self._read() as conn:
+            return events.revision(conn)
+
+    def events_since(self, revision: int, limit: int) -> list[AdapterEvent]:
+        """Raises RevisionTooOld."""
+        with self._read() as conn:
+            return events.since(conn, revision, limit)
+
+    # Layouts and images
+
+    def add_layout(self, layout_id: str, base_models: Sequence[str], body: dict[str, Any]) -> bool:
+        with self._write() as conn:
+            return verdicts.add_layout(conn, layout_id, base_models, body, self._clock())
+
+    def layout_body(self, layout_id: str) -> dict[str, Any] | None:
+        with self._read() as conn:
+            return verdicts.layout_body(conn, layout_id)
+
+    def layout_ids(self) -> list[str]:
+        with self._read() as conn:
+            return list(conn.scalars(select(schema.layouts.c.layout_id)))
+
+    def layouts_of(self, base_model: str) -> list[str]:
+        with self._read() as conn:
+            return verdicts.layouts_of(conn, base_model)
+
+    def verdict(self, key: ImageKey) -> LayoutVerdict:
+        with self._read() as conn:
+            return verdicts.verdict(conn, key)
+
+    def set_verdict(self, digest: str, verdict: LayoutVerdict) -> None:
+        with self._write() as conn:
+            verdicts.set_verdict(conn, digest, verdict)
+
+    def unsettled(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
+        """Digests to be compiled ahead under this layout, in order, after `after_digest`."""
+        with self._read() as conn:
+            return verdicts.unsettled(conn, layout_id, after_digest, limit)
+
+    def pullable(self, digest: str, grace: timedelta) -> bool:
+        """Whether a record has this digest, live or deleted within the grace."""
+        with self._read() as conn:
+            return verdicts.has_record(conn, digest, self._clock() - grace)
+
+    def serves(self, key: ImageKey, grace: timedelta) -> bool:
+        """Whether such a record is for a base model of this layout."""
+        with self._read() as conn:
+            return verdicts.has_record(conn, key[0], self._clock() - grace, key[1])
+
+    def adopt_compiler(self, compiler: str) -> None:
+        """Forgets every verdict that another compiler gave."""
+        key = schema.meta.c.key == "compiler"
+        with self._write() as conn:
+            if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
+                return
+            verdicts.forget_all(conn)
+            if conn.execute(update(schema.meta).where(key).values(value=compiler)).rowcount == 0:
+                conn.execute(insert(schema.meta).values(key="compiler", value=compiler))
+
+    # Blobs
+
+    def has_blob(self, digest: str) -> bool:
+        query = select(schema.blobs.c.digest).where(schema.blobs.c.digest == digest)
+        with self._read() as conn:
+            return conn.execute(query).first() is not None
+
+    def expire_versions(self, grace: timedelta) -> int:
+        with self._write() as conn:
+            return leftovers.expire_versions(conn, self._clock() - grace)
+
+    def unreferenced_blobs(self, limit: int) -> list[str]:
+        with self._read() as conn:
+            return leftovers.unreferenced(conn, limit)
+
+    def drop_blob(self, digest: str) -> bool:
+        with self._write() as conn:
+            return leftovers.drop_blob(conn, digest)
+
+    def counts(self) -> CatalogCounts:
+        live = schema.adapters.c.current_version > 0
+        with self._read() as conn:
+            return CatalogCounts(
+                revision=events.revision(conn),
+                adapters=conn.scalar(select(func.count()).select_from(schema.adapters).where(live))
+                or 0,
+                layouts=conn.scalar(select(func.count()).select_from(schema.layouts)) or 0,
+                blob_bytes=conn.scalar(select(func.sum(schema.blobs.c.source_bytes))) or 0,
+            )
+
+    # Transactions
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        """One snapshot."""
+        with self._engine.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._write_lock, self._writer.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def _change(self) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
+        """A write that tells the listeners of the events put into its list, once committed."""
+        made: list[AdapterEvent] = []
+        with self._write_lock:
+            with self._writer.begin() as conn:
+                yield conn, made
+                self._trim_history(conn, made)
+            if made:
+                for listener in self._listeners:
+                    listener(made[-1].revision)
+
+    def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
+        if any(event.revision % _TRIM_EVERY == 0 for event in made):
+            events.forget_before(conn, made[-1].revision - self._event_retention + 1)
+
+
+def _check_schema_version(conn: Connection) -> None:
+    key = schema.meta.c.key == "schema_version"
+    found = conn.scalar(select(schema.meta.c.value).where(key))
+    if found is None:
+        conn.execute(insert(schema.meta).values(key="schema_version", value=schema.SCHEMA_VERSION))
+    elif found != schema.SCHEMA_VERSION:
+        raise CorruptData(
+            f"the catalog has schema {found}, this store knows {schema.SCHEMA_VERSION}",
+            subject="schema_version",
+        )

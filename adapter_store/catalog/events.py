@@ -1,0 +1,78 @@
+"""The catalog's history: one revision per change, in commit order, without gaps."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import Connection, delete, func, insert, select
+
+from adapter_store.catalog.records import from_micros, to_micros
+from adapter_store.catalog.schema import events
+from adapter_store.core import AdapterEvent, AdapterName, EventKind
+from adapter_store.errors import RevisionTooOld
+
+
+def revision(conn: Connection) -> int:
+    """The newest revision, 0 for an empty catalog."""
+    return conn.scalar(select(func.max(events.c.revision))) or 0
+
+
+def append(
+    conn: Connection,
+    kind: EventKind,
+    name: AdapterName,
+    version: int,
+    digest: str,
+    time: datetime,
+) -> AdapterEvent:
+    """Gives the change the next revision. Needs an immediate transaction."""
+    event = AdapterEvent(revision(conn) + 1, kind, str(name), version, digest, time)
+    conn.execute(
+        insert(events).values(
+            revision=event.revision,
+            kind=kind.value,
+            name=event.name,
+            version=version,
+            digest=digest,
+            time=to_micros(time),
+        )
+    )
+    return event
+
+
+def forget_before(conn: Connection, oldest: int) -> None:
+    """Drops events older than `oldest`; the newest always stays, it carries the revision."""
+    conn.execute(delete(events).where(events.c.revision < min(oldest, revision(conn))))
+
+
+def since(conn: Connection, since_revision: int, limit: int) -> list[AdapterEvent]:
+    """Up to `limit` events after a revision.
+
+    Raises RevisionTooOld if some of them are forgotten, or if the revision is not of this history.
+    """
+    newest = revision(conn)
+    if since_revision == newest:
+        return []
+    oldest = conn.scalar(select(func.min(events.c.revision))) or 1
+    if not oldest - 1 <= since_revision < newest:
+        raise RevisionTooOld(
+            f"since_revision: {since_revision} is not within {oldest - 1} to {newest}; list again",
+            subject="since_revision",
+        )
+    query = (
+        select(events)
+        .where(events.c.revision > since_revision)
+        .order_by(events.c.revision)
+        .limit(limit)
+    )
+    return [
+        AdapterEvent(
+            row.revision,
+            EventKind(row.kind),
+            row.name,
+            row.version,
+            row.digest,
+            from_micros(row.time),
+        )
+        for row in conn.execute(query)
+    ]

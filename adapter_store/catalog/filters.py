@@ -1,0 +1,123 @@
+"""What `ListAdapters` may be asked: filters and page tokens, checked before they reach SQL."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from dataclasses import dataclass, field
+
+from sqlalchemy import ColumnElement, Select, func, literal, tuple_
+
+from adapter_store.catalog.schema import adapters, versions
+from adapter_store.core import AdapterName
+from adapter_store.errors import InvalidArgument
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+MAX_LABELS = 64
+
+_LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+_LABEL_VALUE = re.compile(r"[\x21-\x7e]{0,255}")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """All of the given terms must hold."""
+
+    tenant: str | None = None
+    base_model: str | None = None
+    name_prefix: str | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def check_labels(labels: dict[str, str]) -> None:
+    """Raises InvalidArgument naming the label that could not be filtered by."""
+    if len(labels) > MAX_LABELS:
+        raise InvalidArgument(f"labels: {len(labels)} are more than {MAX_LABELS}", subject="labels")
+    for key, value in labels.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            raise InvalidArgument(
+                f"labels: {key!r}={value[:80]!r}: a key is of the form "
+                "[A-Za-z0-9][A-Za-z0-9._/-]{0,62}, a value up to 255 visible ASCII characters",
+                subject="labels",
+            )
+
+
+def parse_filter(text: str) -> Filter:
+    """Reads space-separated `tenant=T base_model=B name=PREFIX label.KEY=VALUE`."""
+    simple: dict[str, str] = {}
+    labels: dict[str, str] = {}
+    for term in text.split():
+        key, equals, value = term.partition("=")
+        into, key = (labels, key[6:]) if key.startswith("label.") else (simple, key)
+        known = bool(_LABEL_KEY.fullmatch(key)) if into is labels else key in _SIMPLE_TERMS
+        if not equals or not known:
+            raise InvalidArgument(
+                f"filter: {term[:80]!r} is none of tenant=T, base_model=B, name=PREFIX, "
+                "label.KEY=VALUE",
+                subject="filter",
+            )
+        if into.setdefault(key, value) != value:
+            raise InvalidArgument(f"filter: {key!r} is asked for twice", subject="filter")
+    return Filter(simple.get("tenant"), simple.get("base_model"), simple.get("name"), labels=labels)
+
+
+_SIMPLE_TERMS = frozenset({"tenant", "base_model", "name"})
+
+
+def encode_page_token(last: AdapterName, filter_text: str) -> str:
+    body = json.dumps([last.tenant, last.name, filter_text], separators=(",", ":"))
+    return base64.urlsafe_b64encode(body.encode()).decode().rstrip("=")
+
+
+def decode_page_token(token: str, filter_text: str) -> AdapterName | None:
+    """Where the last page ended. Raises InvalidArgument for a token of another list."""
+    if not token:
+        return None
+    try:
+        padded = token + "=" * (-len(token) % 4)
+        body = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+        tenant, name, filter_of_token = body
+    except (binascii.Error, ValueError, TypeError) as exc:
+        raise InvalidArgument(
+            "page_token: not a token of this store", subject="page_token"
+        ) from exc
+    if not isinstance(tenant, str) or not isinstance(name, str):
+        raise InvalidArgument("page_token: not a token of this store", subject="page_token")
+    if filter_of_token != filter_text:
+        raise InvalidArgument(
+            "page_token: belongs to a list with another filter", subject="page_token"
+        )
+    return AdapterName(tenant, name)
+
+
+def page_limit(page_size: int) -> int:
+    """Rows of a page: what was asked for, within the contract's default and maximum."""
+    return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+
+
+def apply_filter(
+    query: Select[tuple[object, ...]], terms: Filter, after: AdapterName | None
+) -> Select[tuple[object, ...]]:
+    """Narrows a query over adapters joined with their current versions, in keyset order."""
+    if after is not None:
+        query = query.where(
+            tuple_(adapters.c.tenant, adapters.c.name)
+            > tuple_(literal(after.tenant), literal(after.name))
+        )
+    if terms.tenant is not None:
+        query = query.where(adapters.c.tenant == terms.tenant)
+    if terms.base_model is not None:
+        query = query.where(versions.c.base_model == terms.base_model)
+    if terms.name_prefix:
+        query = query.where(*_prefix(terms.name_prefix))
+    for key, value in terms.labels.items():
+        query = query.where(func.json_extract(versions.c.labels, f'$."{key}"') == value)
+    return query.order_by(adapters.c.tenant, adapters.c.name)
+
+
+def _prefix(prefix: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """Names are ASCII, so all that start with `prefix` lie between it and this bound."""
+    return adapters.c.name >= prefix, adapters.c.name < prefix + "\U0010ffff"

@@ -1,0 +1,138 @@
+"""Reading names: one adapter, a page of them, their verdicts. No statement runs per row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, select
+
+from adapter_store.catalog.filters import Filter, apply_filter
+from adapter_store.catalog.schema import adapters, blobs, images, layout_bases, versions
+from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, ImageState, LayoutVerdict
+from adapter_store.errors import NotFound
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def to_micros(time: datetime) -> int:
+    return (time - _EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=micros)
+
+
+def find(conn: Connection, ref: AdapterRef) -> AdapterRecord:
+    """The one record a reference means. Raises NotFound, also for what is deleted.
+
+    A digest means its first current record by tenant and name, else any older one.
+    """
+    query = _record_query().where(versions.c.delete_time.is_(None))
+    if ref.name is not None:
+        query = query.where(
+            adapters.c.tenant == ref.name.tenant,
+            adapters.c.name == ref.name.name,
+            versions.c.version == (ref.version or adapters.c.current_version),
+        )
+    else:
+        query = query.where(versions.c.digest == ref.digest).order_by(
+            versions.c.version != adapters.c.current_version,
+            adapters.c.tenant,
+            adapters.c.name,
+            versions.c.version.desc(),
+        )
+    row = conn.execute(query.limit(1)).first()
+    if row is None:
+        raise NotFound(f"no adapter {describe(ref)}", subject=describe(ref))
+    return _to_records(conn, [row])[0]
+
+
+def page(
+    conn: Connection, terms: Filter, after: AdapterName | None, limit: int
+) -> list[AdapterRecord]:
+    """Current versions in order of tenant and name, those after `after` first."""
+    query = _record_query().where(
+        adapters.c.current_version > 0, versions.c.version == adapters.c.current_version
+    )
+    rows = conn.execute(apply_filter(query, terms, after).limit(limit)).all()
+    return _to_records(conn, rows)
+
+
+def describe(ref: AdapterRef) -> str:
+    if ref.name is None:
+        return str(ref.digest)
+    return f"{ref.name}@{ref.version}" if ref.version else str(ref.name)
+
+
+def _record_query() -> Select[Any]:
+    return (
+        select(
+            adapters.c.tenant,
+            adapters.c.name,
+            adapters.c.update_time,
+            versions.c.version,
+            versions.c.digest,
+            versions.c.base_model,
+            versions.c.source_uri,
+            versions.c.labels,
+            versions.c.pinned,
+            versions.c.create_time,
+            blobs.c.rank,
+            blobs.c.targets,
+            blobs.c.source_bytes,
+        )
+        .join(versions, versions.c.adapter_id == adapters.c.id)
+        .join(blobs, blobs.c.digest == versions.c.digest)
+    )
+
+
+def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecord]:
+    layouts_by_base = _layouts_by_base(conn, {row.base_model for row in rows})
+    verdicts = _verdicts(conn, {row.digest for row in rows}) if layouts_by_base else {}
+    return [
+        AdapterRecord(
+            name=AdapterName(row.tenant, row.name),
+            version=row.version,
+            digest=row.digest,
+            source_uri=row.source_uri,
+            base_model=row.base_model,
+            rank=row.rank,
+            targets=tuple(json.loads(row.targets)),
+            source_bytes=row.source_bytes,
+            create_time=from_micros(row.create_time),
+            update_time=from_micros(row.update_time),
+            pinned=row.pinned,
+            labels=json.loads(row.labels),
+            verdicts=tuple(
+                verdicts.get((row.digest, layout_id), LayoutVerdict(layout_id, ImageState.PENDING))
+                for layout_id in layouts_by_base.get(row.base_model, ())
+            ),
+        )
+        for row in rows
+    ]
+
+
+def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, list[str]]:
+    query = (
+        select(layout_bases)
+        .where(layout_bases.c.base_model.in_(base_models))
+        .order_by(layout_bases.c.layout_id)
+    )
+    result: dict[str, list[str]] = {}
+    for row in conn.execute(query):
+        result.setdefault(row.base_model, []).append(row.layout_id)
+    return result
+
+
+def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str], LayoutVerdict]:
+    rows = conn.execute(select(images).where(images.c.digest.in_(digests)))
+    return {
+        (row.digest, row.layout_id): LayoutVerdict(
+            row.layout_id, ImageState(row.state), row.reason, row.image_bytes
+        )
+        for row in rows
+    }

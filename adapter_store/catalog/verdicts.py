@@ -1,0 +1,150 @@
+"""Layouts, and how far each (digest, layout) has come on its way to an image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Select, and_, delete, insert, or_, select
+from sqlalchemy.dialects.sqlite import insert as upsert
+
+from adapter_store.catalog.records import to_micros
+from adapter_store.catalog.schema import (
+    adapters,
+    blobs,
+    images,
+    layout_bases,
+    layouts,
+    versions,
+)
+from adapter_store.core import ImageState, LayoutVerdict
+
+ImageKey = tuple[str, str]
+"""(digest, layout_id)"""
+
+_SETTLED = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
+
+
+def add_layout(
+    conn: Connection,
+    layout_id: str,
+    base_models: Sequence[str],
+    body: dict[str, Any],
+    time: datetime,
+) -> bool:
+    """Records a layout for its base model and aliases. False: it was known."""
+    query = select(layouts.c.layout_id).where(layouts.c.layout_id == layout_id)
+    if conn.execute(query).first():
+        return False
+    conn.execute(
+        insert(layouts).values(
+            layout_id=layout_id, body=json.dumps(body), create_time=to_micros(time)
+        )
+    )
+    names = sorted(set(base_models))
+    conn.execute(
+        insert(layout_bases), [{"base_model": name, "layout_id": layout_id} for name in names]
+    )
+    return True
+
+
+def layout_body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
+    body = conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
+    return None if body is None else json.loads(body)
+
+
+def layouts_of(conn: Connection, base_model: str) -> list[str]:
+    """Every layout that serves this base model."""
+    query = select(layout_bases.c.layout_id).where(layout_bases.c.base_model == base_model)
+    return list(conn.scalars(query.order_by(layout_bases.c.layout_id)))
+
+
+def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
+    row = conn.execute(select(images).where(_is(key))).first()
+    if row is None:
+        return LayoutVerdict(key[1], ImageState.PENDING)
+    return LayoutVerdict(row.layout_id, ImageState(row.state), row.reason, row.image_bytes)
+
+
+def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> None:
+    """Records how an image stands, unless its blob has been collected meanwhile."""
+    if conn.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).first() is None:
+        return
+    values = {
+        "state": verdict.state.value,
+        "reason": verdict.reason,
+        "image_bytes": verdict.image_bytes,
+    }
+    conn.execute(
+        upsert(images)
+        .values(digest=digest, layout_id=verdict.layout_id, **values)
+        .on_conflict_do_update(index_elements=["digest", "layout_id"], set_=values)
+    )
+
+
+def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -> list[str]:
+    """Digests that names point to now and that have no verdict under this layout yet."""
+    query = (
+        _current_digests()
+        .join(
+            layout_bases,
+            and_(
+                layout_bases.c.base_model == versions.c.base_model,
+                layout_bases.c.layout_id == layout_id,
+            ),
+        )
+        .outerjoin(
+            images,
+            and_(images.c.digest == versions.c.digest, images.c.layout_id == layout_id),
+        )
+        .where(
+            versions.c.digest > after_digest,
+            or_(images.c.state.is_(None), images.c.state.not_in(_SETTLED)),
+        )
+        .order_by(versions.c.digest)
+        .limit(limit)
+    )
+    return list(conn.scalars(query))
+
+
+def has_record(conn: Connection, digest: str, deleted_after: datetime, layout_id: str = "") -> bool:
+    """Whether a record, live or deleted since, has this digest; with a layout: for its base."""
+    query = select(versions.c.version).where(
+        versions.c.digest == digest,
+        or_(versions.c.delete_time.is_(None), versions.c.delete_time > to_micros(deleted_after)),
+    )
+    if layout_id:
+        query = query.join(layout_bases, layout_bases.c.base_model == versions.c.base_model).where(
+            layout_bases.c.layout_id == layout_id
+        )
+    return conn.execute(query.limit(1)).first() is not None
+
+
+def forget_unfinished(conn: Connection) -> None:
+    """What was being compiled when the last process ended is pending again."""
+    conn.execute(delete(images).where(images.c.state.not_in(_SETTLED)))
+
+
+def forget_all(conn: Connection) -> None:
+    """Another compiler has to judge everything anew."""
+    conn.execute(delete(images))
+
+
+def _current_digests() -> Select[tuple[str]]:
+    return (
+        select(versions.c.digest)
+        .distinct()
+        .join(
+            adapters,
+            and_(
+                adapters.c.id == versions.c.adapter_id,
+                adapters.c.current_version == versions.c.version,
+            ),
+        )
+    )
+
+
+def _is(key: ImageKey) -> Any:
+    return and_(images.c.digest == key[0], images.c.layout_id == key[1])

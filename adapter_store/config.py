@@ -1,0 +1,140 @@
+"""Settings of the adapter store: environment LOADOUT_STORE_*, or the command line, which wins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+_LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?")
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+Bytes = Annotated[ByteSize, Field(gt=0)]
+
+
+class Settings(BaseSettings):
+    """Loadout adapter store: fetches LoRA adapters, compiles each once per model layout
+    into one image, and streams the images to inference services over gRPC."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LOADOUT_STORE_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_prog_name="python -m adapter_store",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+
+    listen: str = "127.0.0.1:7070"
+    """Address for gRPC, HOST:PORT. Port 0 takes a free one; see ready_file."""
+
+    metrics_listen: str = "127.0.0.1:7071"
+    """Address for Prometheus metrics over HTTP, HOST:PORT. Port 0 takes a free one."""
+
+    data_dir: Path = Path(".loadout/store")
+    """Folder for the catalog, the kept sources and compiled images. One store process at a time."""
+
+    source_roots: Annotated[tuple[Path, ...], NoDecode] = ()
+    """Folders that file:// sources may lie in, separated by commas. None: no local sources."""
+
+    s3_buckets: Annotated[tuple[str, ...], NoDecode] = ()
+    """S3 sources that may be read: BUCKET or BUCKET/PREFIX, separated by commas. None: no S3."""
+
+    s3_endpoint_url: str = ""
+    """Address of an S3-compatible service. Empty: Amazon S3."""
+
+    s3_region: str = ""
+    """Region for S3. Empty: as the credential chain says, else us-east-1."""
+
+    disk_cache_bytes: Bytes = ByteSize(64 * GIB)
+    """Capacity of the disk tier of compiled images, such as 64GiB."""
+
+    memory_bytes: Bytes = ByteSize(4 * GIB)
+    """Capacity of the memory tier of compiled images, such as 4GiB."""
+
+    max_adapter_bytes: Bytes = ByteSize(16 * GIB)
+    """Largest adapter taken from a source or an upload, all files together."""
+
+    max_file_bytes: Bytes = ByteSize(16 * GIB)
+    """Largest single file taken from a source or an upload."""
+
+    max_rank: PositiveInt = 512
+    """Highest rank of any target of an adapter."""
+
+    compile_workers: PositiveInt = 2
+    """Images compiled at the same time. Pulls go before compiling ahead."""
+
+    fetch_workers: PositiveInt = 4
+    """Registrations and uploads worked on at the same time; further ones wait."""
+
+    event_retention: Annotated[int, Field(ge=1)] = 100_000
+    """Catalog events kept for watchers. A watcher further behind has to list again."""
+
+    bookmark_seconds: PositiveFloat = 1.0
+    """Longest silence on a watch before a bookmark is sent."""
+
+    delete_grace_seconds: NonNegativeFloat = 600.0
+    """How long a deleted adapter's digest can still be pulled by requests that run on it."""
+
+    collect_seconds: PositiveFloat = 60.0
+    """Time between two collections of what no record points to any more."""
+
+    grace_seconds: NonNegativeFloat = 30.0
+    """How long calls in progress may go on after SIGTERM."""
+
+    ready_file: Path | None = None
+    """File to write once serving: JSON with the addresses "grpc" and "metrics"."""
+
+    log_format: Literal["text", "json"] = "text"
+    """One line per event, for people or for machines."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Lowest level that is logged."""
+
+    @field_validator("source_roots", "s3_buckets", mode="before")
+    @classmethod
+    def _split_commas(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            parts = (part for item in value for part in str(item).split(","))
+            return tuple(part.strip() for part in parts if part.strip())
+        return value
+
+    @field_validator("s3_buckets")
+    @classmethod
+    def _check_buckets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            if not _BUCKET.fullmatch(entry):
+                raise ValueError(f"{entry!r} is not BUCKET or BUCKET/PREFIX")
+        return tuple(entry.rstrip("/") for entry in value)
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _check_listen(cls, value: str) -> str:
+        match = _LISTEN.fullmatch(value)
+        if not match or int(match[2]) > 65535:
+            raise ValueError(f"{value!r} is not HOST:PORT")
+        return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT as (host, port); an IPv6 host loses its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def load_settings(arguments: list[str] | None = None) -> Settings:
+    """Reads the environment and, if given, command line arguments.
+
+    Raises pydantic.ValidationError; exits by itself on --help and unknown arguments.
+    """
+    return Settings(_cli_parse_args=arguments if arguments is not None else False)  # type: ignore[call-arg]
