@@ -1,0 +1,323 @@
+"""The Python client for asyncio: `Client`, method for method.
+
+async with AsyncClient(inference="127.0.0.1:7080") as client:
+    async for chunk in client.generate("Bonjour", adapter="french", max_tokens=32):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Generic, Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from loadout import calls, convert, status, types
+from loadout.calls import Call, Prompt, Service, StreamCall
+from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
+from loadout.errors import StreamLost
+from loadout.retry import Attempts, RetryPolicy
+from loadout.upload import Progress, Upload, is_uri, open_folder
+
+T = TypeVar("T")
+
+
+class AsyncStream(Generic[T]):
+    """The answers of one streaming RPC, an async iterator; leaving it cancels the RPC."""
+
+    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
+        self._method = method
+        self._spec = call
+        self._attempts = attempts
+        self._last: T | None = None
+        self._rpc: Any = None
+        self._closed = False
+        self._open(call.request)
+
+    def _open(self, request: Any) -> None:
+        self._rpc = self._method(request, timeout=self._attempts.remaining_s)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._closed:
+            try:
+                message = await self._rpc.read()
+            except grpc.RpcError as error:
+                await self._try_again(error)
+                continue
+            except asyncio.CancelledError:
+                self.close()
+                if _is_cancelled():
+                    raise
+                break  # another task closed this stream
+            if message is grpc.aio.EOF:
+                self.close()
+                break
+            self._attempts.succeeded()
+            self._last = self._spec.convert(message)
+            return self._last
+        raise StopAsyncIteration
+
+    async def _try_again(self, error: grpc.RpcError) -> None:
+        if self._closed:
+            return
+        failure = status.from_rpc_error(error)
+        request = self._spec.resume(self._last)
+        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
+        if delay is None:
+            self.close()
+            raise failure from error
+        await asyncio.sleep(delay)
+        self._open(request)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._rpc is not None:
+            self._rpc.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """Client of one or both services for one event loop; arguments, results and errors are
+    `Client`'s."""
+
+    def __init__(
+        self,
+        inference: str | None = None,
+        store: str | None = None,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        addresses = {Service.INFERENCE: inference, Service.STORE: store}
+        self._stubs = Stubs(grpc.aio.insecure_channel, addresses)
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+
+    async def close(self) -> None:
+        """Ends the connections; calls still running end Cancelled."""
+        for channel in self._stubs.channels:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
+        method = self._stubs.method(call.service, call.rpc)
+        answer = await self._attempt(
+            lambda timeout: method(call.request, timeout=timeout), call.repeatable, timeout_s
+        )
+        return call.convert(answer)
+
+    async def _attempt(
+        self, send: Callable[[float | None], Any], repeatable: bool, timeout_s: float | None
+    ) -> Any:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return await send(attempts.remaining_s)
+            except grpc.RpcError as error:
+                failure = status.from_rpc_error(error)
+                delay = attempts.delay_s(failure, repeatable=repeatable)
+                if delay is None:
+                    raise failure from error
+            await asyncio.sleep(delay)
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+    # --- the adapter store ----------------------------------------------------------------------
+
+    async def register(
+        self,
+        name: str,
+        source: str | os.PathLike[str],
+        *,
+        base_model: str = "",
+        expected_digest: str = "",
+        if_current_digest: str = "",
+        pinned: bool = False,
+        labels: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+    ) -> types.Registration:
+        """As `Client.register`; files are read, and `progress` called, in a worker thread."""
+        labels = labels or {}
+        if is_uri(source):
+            call = calls.register(
+                name, str(source), base_model, expected_digest, if_current_digest, pinned, labels
+            )
+            return await self._call(call, timeout_s)
+        upload = Upload(
+            await asyncio.to_thread(open_folder, source),
+            progress,
+            name=name,
+            base_model=base_model,
+            expected_digest=expected_digest,
+            if_current_digest=if_current_digest,
+            pinned=pinned,
+            labels=labels,
+        )
+        return await self._upload(upload, timeout_s)
+
+    async def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
+        method = self._stubs.method(Service.STORE, "UploadAdapter")
+
+        async def send(timeout: float | None) -> Any:
+            try:
+                return await method(_in_thread(upload), timeout=timeout)
+            except (grpc.RpcError, asyncio.CancelledError):
+                if upload.failure is not None:
+                    raise upload.failure from None
+                raise
+
+        return convert.registration(await self._attempt(send, upload.repeatable, timeout_s))
+
+    async def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        return await self._call(calls.get(ref), timeout_s)
+
+    async def list(
+        self,
+        filter: str = "",  # noqa: A002  the contract's word
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[types.Adapter]:
+        page_token = ""
+        while True:
+            page = await self.list_page(filter, page_size, page_token, timeout_s=timeout_s)
+            for adapter in page.adapters:
+                yield adapter
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def list_page(
+        self,
+        filter: str = "",  # noqa: A002
+        page_size: int = 0,
+        page_token: str = "",
+        *,
+        timeout_s: float | None = None,
+    ) -> types.AdapterPage:
+        return await self._call(calls.list_page(page_size, page_token, filter), timeout_s)
+
+    async def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
+        return await self._call(calls.delete(name, version), timeout_s)
+
+    async def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        return await self._call(calls.pin(ref), timeout_s)
+
+    async def unpin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        return await self._call(calls.unpin(ref), timeout_s)
+
+    def watch(
+        self, since_revision: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncStream[types.AdapterEvent]:
+        call = calls.watch(since_revision)
+        method = self._stubs.method(call.service, call.rpc)
+        return AsyncStream(method, call, Attempts(self._retry, timeout_s))
+
+    async def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
+        return await self._call(calls.store_status(), timeout_s)
+
+    # --- the inference service ------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[types.SamplingParams],
+    ) -> AsyncStream[types.Chunk]:
+        call = calls.generate(
+            prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
+        )
+        method = self._stubs.method(call.service, call.rpc)
+        return AsyncStream(method, call, self._attempts(timeout_s))
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[types.SamplingParams],
+    ) -> types.Completion:
+        stream = self.generate(
+            prompt,
+            adapter=adapter,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            **sampling,
+        )
+        completion = convert.completion([chunk async for chunk in stream])
+        if completion is None:
+            raise StreamLost("the generation ended without its last response")
+        return completion
+
+    async def load(
+        self, ref: str, *, pin: bool = False, timeout_s: float | None = None
+    ) -> types.ResidentAdapter:
+        return await self._call(calls.load(ref, pin), timeout_s)
+
+    async def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
+        return await self._call(calls.unload(ref), timeout_s)
+
+    async def pin_resident(
+        self, ref: str, *, timeout_s: float | None = None
+    ) -> types.ResidentAdapter:
+        return await self._call(calls.pin_resident(ref), timeout_s)
+
+    async def unpin_resident(
+        self, ref: str, *, timeout_s: float | None = None
+    ) -> types.ResidentAdapter:
+        return await self._call(calls.unpin_resident(ref), timeout_s)
+
+    async def residents(
+        self, *, timeout_s: float | None = None
+    ) -> tuple[types.ResidentAdapter, ...]:
+        return await self._call(calls.residents(), timeout_s)
+
+    async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
+        return await self._call(calls.server_info(), timeout_s)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _in_thread(upload: Upload) -> AsyncIterator[Any]:
+    """The upload's messages, read off the event loop: the folder may lie on a slow share."""
+    messages = upload.messages()
+    while (message := await asyncio.to_thread(next, messages, None)) is not None:
+        yield message

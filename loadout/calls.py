@@ -1,0 +1,233 @@
+"""One function per RPC: its request, what its answer becomes, and whether it may be repeated.
+
+Both clients are thin hands over these. Arguments that cannot be written into a request raise
+InvalidArgument here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast, get_type_hints
+
+from google.protobuf.message import Message
+
+from loadout import convert, types
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.errors import InvalidArgument
+from loadout.inference.v1 import inference_pb2 as inference_pb
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[int] | Sequence[types.ChatMessage]
+"""Text, token ids, or chat messages."""
+
+SAMPLING_NAMES = tuple(get_type_hints(types.SamplingParams))
+
+
+class Service(enum.Enum):
+    STORE = "store"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One unary RPC. `repeatable`: executing it twice does no more than executing it once."""
+
+    service: Service
+    rpc: str
+    request: Message
+    convert: Callable[[Any], T]
+    repeatable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCall(Generic[T]):
+    """One RPC that answers with a stream.
+
+    `resume(last)` is the request that goes on after the item seen last (None: nothing was seen
+    yet), or None if the stream cannot go on.
+    """
+
+    service: Service
+    rpc: str
+    request: Message
+    convert: Callable[[Any], T]
+    resume: Callable[[T | None], Message | None]
+
+
+def build(kind: type[Message], field: str = "", **values: Any) -> Any:
+    """`kind(**values)`; what does not fit raises InvalidArgument naming `field` and the value's."""
+    message = kind()
+    for name, value in values.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError, AttributeError) as error:
+            subject = f"{field}.{name}" if field else name
+            raise InvalidArgument(
+                f"{subject} cannot be {value!r}: {error}", code="INVALID_ARGUMENT", subject=subject
+            ) from error
+    return message
+
+
+# --- the adapter store --------------------------------------------------------------------------
+
+
+def register(
+    name: str,
+    source_uri: str,
+    base_model: str,
+    expected_digest: str,
+    if_current_digest: str,
+    pinned: bool,
+    labels: Mapping[str, str],
+) -> Call[types.Registration]:
+    request = build(
+        store_pb.RegisterAdapterRequest,
+        name=name,
+        source_uri=source_uri,
+        base_model=base_model,
+        expected_digest=expected_digest,
+        if_current_digest=if_current_digest,
+        pinned=pinned,
+        labels=dict(labels),
+    )
+    # The second try of a conditional registration would meet its own first one as a conflict.
+    return Call(
+        Service.STORE,
+        "RegisterAdapter",
+        request,
+        convert.registration,
+        repeatable=not if_current_digest,
+    )
+
+
+def get(ref: str) -> Call[types.Adapter]:
+    request = build(store_pb.GetAdapterRequest, ref=ref)
+    return Call(Service.STORE, "GetAdapter", request, convert.only_adapter)
+
+
+def list_page(page_size: int, page_token: str, filter: str) -> Call[types.AdapterPage]:  # noqa: A002
+    request = build(
+        store_pb.ListAdaptersRequest, page_size=page_size, page_token=page_token, filter=filter
+    )
+    return Call(Service.STORE, "ListAdapters", request, convert.adapter_page)
+
+
+def delete(name: str, version: int) -> Call[int]:
+    request = build(store_pb.DeleteAdapterRequest, name=name, version=version)
+    # Repeated, it could delete what somebody registered in between.
+    return Call(Service.STORE, "DeleteAdapter", request, convert.revision, repeatable=False)
+
+
+def pin(ref: str) -> Call[types.Adapter]:
+    request = build(store_pb.PinAdapterRequest, ref=ref)
+    return Call(Service.STORE, "PinAdapter", request, convert.only_adapter)
+
+
+def unpin(ref: str) -> Call[types.Adapter]:
+    request = build(store_pb.UnpinAdapterRequest, ref=ref)
+    return Call(Service.STORE, "UnpinAdapter", request, convert.only_adapter)
+
+
+def watch(since_revision: int) -> StreamCall[types.AdapterEvent]:
+    def resume(last: types.AdapterEvent | None) -> Message:
+        return store_pb.WatchAdaptersRequest(since_revision=last.revision) if last else request
+
+    request = build(store_pb.WatchAdaptersRequest, since_revision=since_revision)
+    return StreamCall(Service.STORE, "WatchAdapters", request, convert.event, resume)
+
+
+def store_status() -> Call[types.StoreStatus]:
+    request = store_pb.GetStoreStatusRequest()
+    return Call(Service.STORE, "GetStoreStatus", request, convert.store_status)
+
+
+# --- the inference service ----------------------------------------------------------------------
+
+
+def generate(
+    prompt: Prompt,
+    adapter: str,
+    min_revision: int,
+    request_id: str,
+    priority: int,
+    cache_salt: str,
+    sampling: Mapping[str, Any],
+) -> StreamCall[types.Chunk]:
+    request = build(
+        inference_pb.GenerateRequest,
+        adapter=adapter,
+        min_revision=min_revision,
+        request_id=request_id,
+        priority=priority,
+        cache_salt=cache_salt,
+        sampling=_sampling(sampling),
+        **_prompt(prompt),
+    )
+    # What was generated cannot be continued elsewhere, so only an unanswered request goes again.
+    return StreamCall(
+        Service.INFERENCE,
+        "Generate",
+        request,
+        convert.chunk,
+        lambda last: request if last is None else None,
+    )
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        messages = [
+            build(inference_pb.ChatMessage, "chat", **cast(dict[str, Any], item)) for item in items
+        ]
+        return {"chat": inference_pb.ChatMessages(messages=messages)}
+    return {"token_ids": build(inference_pb.TokenIds, "token_ids", ids=items)}
+
+
+def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
+    unknown = sorted(set(values) - set(SAMPLING_NAMES))
+    if unknown:
+        raise TypeError(
+            f"unknown argument {unknown[0]!r}; sampling has {', '.join(SAMPLING_NAMES)}"
+        )
+    given = {name: value for name, value in values.items() if value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    return cast(
+        inference_pb.SamplingParams, build(inference_pb.SamplingParams, "sampling", **given)
+    )
+
+
+def load(ref: str, pin: bool) -> Call[types.ResidentAdapter]:
+    request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin)
+    return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident)
+
+
+def unload(ref: str) -> Call[int]:
+    request = build(inference_pb.UnloadAdapterRequest, ref=ref)
+    # The second execution would have nothing left to free, and say so.
+    return Call(Service.INFERENCE, "UnloadAdapter", request, convert.freed_bytes, repeatable=False)
+
+
+def pin_resident(ref: str) -> Call[types.ResidentAdapter]:
+    request = build(inference_pb.PinAdapterRequest, ref=ref)
+    return Call(Service.INFERENCE, "PinAdapter", request, convert.only_resident)
+
+
+def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
+    request = build(inference_pb.UnpinAdapterRequest, ref=ref)
+    return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident)
+
+
+def residents() -> Call[tuple[types.ResidentAdapter, ...]]:
+    request = inference_pb.ListResidentAdaptersRequest()
+    return Call(Service.INFERENCE, "ListResidentAdapters", request, convert.residents)
+
+
+def server_info() -> Call[types.ServerInfo]:
+    request = inference_pb.GetServerInfoRequest()
+    return Call(Service.INFERENCE, "GetServerInfo", request, convert.server_info)

@@ -1,0 +1,339 @@
+"""The Python client: registers adapters and generates with them.
+
+with Client(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
+    registration = client.register("french", "s3://adapters/french")
+    for chunk in client.generate("Bonjour", adapter="french", max_tokens=32):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, Unpack
+
+import grpc
+
+from loadout import calls, convert, status, types
+from loadout.calls import Call, Prompt, Service, StreamCall
+from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
+from loadout.errors import StreamLost
+from loadout.retry import Attempts, RetryPolicy
+from loadout.upload import Progress, Upload, is_uri, open_folder
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """The answers of one streaming RPC, an iterator.
+
+    Leaving it cancels the RPC: `close()`, the end of a `with` block, or dropping the last
+    reference, as `break` in `for chunk in client.generate(...)` does. Iterating raises
+    LoadoutError.
+    """
+
+    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
+        self._method = method
+        self._spec = call
+        self._attempts = attempts
+        self._last: T | None = None
+        self._rpc: Any = None
+        self._closed = False
+        self._open(call.request)
+
+    def _open(self, request: Any) -> None:
+        self._rpc = self._method(request, timeout=self._attempts.remaining_s)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while not self._closed:
+            try:
+                message = next(self._rpc)
+            except StopIteration:
+                self.close()
+            except grpc.RpcError as error:
+                self._try_again(error)
+            else:
+                self._attempts.succeeded()
+                self._last = self._spec.convert(message)
+                return self._last
+        raise StopIteration
+
+    def _try_again(self, error: grpc.RpcError) -> None:
+        if self._closed:
+            return
+        failure = status.from_rpc_error(error)
+        request = self._spec.resume(self._last)
+        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
+        if delay is None:
+            self.close()
+            raise failure from error
+        time.sleep(delay)
+        self._open(request)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._rpc is not None:
+            self._rpc.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Client:
+    """Blocking client of one or both services; safe to share between threads.
+
+    `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
+    (None: no deadline). All methods raise LoadoutError.
+    """
+
+    def __init__(
+        self,
+        inference: str | None = None,
+        store: str | None = None,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        addresses = {Service.INFERENCE: inference, Service.STORE: store}
+        self._stubs = Stubs(grpc.insecure_channel, addresses)
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+
+    def close(self) -> None:
+        """Ends the connections; calls still running end Cancelled."""
+        for channel in self._stubs.channels:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
+        method = self._stubs.method(call.service, call.rpc)
+        answer = self._attempt(
+            lambda timeout: method(call.request, timeout=timeout), call.repeatable, timeout_s
+        )
+        return call.convert(answer)
+
+    def _attempt(
+        self, send: Callable[[float | None], Any], repeatable: bool, timeout_s: float | None
+    ) -> Any:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return send(attempts.remaining_s)
+            except grpc.RpcError as error:
+                failure = status.from_rpc_error(error)
+                delay = attempts.delay_s(failure, repeatable=repeatable)
+                if delay is None:
+                    raise failure from error
+            time.sleep(delay)
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+    # --- the adapter store ----------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        source: str | os.PathLike[str],
+        *,
+        base_model: str = "",
+        expected_digest: str = "",
+        if_current_digest: str = "",
+        pinned: bool = False,
+        labels: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+        timeout_s: float | None = None,
+    ) -> types.Registration:
+        """Records an adapter; durable when it returns.
+
+        A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
+        other is a local folder and is uploaded, with `progress` told of every chunk. `base_model`
+        is only needed when the adapter's own config does not name it.
+        """
+        labels = labels or {}
+        if is_uri(source):
+            call = calls.register(
+                name, str(source), base_model, expected_digest, if_current_digest, pinned, labels
+            )
+            return self._call(call, timeout_s)
+        upload = Upload(
+            open_folder(source),
+            progress,
+            name=name,
+            base_model=base_model,
+            expected_digest=expected_digest,
+            if_current_digest=if_current_digest,
+            pinned=pinned,
+            labels=labels,
+        )
+        return self._upload(upload, timeout_s)
+
+    def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
+        method = self._stubs.method(Service.STORE, "UploadAdapter")
+
+        def send(timeout: float | None) -> Any:
+            try:
+                return method(upload.messages(), timeout=timeout)
+            except grpc.RpcError:
+                if upload.failure is not None:
+                    raise upload.failure from None
+                raise
+
+        return convert.registration(self._attempt(send, upload.repeatable, timeout_s))
+
+    def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        return self._call(calls.get(ref), timeout_s)
+
+    def list(
+        self,
+        filter: str = "",  # noqa: A002  the contract's word
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> Iterator[types.Adapter]:
+        """All adapters in order of tenant and name, fetched page by page while iterating.
+
+        `filter`: space-separated terms that must all hold: tenant=T, base_model=B, name=PREFIX,
+        label.KEY=VALUE. `timeout_s` counts for each page.
+        """
+        page_token = ""
+        while True:
+            page = self.list_page(filter, page_size, page_token, timeout_s=timeout_s)
+            yield from page.adapters
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def list_page(
+        self,
+        filter: str = "",  # noqa: A002
+        page_size: int = 0,
+        page_token: str = "",
+        *,
+        timeout_s: float | None = None,
+    ) -> types.AdapterPage:
+        """One page and the revision it reflects, from which `watch` goes on without gaps."""
+        return self._call(calls.list_page(page_size, page_token, filter), timeout_s)
+
+    def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
+        """Deletes one version, or with 0 the name with all of them; returns the revision."""
+        return self._call(calls.delete(name, version), timeout_s)
+
+    def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        """Keeps the adapter's images in the store's memory."""
+        return self._call(calls.pin(ref), timeout_s)
+
+    def unpin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        return self._call(calls.unpin(ref), timeout_s)
+
+    def watch(
+        self, since_revision: int = 0, *, timeout_s: float | None = None
+    ) -> Stream[types.AdapterEvent]:
+        """Every catalog change after `since_revision`, in order, and bookmarks; at least once.
+
+        A lost stream resumes after the last event. Raises OutOfRange if that is too long ago: list
+        again. Without `timeout_s` it never ends by itself.
+        """
+        call = calls.watch(since_revision)
+        method = self._stubs.method(call.service, call.rpc)
+        return Stream(method, call, Attempts(self._retry, timeout_s))
+
+    def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
+        return self._call(calls.store_status(), timeout_s)
+
+    # --- the inference service ------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[types.SamplingParams],
+    ) -> Stream[types.Chunk]:
+        """Starts a generation and returns its chunks as they come.
+
+        `adapter` is a reference, "" the base model; `min_revision` a registration's revision that
+        must be taken into account. A lost request is sent again only while nothing was received.
+        """
+        call = calls.generate(
+            prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
+        )
+        method = self._stubs.method(call.service, call.rpc)
+        return Stream(method, call, self._attempts(timeout_s))
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str = "",
+        min_revision: int = 0,
+        request_id: str = "",
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[types.SamplingParams],
+    ) -> types.Completion:
+        """`generate`, joined."""
+        chunks = self.generate(
+            prompt,
+            adapter=adapter,
+            min_revision=min_revision,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout_s=timeout_s,
+            **sampling,
+        )
+        completion = convert.completion(chunks)
+        if completion is None:
+            raise StreamLost("the generation ended without its last response")
+        return completion
+
+    def load(
+        self, ref: str, *, pin: bool = False, timeout_s: float | None = None
+    ) -> types.ResidentAdapter:
+        """Loads an adapter ahead of its first request; returns when it is resident."""
+        return self._call(calls.load(ref, pin), timeout_s)
+
+    def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
+        """Drains an adapter and frees it; returns the freed bytes."""
+        return self._call(calls.unload(ref), timeout_s)
+
+    def pin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
+        """Keeps the adapter in the inference service's device memory."""
+        return self._call(calls.pin_resident(ref), timeout_s)
+
+    def unpin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
+        return self._call(calls.unpin_resident(ref), timeout_s)
+
+    def residents(self, *, timeout_s: float | None = None) -> tuple[types.ResidentAdapter, ...]:
+        return self._call(calls.residents(), timeout_s)
+
+    def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
+        return self._call(calls.server_info(), timeout_s)

@@ -1,0 +1,243 @@
+"""From the contract's messages to the client's types: pure functions, one per message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from loadout import types
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.inference.v1 import inference_pb2 as inference_pb
+
+IMAGE_STATES = {
+    store_pb.IMAGE_STATE_PENDING: types.ImageState.PENDING,
+    store_pb.IMAGE_STATE_COMPILING: types.ImageState.COMPILING,
+    store_pb.IMAGE_STATE_READY: types.ImageState.READY,
+    store_pb.IMAGE_STATE_INCOMPATIBLE: types.ImageState.INCOMPATIBLE,
+}
+EVENT_KINDS = {
+    store_pb.EVENT_KIND_REGISTERED: types.EventKind.REGISTERED,
+    store_pb.EVENT_KIND_UPDATED: types.EventKind.UPDATED,
+    store_pb.EVENT_KIND_DELETED: types.EventKind.DELETED,
+    store_pb.EVENT_KIND_PINNED: types.EventKind.PINNED,
+    store_pb.EVENT_KIND_UNPINNED: types.EventKind.UNPINNED,
+    store_pb.EVENT_KIND_BOOKMARK: types.EventKind.BOOKMARK,
+}
+FINISH_REASONS = {
+    inference_pb.FINISH_REASON_STOP: types.FinishReason.STOP,
+    inference_pb.FINISH_REASON_LENGTH: types.FinishReason.LENGTH,
+    inference_pb.FINISH_REASON_ABORTED: types.FinishReason.ABORTED,
+}
+TIERS = {
+    inference_pb.ADAPTER_TIER_DEVICE: types.AdapterTier.DEVICE,
+    inference_pb.ADAPTER_TIER_HOST: types.AdapterTier.HOST,
+}
+
+
+def _time(stamp: Timestamp) -> datetime | None:
+    return stamp.ToDatetime(tzinfo=UTC) if stamp.seconds or stamp.nanos else None
+
+
+# --- the adapter store --------------------------------------------------------------------------
+
+
+def adapter(message: store_pb.Adapter) -> types.Adapter:
+    return types.Adapter(
+        name=message.name,
+        version=message.version,
+        digest=message.digest,
+        source_uri=message.source_uri,
+        base_model=message.base_model,
+        rank=message.rank,
+        targets=tuple(message.targets),
+        source_bytes=message.source_bytes,
+        labels=dict(message.labels),
+        create_time=_time(message.create_time),
+        update_time=_time(message.update_time),
+        pinned=message.pinned,
+        layout_states=tuple(_layout_state(state) for state in message.layout_states),
+    )
+
+
+def _layout_state(message: store_pb.LayoutState) -> types.LayoutState:
+    return types.LayoutState(
+        layout_id=message.layout_id,
+        state=IMAGE_STATES.get(message.state, types.ImageState.UNKNOWN),
+        reason=message.reason,
+        image_bytes=message.image_bytes,
+    )
+
+
+def only_adapter(
+    message: store_pb.GetAdapterResponse
+    | store_pb.PinAdapterResponse
+    | store_pb.UnpinAdapterResponse,
+) -> types.Adapter:
+    return adapter(message.adapter)
+
+
+def registration(
+    message: store_pb.RegisterAdapterResponse | store_pb.UploadAdapterResponse,
+) -> types.Registration:
+    return types.Registration(adapter(message.adapter), message.revision)
+
+
+def adapter_page(message: store_pb.ListAdaptersResponse) -> types.AdapterPage:
+    adapters = tuple(adapter(each) for each in message.adapters)
+    return types.AdapterPage(adapters, message.next_page_token, message.revision)
+
+
+def revision(message: store_pb.DeleteAdapterResponse) -> int:
+    return message.revision
+
+
+def event(message: store_pb.WatchAdaptersResponse) -> types.AdapterEvent:
+    return types.AdapterEvent(
+        revision=message.event.revision,
+        kind=EVENT_KINDS.get(message.event.kind, types.EventKind.UNKNOWN),
+        name=message.event.name,
+        version=message.event.version,
+        digest=message.event.digest,
+        time=_time(message.event.time),
+    )
+
+
+def store_status(message: store_pb.GetStoreStatusResponse) -> types.StoreStatus:
+    return types.StoreStatus(
+        version=message.version,
+        revision=message.revision,
+        adapters=message.adapters,
+        layouts=message.layouts,
+        memory=_tier_status(message.memory),
+        disk=_tier_status(message.disk),
+        blob_bytes=message.blob_bytes,
+        active_pulls=message.active_pulls,
+    )
+
+
+def _tier_status(message: store_pb.TierStatus) -> types.TierStatus:
+    return types.TierStatus(
+        used_bytes=message.used_bytes,
+        capacity_bytes=message.capacity_bytes,
+        images=message.images,
+        hits=message.hits,
+        misses=message.misses,
+        evictions=message.evictions,
+    )
+
+
+# --- the inference service ----------------------------------------------------------------------
+
+
+def chunk(message: inference_pb.GenerateResponse) -> types.Chunk:
+    return types.Chunk(
+        request_id=message.request_id,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        logprobs=tuple(_token_logprobs(each) for each in message.logprobs),
+        finish_reason=(
+            FINISH_REASONS.get(message.finish_reason, types.FinishReason.UNKNOWN)
+            if message.finish_reason
+            else None
+        ),
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        adapter=_identity(message.adapter) if message.HasField("adapter") else None,
+        timings=_timings(message.timings) if message.HasField("timings") else None,
+    )
+
+
+def _usage(message: inference_pb.Usage) -> types.Usage:
+    return types.Usage(
+        message.prompt_tokens, message.cached_prompt_tokens, message.completion_tokens
+    )
+
+
+def _identity(message: inference_pb.AdapterIdentity) -> types.AdapterIdentity:
+    return types.AdapterIdentity(message.name, message.digest)
+
+
+def _timings(message: inference_pb.Timings) -> types.Timings:
+    return types.Timings(
+        message.queued_seconds, message.adapter_wait_seconds, message.first_token_seconds
+    )
+
+
+def _token_logprobs(message: inference_pb.TokenLogprobs) -> types.TokenLogprobs:
+    chosen = types.Logprob(message.chosen.token_id, message.chosen.logprob)
+    top = tuple(types.Logprob(each.token_id, each.logprob) for each in message.top)
+    return types.TokenLogprobs(chosen, top)
+
+
+def completion(chunks: Iterable[types.Chunk]) -> types.Completion | None:
+    """Joins a generation's chunks; None if the last one is missing."""
+    pieces = list(chunks)
+    last = pieces[-1] if pieces else None
+    if last is None or last.finish_reason is None:
+        return None
+    return types.Completion(
+        request_id=last.request_id,
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(each for piece in pieces for each in piece.logprobs),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        adapter=next((piece.adapter for piece in pieces if piece.adapter), None),
+        timings=last.timings,
+    )
+
+
+def resident(message: inference_pb.ResidentAdapter) -> types.ResidentAdapter:
+    return types.ResidentAdapter(
+        digest=message.digest,
+        names=tuple(message.names),
+        tier=TIERS.get(message.tier, types.AdapterTier.UNKNOWN),
+        num_bytes=message.bytes,
+        rank=message.rank,
+        pinned=message.pinned,
+        running_requests=message.running_requests,
+        last_used_time=_time(message.last_used_time),
+        load_seconds=message.load_seconds,
+    )
+
+
+def only_resident(
+    message: inference_pb.LoadAdapterResponse
+    | inference_pb.PinAdapterResponse
+    | inference_pb.UnpinAdapterResponse,
+) -> types.ResidentAdapter:
+    return resident(message.adapter)
+
+
+def residents(
+    message: inference_pb.ListResidentAdaptersResponse,
+) -> tuple[types.ResidentAdapter, ...]:
+    return tuple(resident(each) for each in message.adapters)
+
+
+def freed_bytes(message: inference_pb.UnloadAdapterResponse) -> int:
+    return message.freed_bytes
+
+
+def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo:
+    limits = message.limits
+    return types.ServerInfo(
+        base_model=message.base_model,
+        architecture=message.architecture,
+        dtype=message.dtype,
+        device=message.device,
+        layout_id=message.layout_id,
+        limits=types.ServerLimits(
+            max_model_len=limits.max_model_len,
+            max_loras=limits.max_loras,
+            max_lora_rank=limits.max_lora_rank,
+            max_sequences=limits.max_sequences,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_queue=limits.max_queue,
+        ),
+        memory=tuple(
+            types.MemoryUse(use.name, use.used_bytes, use.capacity_bytes) for use in message.memory
+        ),
+        versions=dict(message.versions),
+    )

@@ -1,0 +1,279 @@
+"""What the client takes and returns: plain frozen data, without a word of transport.
+
+Sizes are bytes, durations seconds, times are aware UTC datetimes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypedDict
+
+
+class FinishReason(enum.Enum):
+    """Why a generation ended. UNKNOWN here and below: the server is newer than this client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    UNKNOWN = "unknown"
+
+
+class ImageState(enum.Enum):
+    PENDING = "pending"
+    COMPILING = "compiling"
+    READY = "ready"
+    INCOMPATIBLE = "incompatible"
+    UNKNOWN = "unknown"
+
+
+class EventKind(enum.Enum):
+    REGISTERED = "registered"
+    UPDATED = "updated"
+    DELETED = "deleted"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    BOOKMARK = "bookmark"
+    UNKNOWN = "unknown"
+
+
+class AdapterTier(enum.Enum):
+    DEVICE = "device"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+# --- the adapter store --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutState:
+    """State of one adapter's image under one layout; `reason` says why it is INCOMPATIBLE."""
+
+    layout_id: str
+    state: ImageState
+    reason: str
+    image_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version of an adapter. `name` is "tenant/name", `digest` the identity of its content."""
+
+    name: str
+    version: int
+    digest: str
+    source_uri: str
+    base_model: str
+    rank: int
+    targets: tuple[str, ...]
+    source_bytes: int
+    labels: Mapping[str, str]
+    create_time: datetime | None
+    update_time: datetime | None
+    pinned: bool
+    layout_states: tuple[LayoutState, ...]
+
+    @property
+    def ref(self) -> str:
+        """The reference of exactly this version."""
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it."""
+
+    adapter: Adapter
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPage:
+    """One page of the catalog as of `revision`; an empty `next_page_token` ends it."""
+
+    adapters: tuple[Adapter, ...]
+    next_page_token: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEvent:
+    """One catalog change; `version` is what the name points to afterwards, 0 when it is gone."""
+
+    revision: int
+    kind: EventKind
+    name: str
+    version: int
+    digest: str
+    time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    used_bytes: int
+    capacity_bytes: int
+    images: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    version: str
+    revision: int
+    adapters: int
+    layouts: int
+    memory: TierStatus
+    disk: TierStatus
+    blob_bytes: int
+    active_pulls: int
+
+
+# --- the inference service ----------------------------------------------------------------------
+
+
+class SamplingParams(TypedDict, total=False):
+    """Keywords of `generate` and `complete`; what is left out takes the server's default."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    """0: greedy. The server's default is 1."""
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    """The same seed gives the same tokens, whatever else runs."""
+    stop: str | list[str] | tuple[str, ...]
+    """Strings that end the text; not part of it."""
+    stop_token_ids: list[int] | tuple[int, ...]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logprobs: int
+    """Log probability of each token, and of this many most likely ones."""
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probabilities at one position; `top` has the most likely first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The server's clock: seconds in the queue, of adapter wait, and until the first token."""
+
+    queued_seconds: float
+    adapter_wait_seconds: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterIdentity:
+    """What a reference resolved to: "tenant/name@version" and the digest."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of a generation. `finish_reason`, `usage` and `timings` come with the last one.
+
+    `adapter` is None for the base model.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+    adapter: AdapterIdentity | None
+    timings: Timings | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole generation."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    usage: Usage | None
+    adapter: AdapterIdentity | None
+    timings: Timings | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentAdapter:
+    """An adapter in the inference service's memory; `names` are those known to point to it."""
+
+    digest: str
+    names: tuple[str, ...]
+    tier: AdapterTier
+    num_bytes: int
+    rank: int
+    pinned: bool
+    running_requests: int
+    last_used_time: datetime | None
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    name: str
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    max_model_len: int
+    max_loras: int
+    max_lora_rank: int
+    max_sequences: int
+    max_batch_tokens: int
+    max_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """`layout_id` is empty until the store has accepted the layout."""
+
+    base_model: str
+    architecture: str
+    dtype: str
+    device: str
+    layout_id: str
+    limits: ServerLimits
+    memory: tuple[MemoryUse, ...]
+    versions: Mapping[str, str]
