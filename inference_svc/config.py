@@ -1,0 +1,202 @@
+"""The inference service's settings: environment `LOADOUT_INFERENCE_*`, then the command line.
+
+The command line wins over the environment. `auto` values are decided once, by `resolve`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+
+
+class Config(BaseSettings):
+    """Serve one base model with any mix of its LoRA adapters over gRPC."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LOADOUT_INFERENCE_",
+        cli_prog_name="python -m inference_svc",
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_implicit_flags=True,
+        use_attribute_docstrings=True,
+        frozen=True,
+        extra="forbid",
+    )
+
+    model: Path
+    """Directory of the base model: config.json, safetensors, tokenizer.json."""
+
+    base_model: str = ""
+    """Name under which adapters know the base model. Default: the model directory's name."""
+
+    aliases: tuple[str, ...] = ()
+    """Further names of the base model. In the environment a JSON list."""
+
+    store: str = ""
+    """Address of the adapter store, host:port. Empty: serve the base model only."""
+
+    listen: str = "127.0.0.1:7080"
+    """Address of the gRPC server. Port 0: any free one."""
+
+    metrics_listen: str = "127.0.0.1:7081"
+    """Address of the Prometheus endpoint. Port 0: any free one."""
+
+    ready_file: Path | None = None
+    """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and activations. auto: as the model's config says."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto: CUDA if there is one."""
+
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt plus output, in tokens. 0: as the model's config says."""
+
+    max_sequences: int = Field(default=64, ge=1)
+    """Most requests that run at once."""
+
+    max_batch_tokens: int = Field(default=2048, ge=1)
+    """Most tokens computed in one step."""
+
+    max_queue: int = Field(default=1024, ge=0)
+    """Most requests that wait; more are refused with RESOURCE_EXHAUSTED."""
+
+    page_size: int = Field(default=16, ge=1)
+    """Tokens per page of keys and values."""
+
+    kv_memory: ByteSize | None = Field(default=None, gt=0)
+    """Bytes for keys and values, such as 512MiB. Unset: 512MiB on CPU; on CUDA what the weights,
+    the arena and a tenth for activations leave."""
+
+    adapter_memory: ByteSize = Field(default=ByteSize(256 * MIB), gt=0)
+    """Bytes of the arena, where resident adapters lie: 256MiB if not set."""
+
+    host_memory: ByteSize | None = Field(default=None, ge=0)
+    """Bytes of pinned host memory that keeps adapters one copy away from the arena. Unset: 1GiB;
+    always 0 on CPU, where the arena is the host tier."""
+
+    max_loras: int = Field(default=64, ge=1)
+    """Most adapters resident at once."""
+
+    max_lora_rank: int = Field(default=64, ge=1)
+    """Adapters of a larger rank are refused."""
+
+    adapter_wait_seconds: float = Field(default=10.0, gt=0)
+    """A request whose adapter is not resident by then ends UNAVAILABLE."""
+
+    name_ttl_seconds: float = Field(default=300.0, ge=0)
+    """How long adapter names keep resolving while the store is unreachable."""
+
+    pull_workers: int = Field(default=4, ge=1)
+    """Adapters pulled at once."""
+
+    prefix_cache: bool = True
+    """Share the keys and values of equal prefixes between requests."""
+
+    grace_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running requests may take to finish."""
+
+    num_threads: int = Field(default=0, ge=0)
+    """Threads that compute on CPU. 0: one per core."""
+
+    log_format: Literal["text", "json"] = "text"
+    """One line per event, for people or for machines."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important event that is logged."""
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _check_model(cls, value: Path) -> Path:
+        if not (value / "config.json").is_file():
+            raise ValueError(f"{value} holds no config.json")
+        return value
+
+    @model_validator(mode="after")
+    def _check_base_model(self) -> Self:
+        if not self.base_model and not self.model.resolve().name:
+            raise ValueError("base_model is needed: the model directory has no name")
+        return self
+
+    @property
+    def base_model_names(self) -> tuple[str, ...]:
+        """The base model's name, then its aliases, each once."""
+        name = self.base_model or self.model.resolve().name
+        return tuple(dict.fromkeys((name, *self.aliases)))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port" or "[v6]:port" as (host, port). Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise ValueError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def parse_command_line(args: list[str]) -> Config:
+    """Settings from the environment and `args`. Help, or what is wrong in one line, exits."""
+    try:
+        return Config(_cli_parse_args=args)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise SystemExit(f"error: {_one_line(error)}") from None
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = []
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        problems.append(f"--{name.replace('_', '-')}: {message}" if name else message)
+    return "; ".join(problems)
+
+
+def resolve(
+    config: Config, *, has_cuda: bool, model_dtype: str, model_max_len: int, free_bytes: int = 0
+) -> Config:
+    """`config` with every "auto" decided.
+
+    `model_dtype` and `model_max_len` come from the model's config; `free_bytes` is what device
+    memory is left once the weights lie there (CUDA only). Raises ValueError when a setting asks
+    for more than there is.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    elif device == "cuda" and not has_cuda:
+        raise ValueError("device is cuda, and there is none")
+    max_model_len = config.max_model_len or model_max_len
+    if max_model_len > model_max_len:
+        raise ValueError(f"max_model_len {max_model_len} exceeds the model's {model_max_len}")
+    host_memory = config.host_memory if config.host_memory is not None else 1024 * MIB
+    return config.model_copy(
+        update={
+            "base_model": config.base_model_names[0],
+            "device": device,
+            "dtype": model_dtype if config.dtype == "auto" else config.dtype,
+            "max_model_len": max_model_len,
+            "kv_memory": ByteSize(config.kv_memory or _kv_memory(config, device, free_bytes)),
+            "host_memory": ByteSize(0 if device == "cpu" else host_memory),
+        }
+    )
+
+
+def _kv_memory(config: Config, device: str, free_bytes: int) -> int:
+    if device == "cpu":
+        return 512 * MIB
+    left = int(free_bytes * 0.9) - config.adapter_memory
+    if left <= 0:
+        raise ValueError(f"adapter_memory leaves no room for pages in {free_bytes} free bytes")
+    return left

@@ -1,0 +1,1 @@
+"""Text on both sides of the engine, which knows only token ids."""

@@ -1,0 +1,88 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.text.detokenizer import REPLACEMENT, Detokenizer
+from inference_svc.text.tokenizer import Tokenizer
+
+KINDS = ["byte_level", "unigram", "metaspace", "chars"]
+TEXT = st.text(
+    st.sampled_from("ab  .,\n\tThequickowing éß日本語の한Ж😀🎉👩\u200d\u0301")
+    | st.characters(exclude_categories=["Cs"]),
+    max_size=40,
+)
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*map(detokenizer.push, token_ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXT)
+@settings(max_examples=150, deadline=None)
+def test_pieces_of_real_text_join_to_the_whole(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    token_ids = tokenizer.encode(text)
+    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_random_tokens_join_to_the_whole(
+    tokenizers: dict[str, Tokenizer], kind: str
+) -> None:
+    """Also invalid bytes, special tokens in the middle, and ids that no token has."""
+    tokenizer = tokenizers[kind]
+    rng = random.Random(7)
+    for _ in range(1500):
+        token_ids = [rng.randrange(tokenizer.vocab_size + 2) for _ in range(rng.randrange(30))]
+        assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids), token_ids
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram"])
+def test_no_piece_has_a_broken_character(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    text = "x 😀 語 한 ψ 日本 qu 👩‍👩‍👧 ."
+    tokenizer = tokenizers[kind]
+    pieces = pieces_of(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert max(map(len, pieces[:-1])) < len(text) / 2, "text is held back no longer than it must"
+
+
+def test_a_character_cut_off_by_the_end_is_shown_as_replaced(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers["byte_level"]
+    token_ids = tokenizer.encode("a😀")[:-1]
+    *pieces, last = pieces_of(tokenizer, token_ids)
+    assert "".join(pieces) == "a"
+    assert last == REPLACEMENT
+
+
+def test_spaces_before_punctuation_stay_as_the_model_wrote_them(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers["byte_level"]
+    assert "".join(pieces_of(tokenizer, tokenizer.encode("a . b , do n't"))) == "a . b , do n't"
+
+
+def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer]) -> None:
+    """Counted, not timed: the decoder never sees more than the last few tokens."""
+
+    class Counting:
+        visible_ids, byte_ids = tokenizers["chars"].visible_ids, tokenizers["chars"].byte_ids
+        longest = 0
+
+        def decode(self, token_ids: list[int]) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return tokenizers["chars"].decode(token_ids)
+
+    counting = Counting()
+    detokenizer = Detokenizer(counting)
+    for token_id in tokenizers["chars"].encode("the quick brown fox " * 20):
+        detokenizer.push(token_id)
+    assert counting.longest <= 3

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from inference_svc.errors import InvalidRequest, UnsupportedModel
+from inference_svc.text.tokenizer import ChatMessage, Tokenizer
+
+
+def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:
+    for tokenizer in tokenizers.values():
+        for text in ("the lazy dog", "", "日本 <s> in the text", "a😀"):
+            assert tokenizer.encode(text) == tokenizer._hf(text)["input_ids"]
+
+
+def test_chat_goes_through_the_template(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    token_ids = tokenizer.encode_chat([ChatMessage("user", "hi")])
+    assert token_ids == tokenizer._hf("<s>user: hi</s><s>assistant:")["input_ids"]
+
+
+def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        tokenizers["unigram"].encode_chat([ChatMessage("user", "hi")])
+    assert caught.value.subject == "chat"
+
+
+def test_what_the_template_refuses_is_the_callers_error(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(InvalidRequest, match="unknown role bard") as caught:
+        tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")])
+    assert caught.value.subject == "chat"
+
+
+def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
+    unigram = tokenizers["unigram"]
+    assert len(unigram.byte_ids) == 256
+    assert tokenizers["byte_level"].byte_ids == frozenset()
+    for tokenizer in tokenizers.values():
+        hidden = set(range(tokenizer.vocab_size)) - tokenizer.visible_ids
+        assert {"<s>", "</s>"} <= set(tokenizer._hf.convert_ids_to_tokens(sorted(hidden)))
+        assert tokenizer.decode([*hidden, tokenizer.vocab_size]) == ""
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="no tokenizer loads from"):
+        Tokenizer(tmp_path)
