@@ -1,0 +1,87 @@
+"""Multi-adapter LoRA over one arena: `add_lora` and `add_lora_embedding` on CPU or CUDA.
+
+See README.md beside this file for the memory layout and the launches; `reference` is
+the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import cpu
+from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
+from .table import GRANULE_BYTES, LoraTable, TableEntry
+
+__all__ = [
+    "BASE_SLOT",
+    "GRANULE_BYTES",
+    "LoraGroup",
+    "LoraPlan",
+    "LoraSegment",
+    "LoraTable",
+    "TableEntry",
+    "add_lora",
+    "add_lora_embedding",
+    "num_calls",
+]
+
+_num_calls = 0
+
+
+def num_calls() -> int:
+    """How often this process entered the LoRA path. A batch without adapters must not move it."""
+    return _num_calls
+
+
+def add_lora(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    group: LoraGroup,
+) -> None:
+    """out[t, o_k : o_k + n_k] += scale * (x[t] @ A_k.T) @ B_k; see `reference.add_lora`."""
+    assert x.shape == (plan.num_tokens, group.in_features), "x is [T, in_features]"
+    assert out.shape[0] == plan.num_tokens, "out is [T, sum of out]"
+    assert out.shape[1] >= group.out_end, "out holds every column of the group"
+    assert arena is table.arena
+    assert out.dtype == x.dtype == arena.dtype
+    _count()
+    if not plan.has_group(group):
+        return
+    if out.device.type == "cpu":
+        cpu.add_lora(out, x, table, plan, group)
+    else:
+        from . import triton_ops  # a GPU extra: the CPU path runs without Triton installed
+
+        triton_ops.add_lora(out, x, arena, table, plan, group)
+
+
+def add_lora_embedding(
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    arena: torch.Tensor,
+    table: LoraTable,
+    plan: LoraPlan,
+    target: int,
+) -> None:
+    """out[t] += scale * A[token_ids[t]] @ B; see `reference.add_lora_embedding`."""
+    assert token_ids.shape == (plan.num_tokens,), "token_ids is [T]"
+    assert out.shape[0] == plan.num_tokens, "out is [T, out]"
+    assert arena is table.arena
+    assert out.dtype == arena.dtype
+    _count()
+    if target not in plan.targets:
+        return
+    if out.device.type == "cpu":
+        cpu.add_lora_embedding(out, token_ids, table, plan, target)
+    else:
+        from . import triton_ops
+
+        triton_ops.add_lora_embedding(out, token_ids, arena, table, plan, target)
+
+
+def _count() -> None:
+    global _num_calls
+    _num_calls += 1

@@ -1,0 +1,188 @@
+"""The plan: which tokens of one step use which slot.
+
+Built once per step from host data and read by every layer. The host part (segments, which targets
+occur) serves the CPU and lets the engine skip what no adapter of the batch has; the device part
+(token slots, work items) is all that the kernels read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from .table import LoraTable
+
+BASE_SLOT = -1
+TILE_TOKENS = 64
+"""Most tokens of one tile: the rows that share one read of A and B."""
+
+ITEM_NOTHING, ITEM_TOKEN, ITEM_TILE = 0, 1, 2
+"""Kinds of work items. Zero is nothing, so that a zeroed list is an empty one."""
+
+
+class LoraSegment(NamedTuple):
+    """Tokens [start, end) of the step, all of one slot."""
+
+    start: int
+    end: int
+    slot: int
+
+
+class LoraItem(NamedTuple):
+    """One program's tokens: a single-token row, or up to TILE_TOKENS neighbours of longer rows."""
+
+    start: int
+    num_tokens: int
+    slot: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroup:
+    """Targets that read the same input and are computed together.
+
+    Target `targets[k]` adds to columns [out_offsets[k], out_offsets[k] + out_features[k]).
+    """
+
+    targets: tuple[int, ...]
+    in_features: int
+    out_offsets: tuple[int, ...]
+    out_features: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.targets, "a group has targets"
+        assert len(self.targets) == len(self.out_offsets) == len(self.out_features)
+
+    @property
+    def out_end(self) -> int:
+        """Columns an output needs at least."""
+        return max(o + n for o, n in zip(self.out_offsets, self.out_features, strict=True))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LoraPlan:
+    """One step's tokens by slot; immutable but for `copy_from` of a captured plan.
+
+    `segments` cover exactly the tokens that use an adapter, in order. `targets` are those that any
+    adapter of the batch has. A row of one token is always an item of its own, whatever runs
+    beside it, so its numbers do not depend on the batch.
+    """
+
+    num_tokens: int
+    segments: tuple[LoraSegment, ...]
+    targets: frozenset[int]
+    max_rank: int
+    has_tiles: bool
+    token_slots: torch.Tensor
+    """int32 [num_tokens]: slot of each token, -1 = base."""
+    items: torch.Tensor
+    """int32 [num_items, 4]: LoraItem rows; after the last one, zeros."""
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.targets)
+
+    def has_group(self, group: LoraGroup) -> bool:
+        """Whether any adapter of the batch changes any target of `group`."""
+        return not self.targets.isdisjoint(group.targets)
+
+    @classmethod
+    def build(
+        cls,
+        row_slots: Sequence[int],
+        row_lengths: Sequence[int],
+        table: LoraTable,
+        device: torch.device | str,
+        num_tokens: int | None = None,
+    ) -> LoraPlan:
+        """The plan of rows in batch order: row i has `row_lengths[i]` tokens of `row_slots[i]`.
+
+        Slots are -1 (base) or rows of `table` as it is now. `num_tokens` pads the step with base
+        tokens up to a captured size.
+        """
+        used = sum(row_lengths)
+        total = used if num_tokens is None else num_tokens
+        assert total >= used, f"{used} tokens do not fit a step of {total}"
+        segments = tuple(_segments(row_slots, row_lengths))
+        items = list(_items(row_slots, row_lengths))
+        weights = [table.weights[slot] for slot in {segment.slot for segment in segments}]
+        slots = [s for s, n in zip(row_slots, row_lengths, strict=True) for _ in range(n)]
+        slots.extend([BASE_SLOT] * (total - used))
+        flat = [field for item in items for field in item]
+        # One list, one copy to the device.
+        packed = _to_device(flat + slots, device)
+        return cls(
+            num_tokens=total,
+            segments=segments,
+            targets=frozenset(target for row in weights for target in row),
+            max_rank=max((w.b.shape[0] for row in weights for w in row.values()), default=0),
+            has_tiles=any(item.kind == ITEM_TILE for item in items),
+            token_slots=packed[len(flat) :],
+            items=packed[: len(flat)].view(-1, 4),
+        )
+
+    @classmethod
+    def for_capture(
+        cls, num_tokens: int, table: LoraTable, device: torch.device | str, max_rows: int = 0
+    ) -> LoraPlan:
+        """An empty plan of fixed addresses to capture a graph with; fill it with `copy_from`.
+
+        Claims every target, so that capture records all launches. `max_rows` = 0 is a decode graph:
+        every row has one token. Otherwise up to `max_rows` rows of any length.
+        """
+        num_items = num_tokens
+        if max_rows:
+            num_items = min(num_tokens, num_tokens // TILE_TOKENS + max_rows)
+        return cls(
+            num_tokens=num_tokens,
+            segments=(),
+            targets=frozenset(range(table.num_targets)),
+            max_rank=table.max_rank,
+            has_tiles=max_rows > 0,
+            token_slots=torch.full((num_tokens,), BASE_SLOT, dtype=torch.int32, device=device),
+            items=torch.zeros(num_items, 4, dtype=torch.int32, device=device),
+        )
+
+    def copy_from(self, plan: LoraPlan) -> None:
+        """Fills a plan of `for_capture` with a step's, on the current stream."""
+        assert plan.num_tokens <= self.num_tokens, "more tokens than captured"
+        assert len(plan.items) <= len(self.items), "more rows than captured"
+        assert self.has_tiles or not plan.has_tiles, "a decode graph serves one token per row"
+        self.token_slots.fill_(BASE_SLOT)
+        self.token_slots[: plan.num_tokens].copy_(plan.token_slots)
+        self.items.zero_()
+        self.items[: len(plan.items)].copy_(plan.items)
+
+
+def _segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegment]:
+    start = 0
+    for slot, rows in groupby(zip(slots, lengths, strict=True), key=lambda row: row[0]):
+        end = start + sum(length for _, length in rows)
+        if slot != BASE_SLOT and end > start:
+            yield LoraSegment(start, end, slot)
+        start = end
+
+
+def _items(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraItem]:
+    """Runs of neighbours of one slot and kind, cut into items."""
+    start = 0
+    rows = zip(slots, lengths, strict=True)
+    for (slot, is_token), run in groupby(rows, key=lambda row: (row[0], row[1] == 1)):
+        end = start + sum(length for _, length in run)
+        if slot != BASE_SLOT:
+            step = 1 if is_token else TILE_TOKENS
+            kind = ITEM_TOKEN if is_token else ITEM_TILE
+            for first in range(start, end, step):
+                yield LoraItem(first, min(step, end - first), slot, kind)
+        start = end
+
+
+def _to_device(values: list[int], device: torch.device | str) -> torch.Tensor:
+    host = torch.tensor(values, dtype=torch.int32)
+    if torch.device(device).type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
