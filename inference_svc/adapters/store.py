@@ -59,13 +59,24 @@ class ImageTrailer:
 PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
+class PullStream(Protocol):
+    """One pull in progress: an iterator whose `cancel` may be called from any thread."""
+
+    def __iter__(self) -> Iterator[PullMessage]: ...
+
+    def cancel(self) -> None:
+        """Ends the stream at once, also while another thread waits for its next message, which
+        then raises StoreUnavailable. Idempotent."""
+        ...
+
+
 class AdapterStore(Protocol):
     def pull(
         self, digest: str, layout_id: str, offset: int = 0, image_id: str = ""
-    ) -> Iterator[PullMessage]:
-        """Streams an image from `offset` of `image_id`. Blocks; call it from a pull thread.
+    ) -> PullStream:
+        """Streams an image from `offset` of `image_id`. Iterating blocks: use a pull thread.
 
-        Closing the iterator cancels the stream at once. Raises AdapterNotFound, AdapterUnusable,
-        CorruptImage (never worth a retry), StoreUnavailable (lost stream: resume).
+        Iterating raises AdapterNotFound, AdapterUnusable, CorruptImage (never worth a retry) or
+        StoreUnavailable (lost stream: resume).
         """
         ...

@@ -1,0 +1,123 @@
+"""The arena: one flat tensor that holds every resident adapter, and the table that finds them.
+
+Residency decides, in plain data, what changes; `Arena.apply` carries it out just before the step
+that may see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.adapters.extents import GRANULE_BYTES, Extent
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.slots import Resident
+from kernels.lora import LoraTable, TableEntry
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """Makes an image visible to kernels in its row; its bytes are already in the arena."""
+
+    resident: Resident
+
+
+@dataclass(frozen=True, slots=True)
+class TableClear:
+    """Takes a row away from kernels."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Copies an image from the host tier into the arena, then makes it visible."""
+
+    host: Resident
+    resident: Resident
+
+
+ResidencyChange = TableWrite | TableClear | HostCopy
+
+
+class Arena:
+    """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows.
+
+    `slab` is the host tier's memory, needed for HostCopy only.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        num_bytes: int,
+        max_loras: int,
+        device: torch.device,
+        slab: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        num_elements = num_bytes // GRANULE_BYTES * GRANULE_BYTES // layout.dtype.itemsize
+        self.flat = torch.zeros(num_elements, dtype=layout.dtype, device=device)
+        self.table = LoraTable.create(max_loras, len(layout.targets), self.flat, device)
+        self._bytes = self.flat.view(torch.uint8)
+        self._slab = slab
+
+    @property
+    def memory(self) -> memoryview:
+        """The arena's bytes, writable from pull threads; only on a CPU."""
+        assert self.device.type == "cpu"
+        return memoryview(self._bytes.numpy())
+
+    def apply(self, changes: Sequence[ResidencyChange]) -> None:
+        """Carries out `changes` in order, on the stream that computes."""
+        for change in changes:
+            if isinstance(change, TableClear):
+                self.table.clear_row(change.slot)
+                continue
+            if isinstance(change, HostCopy):
+                self._copy(change.host.extents, change.resident.extents)
+            self.table.set_row(change.resident.slot, self._entries(change.resident))
+
+    def _copy(self, sources: Sequence[Extent], destinations: Sequence[Extent]) -> None:
+        assert self._slab is not None
+        for source in sources:
+            for target in destinations:
+                start = max(source.image_offset, target.image_offset)
+                end = min(
+                    source.image_offset + source.num_bytes, target.image_offset + target.num_bytes
+                )
+                if start < end:
+                    here = source.start + start - source.image_offset
+                    there = target.start + start - target.image_offset
+                    self._bytes[there : there + end - start].copy_(
+                        self._slab[here : here + end - start], non_blocking=True
+                    )
+
+    def _entries(self, resident: Resident) -> list[TableEntry]:
+        """One entry per target the image has: its A then its B, both within one extent."""
+        granules: dict[int, dict[str, int]] = {}
+        ranks: dict[int, int] = {}
+        for segment in resident.header.segments:
+            at = _locate(resident.extents, segment.offset)
+            granules.setdefault(segment.target, {})[segment.kind] = at // GRANULE_BYTES
+            ranks[segment.target] = segment.rank
+        return [
+            TableEntry(
+                target=target,
+                a_granule=found["a"],
+                b_granule=found["b"],
+                rank=ranks[target],
+                in_features=self.layout.targets[target].in_features,
+                out_features=self.layout.targets[target].out_features,
+            )
+            for target, found in granules.items()
+        ]
+
+
+def _locate(extents: Sequence[Extent], offset: int) -> int:
+    for extent in extents:
+        if extent.image_offset <= offset < extent.image_offset + extent.num_bytes:
+            return extent.start + offset - extent.image_offset
+    raise AssertionError(f"image offset {offset} lies in no extent")

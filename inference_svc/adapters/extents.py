@@ -1,0 +1,118 @@
+"""Where images lie in a flat memory: first fit, cut at target starts only when it must be."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GRANULE_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Image bytes [image_offset, image_offset + num_bytes) lie at [start, start + num_bytes)."""
+
+    image_offset: int
+    start: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+
+def round_up(num_bytes: int) -> int:
+    return -(-num_bytes // GRANULE_BYTES) * GRANULE_BYTES
+
+
+class ExtentAllocator:
+    """Byte ranges of one memory of `capacity` bytes, in granules of 256 bytes.
+
+    Free ranges are kept sorted, disjoint and never adjacent.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity >= 0
+        self.capacity = capacity // GRANULE_BYTES * GRANULE_BYTES
+        self._starts: list[int] = [0] if self.capacity else []
+        self._sizes: list[int] = [self.capacity] if self.capacity else []
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        return max(self._sizes, default=0)
+
+    def allocate(self, num_bytes: int, cuts: Sequence[int]) -> tuple[Extent, ...] | None:
+        """Room for `num_bytes`, in one extent if any hole fits, else cut at some of `cuts`.
+
+        `cuts` are the ascending image offsets, multiples of 256, where the image may be cut.
+        None when it does not fit; nothing has changed then.
+        """
+        size = round_up(num_bytes)
+        assert size > 0, "an image has bytes"
+        for start, hole in zip(self._starts, self._sizes, strict=True):
+            if hole >= size:
+                return self._take([Extent(0, start, size)])
+        pieces = self._cut(size, cuts)
+        return None if pieces is None else self._take(pieces)
+
+    def _cut(self, size: int, cuts: Sequence[int]) -> list[Extent] | None:
+        """Fills the largest holes first, which makes the fewest pieces."""
+        if self.free_bytes < size:
+            return None
+        ends = [cut for cut in cuts if 0 < cut < size] + [size]
+        pieces: list[Extent] = []
+        position = 0
+        for hole, start in sorted(zip(self._sizes, self._starts, strict=True), reverse=True):
+            index = bisect.bisect_right(ends, position + hole) - 1
+            if index < 0 or ends[index] <= position:
+                continue
+            pieces.append(Extent(position, start, ends[index] - position))
+            position = ends[index]
+            if position == size:
+                return pieces
+        return None
+
+    def _take(self, pieces: list[Extent]) -> tuple[Extent, ...]:
+        for piece in pieces:
+            index = self._starts.index(piece.start)
+            self._starts[index] += piece.num_bytes
+            self._sizes[index] -= piece.num_bytes
+            if self._sizes[index] == 0:
+                del self._starts[index], self._sizes[index]
+        return tuple(pieces)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            self._give_back(extent.start, extent.num_bytes)
+
+    def _give_back(self, start: int, size: int) -> None:
+        index = bisect.bisect_left(self._starts, start)
+        after = self._starts[index] if index < len(self._starts) else self.capacity
+        before = self._starts[index - 1] + self._sizes[index - 1] if index else 0
+        assert before <= start and start + size <= after, "freed twice"
+        self._starts.insert(index, start)
+        self._sizes.insert(index, size)
+        if index + 1 < len(self._starts) and start + size == after:
+            self._merge(index)
+        if index and before == start:
+            self._merge(index - 1)
+
+    def _merge(self, index: int) -> None:
+        self._sizes[index] += self._sizes[index + 1]
+        del self._starts[index + 1], self._sizes[index + 1]
+
+    def check_integrity(self, used: Sequence[Extent]) -> None:
+        """Asserts that `used` and the free ranges tile the memory exactly."""
+        ranges = [(e.start, e.num_bytes) for e in used]
+        ranges += list(zip(self._starts, self._sizes, strict=True))
+        position = 0
+        for start, size in sorted(ranges):
+            assert start == position, f"gap or overlap at byte {position}"
+            assert size > 0 and size % GRANULE_BYTES == 0
+            position += size
+        assert position == self.capacity, "bytes are missing"

@@ -1,0 +1,116 @@
+"""What of this model LoRA may change: the targets in order of use, and their groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.adapters.extents import round_up
+from inference_svc.adapters.store import ImageHeader, Segment
+from inference_svc.errors import CorruptImage
+from inference_svc.model.geometry import ModelGeometry
+from kernels.lora import LoraGroup
+
+IMAGE_FORMATS = (1,)
+"""The image formats this service reads."""
+
+EMBEDDING, HEAD = "embed", "head"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTarget:
+    """One weight that LoRA may change. `kind` is "linear" or "embedding"."""
+
+    name: str
+    layer: int | None
+    group: str
+    kind: str
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """`dtype` is torch's; the store turns the whole into a layout_id."""
+
+    base_model: str
+    aliases: tuple[str, ...]
+    config_sha256: str
+    dtype: torch.dtype
+    image_formats: tuple[int, ...]
+    targets: tuple[LayoutTarget, ...]
+
+    def image_bytes(self, rank: int) -> int:
+        """Size of an image that has every target at this rank."""
+        return sum(
+            round_up(rank * target.in_features * self.dtype.itemsize)
+            + round_up(rank * target.out_features * self.dtype.itemsize)
+            for target in self.targets
+        )
+
+    def check_header(self, header: ImageHeader) -> None:
+        """Raises CorruptImage unless every segment is a whole A or B of one of our targets."""
+        end = 0
+        for segment in header.segments:
+            if segment.target >= len(self.targets) or segment.length_bytes != self._length(segment):
+                raise CorruptImage(f"segment at byte {segment.offset} does not fit the layout")
+            if segment.offset < end or segment.offset % 256:
+                raise CorruptImage(f"segment at byte {segment.offset} overlaps or is not aligned")
+            end = segment.offset + segment.length_bytes
+        if not header.segments or end > header.total_bytes:
+            raise CorruptImage("the image's segments exceed its size")
+        if header.image_format not in self.image_formats:
+            raise CorruptImage(f"image format {header.image_format} is not one we read")
+
+    def _length(self, segment: Segment) -> int:
+        target = self.targets[segment.target]
+        features = {"a": target.in_features, "b": target.out_features}.get(segment.kind, 0)
+        return segment.rank * features * self.dtype.itemsize
+
+
+def build_layout(
+    geometry: ModelGeometry, base_model: str, aliases: tuple[str, ...], dtype: torch.dtype
+) -> ModelLayout:
+    """The targets of one of our decoders, named as Hugging Face names its modules."""
+    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
+    q_size = geometry.num_heads * geometry.head_dim
+    kv_size = geometry.num_kv_heads * geometry.head_dim
+    per_layer = [
+        ("self_attn.q_proj", "qkv", hidden, q_size),
+        ("self_attn.k_proj", "qkv", hidden, kv_size),
+        ("self_attn.v_proj", "qkv", hidden, kv_size),
+        ("self_attn.o_proj", "o", q_size, hidden),
+        ("mlp.gate_proj", "gate_up", hidden, intermediate),
+        ("mlp.up_proj", "gate_up", hidden, intermediate),
+        ("mlp.down_proj", "down", intermediate, hidden),
+    ]
+    vocab = geometry.vocab_size
+    targets = [LayoutTarget("model.embed_tokens", None, EMBEDDING, "embedding", vocab, hidden)]
+    for layer in range(geometry.num_layers):
+        for name, group, num_in, num_out in per_layer:
+            path = f"model.layers.{layer}.{name}"
+            group_name = f"layers.{layer}.{group}"
+            targets.append(LayoutTarget(path, layer, group_name, "linear", num_in, num_out))
+    targets.append(LayoutTarget("lm_head", None, HEAD, "linear", hidden, vocab))
+    return ModelLayout(
+        base_model, aliases, geometry.config_sha256, dtype, IMAGE_FORMATS, tuple(targets)
+    )
+
+
+def lora_groups(layout: ModelLayout) -> dict[str, LoraGroup]:
+    """Group name to the columns computed together and where each adds into the fused output."""
+    columns: dict[str, list[int]] = {}
+    for column, target in enumerate(layout.targets):
+        columns.setdefault(target.group, []).append(column)
+    groups = {}
+    for name, members in columns.items():
+        sizes = [layout.targets[column].out_features for column in members]
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        groups[name] = LoraGroup(
+            targets=tuple(members),
+            in_features=layout.targets[members[0]].in_features,
+            out_offsets=tuple(offsets),
+            out_features=tuple(sizes),
+        )
+    return groups

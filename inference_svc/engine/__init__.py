@@ -1,0 +1,1 @@
+"""The engine: schedule, run, settle; reachable only through messages (`handle`)."""

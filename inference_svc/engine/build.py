@@ -1,0 +1,119 @@
+"""Makes an engine from its config, in the order of time: model, memory, adapters, policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.puller import Puller, PullEvent
+from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.store import AdapterStore
+from inference_svc.engine.commands import Commands
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.pages import PagePool
+from inference_svc.engine.runner import Runner
+from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.settle import Settler
+from inference_svc.engine.status import Describe
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import load_weights
+from kernels.attention import KVCache, page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and the parts that others look at."""
+
+    engine: Engine
+    residency: Residency
+    puller: Puller
+    layout: ModelLayout
+    geometry: ModelGeometry
+
+
+def build_engine(
+    config: EngineConfig, store: AdapterStore, post: Callable[[PullEvent], None]
+) -> BuiltEngine:
+    """Loads the model and allocates all memory. `post` receives pull events, from any thread.
+
+    Raises UnsupportedModel; ValueError when the memory given does not suffice.
+    """
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    geometry = load_geometry(config.model_dir)
+    layout = build_layout(geometry, config.base_model, config.aliases, dtype)
+    weights = load_weights(config.model_dir, geometry, dtype, device)
+    kv_cache = _allocate_kv_cache(config, geometry, dtype, device)
+    host = _allocate_host_tier(config, device)
+    slab = None if host is None else host.slab
+    arena = Arena(layout, config.arena_bytes, config.max_loras, device, slab)
+    puller = Puller(store, config.pull_workers, post, layout.check_header)
+    pulled_into = arena.memory if host is None else host.memory
+    slots = Slots(config.arena_bytes, config.max_loras, layout.image_bytes(config.max_lora_rank))
+    residency = Residency(slots, host, pulled_into, puller)
+
+    pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
+    limits = Limits(
+        config.max_sequences,
+        config.max_batch_tokens,
+        config.max_prefill_chunk,
+        config.max_overtake_s,
+    )
+    scheduler = Scheduler(limits, pages, residency)
+    residency.ahead_of = scheduler.digests_ahead_of
+    runner = Runner(
+        Transformer(geometry, weights),
+        kv_cache,
+        arena,
+        lora_groups(layout),
+        Sampler(geometry.eos_token_ids),
+    )
+    settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
+    describe = Describe(scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes)
+    commands = Commands(residency, describe, config.adapter_wait_s)
+    engine = Engine(
+        scheduler, runner, settler, residency, commands, config.max_queue, config.adapter_wait_s
+    )
+    return BuiltEngine(engine, residency, puller, layout, geometry)
+
+
+def _allocate_kv_cache(
+    config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    num_bytes = page_bytes(
+        geometry.num_layers, config.page_size, geometry.num_kv_heads, geometry.head_dim, dtype
+    )
+    num_pages = config.kv_bytes // num_bytes
+    if num_pages * config.page_size < config.max_model_len:
+        needed = -(-config.max_model_len // config.page_size) * num_bytes
+        raise ValueError(
+            f"kv_memory of {config.kv_bytes} bytes holds {num_pages * config.page_size} tokens, "
+            f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"
+        )
+    return KVCache.allocate(
+        geometry.num_layers,
+        num_pages,
+        config.page_size,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        dtype,
+        device,
+    )
+
+
+def _allocate_host_tier(config: EngineConfig, device: torch.device) -> HostTier | None:
+    if config.host_bytes == 0 and device.type == "cpu":
+        return None
+    if config.host_bytes == 0:
+        raise ValueError("host_memory must be above 0 on this device: images are pulled into it")
+    return HostTier(config.host_bytes, pin_memory=device.type == "cuda")

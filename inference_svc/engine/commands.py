@@ -1,0 +1,127 @@
+"""What operators ask of the engine: load, unload, pin, list, describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.slots import Resident
+from inference_svc.core import Call, Command, EngineStatus, Reply, ResidentAdapter
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, InferenceError
+
+
+@dataclass(eq=False, slots=True)
+class _PendingLoad:
+    call: Call
+    wanted_s: float
+
+
+@dataclass
+class Commands:
+    """Answers Calls; a LOAD once its adapter is resident, an UNLOAD once its memory is free."""
+
+    residency: Residency
+    describe: Callable[[], EngineStatus]
+    adapter_wait_s: float
+    _loads: list[_PendingLoad] = field(default_factory=list)
+    _unloads: list[tuple[Call, int]] = field(default_factory=list)
+
+    def handle(self, call: Call, now_s: float) -> Reply | None:
+        """The reply, or None when it follows from `poll`."""
+        try:
+            if call.command is Command.LOAD:
+                return self._load(call, now_s)
+            if call.command is Command.UNLOAD:
+                self._unloads.append((call, self.residency.unload(call.digest)))
+                return None
+            return Reply(call.call_id, self._answer(call))
+        except InferenceError as error:
+            return Reply(call.call_id, error=error)
+
+    def _load(self, call: Call, now_s: float) -> None:
+        self.residency.want(call.digest, now_s)
+        self._loads.append(_PendingLoad(call, now_s))
+
+    def _answer(self, call: Call) -> object:
+        device = self.residency.device
+        if call.command is Command.LIST_RESIDENT:
+            return self._list()
+        if call.command is Command.DESCRIBE:
+            return self.describe()
+        if call.digest not in device:
+            raise AdapterNotFound(f"adapter {call.digest} is not resident", subject="ref")
+        change = device.pin if call.command is Command.PIN else device.unpin
+        return _view(change(call.digest), "device")
+
+    def _list(self) -> tuple[ResidentAdapter, ...]:
+        found = [_view(r, "device") for r in self.residency.device.residents() if r.ready]
+        if self.residency.host is not None:
+            hosted = self.residency.host.slots.residents()
+            found += [_view(r, "host") for r in hosted if r.ready]
+        return tuple(found)
+
+    def poll(self, now_s: float) -> list[Reply]:
+        """Replies that have become possible."""
+        replies = []
+        for pending in list(self._loads):
+            reply = self._poll_load(pending, now_s)
+            if reply is not None:
+                self._loads.remove(pending)
+                self.residency.unwant(pending.call.digest)
+                replies.append(reply)
+        for call, freed in list(self._unloads):
+            if not self.residency.is_draining(call.digest):
+                self._unloads.remove((call, freed))
+                replies.append(Reply(call.call_id, freed))
+        return replies
+
+    def _poll_load(self, pending: _PendingLoad, now_s: float) -> Reply | None:
+        call = pending.call
+        if self.residency.is_ready(call.digest, now_s):
+            device = self.residency.device
+            try:
+                resident = device.pin(call.digest) if call.pin else device.get(call.digest)
+            except InferenceError as error:
+                return Reply(call.call_id, error=error)
+            assert resident is not None
+            return Reply(call.call_id, _view(resident, "device"))
+        if now_s - pending.wanted_s > self.adapter_wait_s:
+            message = f"adapter {call.digest} was not resident after {self.adapter_wait_s:g} s"
+            return Reply(call.call_id, error=AdapterUnavailable(message, subject="ref"))
+        return None
+
+    def fail(self, digest: str, error: InferenceError) -> list[Reply]:
+        """The replies to loads of an adapter that cannot be loaded."""
+        failed = [pending for pending in self._loads if pending.call.digest == digest]
+        for pending in failed:
+            self._loads.remove(pending)
+            self.residency.unwant(digest)
+        return [Reply(pending.call.call_id, error=error) for pending in failed]
+
+    def fail_all(self, error: Exception) -> list[Reply]:
+        """Answers everything that is still open, when the engine ends."""
+        replies = [Reply(p.call.call_id, error=error) for p in self._loads]
+        replies += [Reply(call.call_id, error=error) for call, _freed in self._unloads]
+        for pending in self._loads:
+            self.residency.unwant(pending.call.digest)
+        self._loads, self._unloads = [], []
+        return replies
+
+    @property
+    def next_expiry_s(self) -> float | None:
+        expiries = [p.wanted_s + self.adapter_wait_s for p in self._loads]
+        return min(expiries, default=None)
+
+
+def _view(resident: Resident, tier: str) -> ResidentAdapter:
+    return ResidentAdapter(
+        digest=resident.digest,
+        tier=tier,
+        num_bytes=resident.num_bytes,
+        rank=resident.rank,
+        pinned=resident.pinned,
+        running_requests=resident.users if tier == "device" else 0,
+        last_used_time_s=resident.last_used_time_s,
+        load_seconds=resident.load_seconds,
+    )

@@ -1,0 +1,36 @@
+"""What the engine is built from: one frozen object, everything resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
+
+    `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
+    """
+
+    model_dir: Path
+    base_model: str
+    aliases: tuple[str, ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_model_len: int = 2048
+    max_sequences: int = 64
+    max_batch_tokens: int = 1024
+    max_prefill_chunk: int = 1024
+    max_queue: int = 1024
+    page_size: int = 16
+    kv_bytes: int = 256 << 20
+    arena_bytes: int = 256 << 20
+    host_bytes: int = 0
+    max_loras: int = 256
+    max_lora_rank: int = 64
+    adapter_wait_s: float = 10.0
+    max_overtake_s: float = 2.0
+    pull_workers: int = 4
+    prefix_cache: bool = True
+    num_threads: int = 0

@@ -1,0 +1,205 @@
+"""The engine's loop: take messages, then schedule (decide), run (compute), settle (account).
+
+It never reads a file, waits on a socket or parses; it waits only for messages, when idle.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from inference_svc.adapters.puller import PullDone, PullEvent, PullFailed, PullOpened
+from inference_svc.adapters.residency import Residency
+from inference_svc.core import (
+    Call,
+    Cancel,
+    FinishReason,
+    LayoutAccepted,
+    Message,
+    Output,
+    Reply,
+    Sequence,
+    StepOutputs,
+    Stop,
+    Submit,
+)
+from inference_svc.engine.commands import Commands
+from inference_svc.engine.runner import Runner
+from inference_svc.engine.scheduler import Scheduler
+from inference_svc.engine.settle import Settler
+from inference_svc.errors import (
+    AdapterUnavailable,
+    DuplicateRequest,
+    InferenceError,
+    QueueFull,
+    ShuttingDown,
+)
+
+
+@dataclass
+class Engine:
+    """Wires the parts; `build.build_engine` makes them. One thread calls `turn`."""
+
+    scheduler: Scheduler
+    runner: Runner
+    settler: Settler
+    residency: Residency
+    commands: Commands
+    max_queue: int
+    adapter_wait_s: float
+    sequences: dict[str, Sequence] = field(default_factory=dict)
+    is_stopping: bool = False
+    num_steps: int = 0
+    _outputs: list[Output] = field(default_factory=list)
+    _replies: list[Reply] = field(default_factory=list)
+
+    def turn(self, messages: list[Message | PullEvent]) -> tuple[StepOutputs, bool]:
+        """Takes all messages, then one step, if there is anything to compute.
+
+        Returns what there is to say, and whether a step ran: if none did, nothing will change
+        before the next message or `next_expiry_s`.
+        """
+        for message in messages:
+            self._take(message, time.monotonic())
+        self._before_step(time.monotonic())
+        stepped = not self.is_stopping and self.step()
+        self._replies += self.commands.poll(time.monotonic())
+        return self._say(), stepped
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule(time.monotonic())
+        if batch is None:
+            return False
+        sampled = self.runner.run(batch)
+        outputs = self.settler.settle(batch, sampled, time.monotonic())
+        self.residency.settled()
+        for output in outputs:
+            if output.is_last:
+                del self.sequences[output.request_id]
+        self._outputs += outputs
+        self.num_steps += bool(batch.rows)
+        return True
+
+    def _say(self) -> StepOutputs:
+        said = StepOutputs(tuple(self._outputs), tuple(self._replies))
+        self._outputs, self._replies = [], []
+        return said
+
+    def next_expiry_s(self) -> float | None:
+        """When, on the monotonic clock, a waiting sequence or load would expire."""
+        expiries = [s.request.deadline_s for s in self.sequences.values()]
+        expiries += [self._adapter_expiry_s(s) for s in self.scheduler.waiting]
+        expiries.append(self.commands.next_expiry_s)
+        return min((e for e in expiries if e is not None), default=None)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _take(self, message: Message | PullEvent, now_s: float) -> None:
+        if isinstance(message, Submit):
+            self._submit(message, now_s)
+        elif isinstance(message, Cancel):
+            self._cancel(message.request_id, now_s)
+        elif isinstance(message, Call):
+            reply = self.commands.handle(message, now_s)
+            self._replies += [] if reply is None else [reply]
+        elif isinstance(message, LayoutAccepted):
+            self.residency.set_layout(message.layout_id, now_s)
+        elif isinstance(message, PullOpened | PullDone | PullFailed):
+            self.residency.on_pull_event(message, now_s)
+        else:
+            assert isinstance(message, Stop)
+            self.is_stopping = True
+
+    def _submit(self, message: Submit, now_s: float) -> None:
+        request = message.request
+        error = self._refusal(message)
+        if error is not None:
+            self._outputs.append(Output(request.request_id, error=error))
+            return
+        sequence = Sequence(request)
+        self.sequences[request.request_id] = sequence
+        self.scheduler.add(sequence, now_s)
+
+    def _refusal(self, message: Submit) -> InferenceError | None:
+        request_id = message.request.request_id
+        if self.is_stopping:
+            return ShuttingDown("the server is shutting down")
+        if request_id in self.sequences:
+            return DuplicateRequest(f"request {request_id} is running", subject="request_id")
+        if len(self.scheduler.waiting) >= self.max_queue:
+            return QueueFull(f"{self.max_queue} requests are waiting", retry_after_s=1.0)
+        return None
+
+    def _cancel(self, request_id: str, now_s: float) -> None:
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, now_s, reason=FinishReason.ABORTED)
+
+    # --- around the step -------------------------------------------------------------------------
+
+    def _before_step(self, now_s: float) -> None:
+        """Ends what has expired or failed, then lets loads go on."""
+        for digest, error in self.residency.take_failures():
+            self._fail_adapter(digest, error, now_s)
+        for sequence in list(self.sequences.values()):
+            deadline_s = sequence.request.deadline_s
+            if deadline_s is not None and now_s >= deadline_s:
+                self._end(sequence, now_s, reason=FinishReason.ABORTED)
+        for sequence in list(self.scheduler.waiting):
+            expiry_s = self._adapter_expiry_s(sequence)
+            if expiry_s is not None and now_s >= expiry_s:
+                self._end(sequence, now_s, error=self._unavailable(sequence))
+        self.residency.advance(now_s)
+        for digest, error in self.residency.take_failures():
+            self._fail_adapter(digest, error, now_s)
+
+    def _adapter_expiry_s(self, sequence: Sequence) -> float | None:
+        """Waiting for the store is bounded; waiting for memory that others use is queueing."""
+        if not sequence.request.digest:
+            return None
+        since_s = self.residency.waiting_on_store_since_s(sequence.request.digest)
+        if since_s is None or sequence.adapter_wanted_s is None:
+            return None
+        return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
+
+    def _unavailable(self, sequence: Sequence) -> InferenceError:
+        return AdapterUnavailable(
+            f"adapter {sequence.request.digest} was not resident after {self.adapter_wait_s:g} s",
+            subject="adapter",
+        )
+
+    def _fail_adapter(self, digest: str, error: InferenceError, now_s: float) -> None:
+        self._replies += self.commands.fail(digest, error)
+        for sequence in list(self.scheduler.waiting):
+            if sequence.request.digest == digest:
+                self._end(sequence, now_s, error=error)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        now_s: float,
+        *,
+        reason: FinishReason | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        self._outputs.append(self.settler.end(sequence, now_s, reason=reason, error=error))
+        del self.sequences[sequence.request.request_id]
+
+    def end_all(self, error: Exception) -> StepOutputs:
+        """Answers every request and call that is still open; nothing runs afterwards."""
+        now_s = time.monotonic()
+        for sequence in list(self.sequences.values()):
+            self._end(sequence, now_s, error=error)
+        self._replies += self.commands.fail_all(error)
+        self.residency.cancel_all()
+        return self._say()
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, pages, pins, memory and waiters agree."""
+        self.scheduler.check_integrity()
+        self.residency.check_integrity()
+        queued = self.scheduler.running + self.scheduler.waiting
+        assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
+        users = [s.request.digest for s in self.scheduler.running if s.request.digest]
+        for resident in self.residency.device.residents():
+            assert resident.users == users.count(resident.digest), "a pin without its sequence"

@@ -1,0 +1,124 @@
+"""KV pages: reference counts, and the prefix cache that shares full pages.
+
+A full page is keyed by sha256(parent key, token ids). The first parent is seeded with what must
+not be shared: adapter digest, tenant and salt. Plain bookkeeping without tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def root_key(digest: str, cache_seed: str) -> bytes:
+    """The parent of a sequence's first page; "" is the base model's digest."""
+    return hashlib.sha256(f"{digest}\0{cache_seed}".encode()).digest()
+
+
+def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a full page that follows `parent` and holds `token_ids`."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens.
+
+    A page with no reference is free, but keeps its key until it is allocated again, so that a
+    later prefix may take it back; among free pages those without a key go first, then the least
+    recently used.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
+        assert num_pages > 0
+        assert page_size > 0
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.caching = caching
+        self._references = [0] * num_pages
+        self._keys: list[bytes | None] = [None] * num_pages
+        self._by_key: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` free pages; their former keys are forgotten."""
+        assert self.can_allocate(count)
+        pages = []
+        for _ in range(count):
+            page, _none = self._free.popitem(last=False)
+            self._forget(page)
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known run of `keys`. Takes nothing: call `share` next."""
+        pages: list[int] = []
+        if self.caching:
+            for key in keys:
+                page = self._by_key.get(key)
+                if page is None:
+                    break
+                pages.append(page)
+        return pages
+
+    def num_free_among(self, pages: Iterable[int]) -> int:
+        """How many of these pages `share` would take from the free ones."""
+        return sum(self._references[page] == 0 for page in pages)
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference to each."""
+        for page in pages:
+            if self._references[page] == 0:
+                del self._free[page]
+            self._references[page] += 1
+
+    def publish(self, page: int, key: bytes) -> None:
+        """The page is full and computed: equal prefixes may share it from now on."""
+        assert self._references[page] > 0
+        if self.caching and key not in self._by_key and self._keys[page] is None:
+            self._by_key[key] = page
+            self._keys[page] = key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One reference less to each; the ends of prefixes become the first to be reused."""
+        for page in reversed(pages):
+            assert self._references[page] > 0, "page freed twice"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free[page] = None
+                if self._keys[page] is None:
+                    self._free.move_to_end(page, last=False)
+
+    def _forget(self, page: int) -> None:
+        key = self._keys[page]
+        if key is not None:
+            del self._by_key[key]
+            self._keys[page] = None
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Asserts that the references are exactly those of `holders` (page lists)."""
+        counted = [0] * self.num_pages
+        for pages in holders:
+            for page in pages:
+                counted[page] += 1
+        assert counted == self._references, "references without a holder, or the reverse"
+        assert {p for p, n in enumerate(counted) if n == 0} == set(self._free)
+        for key, page in self._by_key.items():
+            assert self._keys[page] == key
+        assert sum(key is not None for key in self._keys) == len(self._by_key)

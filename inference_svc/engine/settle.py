@@ -1,0 +1,117 @@
+"""Accounts for a step: the only place that appends tokens, publishes pages and ends sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from inference_svc.core import (
+    Batch,
+    BatchRow,
+    FinishReason,
+    Output,
+    Sequence,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from inference_svc.engine.scheduler import Scheduler, extend_page_keys
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the sampler chose for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settler:
+    """`eos_token_ids` of the model; no sequence grows beyond `max_model_len` tokens."""
+
+    scheduler: Scheduler
+    eos_token_ids: Collection[int]
+    max_model_len: int
+
+    def settle(self, batch: Batch, sampled: list[SampledToken], now_s: float) -> list[Output]:
+        """One output per row that sampled. `sampled` is in the order of those rows."""
+        tokens = iter(sampled)
+        outputs = []
+        for row in batch.rows:
+            row.sequence.num_computed += row.num_tokens
+            self._publish_pages(row)
+            if row.samples:
+                outputs.append(self._append(row.sequence, next(tokens), now_s))
+        return outputs
+
+    def end(
+        self,
+        sequence: Sequence,
+        now_s: float,
+        *,
+        reason: FinishReason | None = None,
+        error: Exception | None = None,
+    ) -> Output:
+        """Ends a sequence wherever it is; all that it held is free afterwards."""
+        self.scheduler.remove(sequence)
+        return Output(
+            sequence.request.request_id,
+            finish_reason=reason,
+            error=error,
+            usage=_usage(sequence),
+            timings=_timings(sequence, now_s),
+        )
+
+    def _publish_pages(self, row: BatchRow) -> None:
+        sequence, pages = row.sequence, self.scheduler.pages
+        if not pages.caching:
+            return
+        full = sequence.num_computed // pages.page_size
+        extend_page_keys(sequence, full, pages.page_size)
+        for index in range(row.start // pages.page_size, full):
+            pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
+
+    def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
+        sequence.token_ids.append(token.token_id)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+        reason = self._finish_reason(sequence, token.token_id)
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        if reason is None:
+            return Output(sequence.request.request_id, (token.token_id,), logprobs)
+        self.scheduler.remove(sequence)
+        return Output(
+            sequence.request.request_id,
+            (token.token_id,),
+            logprobs,
+            finish_reason=reason,
+            usage=_usage(sequence),
+            timings=_timings(sequence, now_s),
+        )
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if sequence.num_output >= sampling.min_tokens:
+            ends = not sampling.ignore_eos and token_id in self.eos_token_ids
+            if ends or token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+        full = len(sequence.token_ids) >= self.max_model_len
+        return FinishReason.LENGTH if full or sequence.num_output >= sampling.max_tokens else None
+
+
+def _usage(sequence: Sequence) -> Usage:
+    return Usage(sequence.num_prompt, sequence.num_cached, sequence.num_output)
+
+
+def _timings(sequence: Sequence, now_s: float) -> Timings:
+    """What has not happened yet counts up to now."""
+    arrival = sequence.request.arrival_s
+    wanted = sequence.adapter_wanted_s
+    ready = now_s if sequence.adapter_ready_s is None else sequence.adapter_ready_s
+    return Timings(
+        queued_s=(now_s if sequence.started_s is None else sequence.started_s) - arrival,
+        adapter_wait_s=0.0 if wanted is None else max(0.0, ready - wanted),
+        first_token_s=(now_s if sequence.first_token_s is None else sequence.first_token_s)
+        - arrival,
+    )
