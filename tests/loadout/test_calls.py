@@ -1,0 +1,140 @@
+"""Requests as the contract wants them, and bad arguments refused before anything is sent."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from loadout import calls, types
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.errors import InvalidArgument
+from loadout.inference.v1 import inference_pb2 as inference_pb
+
+
+def generate(prompt, **sampling):
+    return calls.generate(prompt, "fr", 7, "id", 2, "salt", sampling).request
+
+
+def test_text_prompt_and_routing_fields():
+    request = generate("hello")
+    assert request.WhichOneof("prompt") == "text"
+    assert request == inference_pb.GenerateRequest(
+        text="hello",
+        adapter="fr",
+        min_revision=7,
+        request_id="id",
+        priority=2,
+        cache_salt="salt",
+        sampling=inference_pb.SamplingParams(),
+    )
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2, 3], (1, 2, 3), range(1, 4)], ids=lambda ids: type(ids).__name__
+)
+def test_token_prompt(ids):
+    assert list(generate(ids).token_ids.ids) == [1, 2, 3]
+
+
+def test_chat_prompt():
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
+    chat = generate(messages).chat.messages
+    assert [(each.role, each.content) for each in chat] == [("system", "short"), ("user", "hi")]
+
+
+def test_empty_token_prompt_is_left_for_the_server_to_refuse():
+    assert generate([]).WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "subject"),
+    [
+        ([1, "two"], "token_ids.ids"),
+        ([-1], "token_ids.ids"),
+        ([1 << 32], "token_ids.ids"),
+        ([{"role": "user", "content": 5}], "chat.content"),
+        ([{"role": "user", "text": "hi"}], "chat.text"),
+    ],
+    ids=str,
+)
+def test_bad_prompt_names_the_field(prompt, subject):
+    with pytest.raises(InvalidArgument) as caught:
+        generate(prompt)
+    assert caught.value.subject == subject
+
+
+def test_unset_sampling_stays_unset():
+    sampling = generate("x", temperature=0, seed=None).sampling
+    assert sampling.HasField("temperature")
+    assert sampling.temperature == 0
+    assert not sampling.HasField("seed")
+    assert not sampling.HasField("max_tokens")
+
+
+def test_stop_takes_one_string_or_many():
+    assert list(generate("x", stop="\n\n").sampling.stop) == ["\n\n"]
+    assert list(generate("x", stop=["a", "b"]).sampling.stop) == ["a", "b"]
+
+
+def test_sampling_words_are_the_contracts():
+    fields = inference_pb.SamplingParams.DESCRIPTOR.fields_by_name
+    assert set(typing.get_type_hints(types.SamplingParams)) == set(fields)
+
+
+def test_unknown_sampling_argument():
+    with pytest.raises(
+        TypeError, match="unknown argument 'max_new_tokens'; sampling has max_tokens"
+    ):
+        generate("x", max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"max_tokens": -1}, {"max_tokens": "five"}, {"seed": 1 << 64}, {"top_p": "x"}],
+    ids=str,
+)
+def test_bad_sampling_names_the_field(sampling):
+    with pytest.raises(InvalidArgument) as caught:
+        generate("x", **sampling)
+    assert caught.value.subject == f"sampling.{next(iter(sampling))}"
+    assert caught.value.code == "INVALID_ARGUMENT"
+
+
+def test_generate_goes_again_only_unanswered():
+    call = calls.generate("x", "", 0, "", 0, "", {})
+    chunk = object()
+    assert call.resume(None) is call.request
+    assert call.resume(chunk) is None
+
+
+def test_watch_resumes_after_the_last_event():
+    call = calls.watch(5)
+    event = types.AdapterEvent(9, types.EventKind.UPDATED, "n", 1, "d", None)
+    assert call.resume(None) == store_pb.WatchAdaptersRequest(since_revision=5)
+    assert call.resume(event) == store_pb.WatchAdaptersRequest(since_revision=9)
+
+
+def test_what_may_be_repeated():
+    register = ("n", "s3://b/p", "", "")
+    assert calls.register(*register, "", False, {}).repeatable
+    assert not calls.register(*register, "sha256:00", False, {}).repeatable
+    assert not calls.delete("n", 0).repeatable
+    assert not calls.unload("n").repeatable
+    assert calls.get("n").repeatable
+    assert calls.load("n", True).repeatable
+
+
+def test_register_labels():
+    request = calls.register("n", "s3://b/p", "base", "e", "i", True, {"team": "x"}).request
+    assert request == store_pb.RegisterAdapterRequest(
+        name="n",
+        source_uri="s3://b/p",
+        base_model="base",
+        expected_digest="e",
+        if_current_digest="i",
+        pinned=True,
+        labels={"team": "x"},
+    )
+    with pytest.raises(InvalidArgument, match="labels"):
+        calls.register("n", "s3://b/p", "", "", "", False, {"team": 1})

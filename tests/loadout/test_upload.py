@@ -1,0 +1,111 @@
+"""Adapter folders: which files go, in which pieces, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadout.errors import InvalidArgument
+from loadout.upload import CHUNK_BYTES, Upload, file_chunks, is_uri, open_folder
+
+
+def upload(folder, progress=None, if_current_digest=""):
+    return Upload(
+        open_folder(folder),
+        progress,
+        name="a",
+        base_model="b",
+        expected_digest="",
+        if_current_digest=if_current_digest,
+        pinned=True,
+        labels={"k": "v"},
+    )
+
+
+def test_meta_then_files_in_order(adapter_folder):
+    meta, *rest = upload(adapter_folder).messages()
+    assert (meta.meta.name, meta.meta.base_model, meta.meta.pinned) == ("a", "b", True)
+    assert dict(meta.meta.labels) == {"k": "v"}
+    files: dict[str, bytes] = {}
+    for message in rest:
+        before = files.get(message.chunk.file_name, b"")
+        assert message.chunk.offset == len(before)
+        assert len(message.chunk.data) <= CHUNK_BYTES
+        files[message.chunk.file_name] = before + message.chunk.data
+    assert list(files) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert all((adapter_folder / name).read_bytes() == data for name, data in files.items())
+    assert len(rest) == 1 + 3
+
+
+def test_progress_ends_at_the_total(adapter_folder):
+    seen = []
+    list(upload(adapter_folder, lambda sent, total: seen.append((sent, total))).messages())
+    total = sum(
+        (adapter_folder / n).stat().st_size
+        for n in ("adapter_config.json", "adapter_model.safetensors")
+    )
+    assert [sent for sent, _ in seen] == sorted(sent for sent, _ in seen)
+    assert seen[-1] == (total, total)
+
+
+def test_shards_and_index(adapter_folder):
+    (adapter_folder / "adapter_model.safetensors").unlink()
+    shards = [f"adapter_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in [*shards, "adapter_model.safetensors.index.json", "adapter_model.bin"]:
+        (adapter_folder / name).write_bytes(b"x")
+    names = [name for name, _ in open_folder(adapter_folder).sizes]
+    assert names == ["adapter_config.json", *shards, "adapter_model.safetensors.index.json"]
+
+
+def test_empty_file_still_arrives(tmp_path):
+    (tmp_path / "empty").touch()
+    chunks = list(file_chunks(tmp_path / "empty"))
+    assert [(chunk.file_name, chunk.offset, chunk.data) for chunk in chunks] == [("empty", 0, b"")]
+
+
+def test_exact_multiple_of_a_chunk_has_no_empty_tail(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(2 * CHUNK_BYTES))
+    assert [len(chunk.data) for chunk in file_chunks(tmp_path / "f")] == [CHUNK_BYTES] * 2
+
+
+def test_sent_again_from_the_beginning(adapter_folder):
+    again = upload(adapter_folder)
+    assert list(again.messages()) == list(again.messages())
+
+
+def test_conditional_upload_is_not_repeatable(adapter_folder):
+    assert upload(adapter_folder).repeatable
+    assert not upload(adapter_folder, if_current_digest="sha256:00").repeatable
+
+
+def test_unreadable_file_is_remembered(adapter_folder):
+    broken = upload(adapter_folder)
+    (adapter_folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        list(broken.messages())
+    assert isinstance(broken.failure, FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("adapter_config.json", "adapter_config.json does not exist"),
+        ("adapter_model.safetensors", "has no adapter_model.safetensors"),
+    ],
+)
+def test_not_an_adapter(adapter_folder, missing, message):
+    (adapter_folder / missing).unlink()
+    with pytest.raises(InvalidArgument, match=message):
+        open_folder(adapter_folder)
+
+
+def test_not_a_directory(tmp_path):
+    with pytest.raises(InvalidArgument, match="nowhere is not a directory") as caught:
+        open_folder(tmp_path / "nowhere")
+    assert caught.value.subject == str(tmp_path / "nowhere")
+
+
+def test_uri_or_path(tmp_path):
+    assert is_uri("s3://bucket/prefix")
+    assert is_uri("file:///a")
+    assert not is_uri("./adapter")
+    assert not is_uri(tmp_path)
