@@ -1,0 +1,47 @@
+"""A batch as the tensors of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference_svc.core import Batch
+from kernels.attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the decoder reads in one step; T tokens, in the order of the batch's rows.
+
+    `token_ids` and `positions` are int64 [T]. `logit_rows` int64 holds, for each row that samples,
+    in row order, the index of its last token: only these get logits. `attention` holds where keys
+    and values go and what each token sees.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    attention: AttentionPlan
+
+    @classmethod
+    def build(cls, batch: Batch, page_size: int, device: torch.device | str = "cpu") -> StepInputs:
+        token_ids: list[int] = []
+        for row in batch.rows:
+            token_ids += row.sequence.token_ids[row.start : row.start + row.num_tokens]
+        starts = np.asarray([row.start for row in batch.rows], dtype=np.int64)
+        counts = np.asarray([row.num_tokens for row in batch.rows], dtype=np.int64)
+        ends = np.cumsum(counts)
+        assert len(token_ids) == ends[-1], "a row asks for tokens that are not known yet"
+        positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
+        samples = np.asarray([row.samples for row in batch.rows], dtype=np.bool_)
+        return cls(
+            token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            logit_rows=torch.from_numpy(ends[samples] - 1).to(device),
+            attention=AttentionPlan.build(
+                starts, counts, [row.sequence.page_ids for row in batch.rows], page_size, device
+            ),
+        )

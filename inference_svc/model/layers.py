@@ -1,0 +1,71 @@
+"""The decoder's parts, with the numerics of transformers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_svc.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x @ weight.T + bias. Everything the decoder projects goes through here."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> [T, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension; fp32 up to the product with the
+    weight, which is in x's dtype."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """One step's angles: `cos` and `sin` [T, 1, head_dim] in the model's dtype, with the sign of
+    the rotation already in `sin`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """heads: [T, num_heads, head_dim]; element i turns with element i + head_dim / 2."""
+        halves = heads.unflatten(-1, (2, -1))
+        return (heads * self.cos).addcmul_(halves.flip(-2).flatten(-2), self.sin)
+
+
+class RotaryEmbedding:
+    """Angles from positions. They are computed once per step instead of being kept for every
+    position of a long context; each depends on its own position alone."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        self._inverse_frequencies = rope.inverse_frequencies(head_dim).to(device)
+        self._scaling = rope.attention_scaling
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """positions: int64 [T]."""
+        angles = positions[:, None, None].float() * self._inverse_frequencies
+        cos = (angles.cos() * self._scaling).to(dtype)
+        sin = (angles.sin() * self._scaling).to(dtype)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,94 @@
+"""The decoder, top down. One class computes all supported architectures; they differ in geometry.
+
+The decoder knows nothing of requests, pages or adapters: it reads a step's inputs, the key-value
+cache, and a `Lora` if the step has adapters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation, swiglu
+from inference_svc.model.lora import Lora
+from inference_svc.model.weights import LayerWeights, ModelWeights
+from kernels.attention import KVCache, attend
+
+
+class Transformer:
+    def __init__(self, geometry: ModelGeometry, weights: ModelWeights) -> None:
+        self.geometry = geometry
+        self.weights = weights
+        self._rotary = RotaryEmbedding(geometry.rope, geometry.head_dim, weights.embedding.device)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: Lora | None = None) -> Tensor:
+        """One step. Returns fp32 logits [len(inputs.logit_rows), vocab_size].
+
+        Writes the step's keys and values to the cells of `inputs.attention`; what each token sees
+        must lie in the cache already, or be computed in this step. Without `lora` no code of the
+        adapters is entered.
+        """
+        hidden = F.embedding(inputs.token_ids, self.weights.embedding)
+        if lora is not None:
+            lora.add_embedding(inputs.token_ids, hidden)
+        rotation = self._rotary(inputs.positions, hidden.dtype)
+        for index, layer in enumerate(self.weights.layers):
+            normed = layer.input_norm(hidden)
+            hidden += self._attention(index, layer, normed, rotation, inputs, kv_cache, lora)
+            normed = layer.post_attention_norm(hidden)
+            hidden += self._mlp(index, layer, normed, lora)
+        return self._logits(hidden.index_select(0, inputs.logit_rows), lora)
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        rotation: Rotation,
+        inputs: StepInputs,
+        kv_cache: KVCache,
+        lora: Lora | None,
+    ) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        g = self.geometry
+        qkv = _project(layer.qkv, x, lora, f"layers.{index}.qkv")
+        heads = qkv[:, : g.q_size + g.kv_size].unflatten(1, (-1, g.head_dim))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
+            heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
+        q, k = rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
+        qkv[:, g.q_size : g.q_size + g.kv_size] = k.flatten(1)
+        kv_cache.write(index, inputs.attention.cells, qkv[:, g.q_size :])
+        mixed = attend(
+            q,
+            kv_cache,
+            index,
+            inputs.attention,
+            scale=g.head_dim**-0.5,
+            window=g.sliding_windows[index],
+        )
+        return _project(layer.o, mixed.flatten(1), lora, f"layers.{index}.o")
+
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: Lora | None) -> Tensor:
+        """x: [T, hidden_size] -> [T, hidden_size]."""
+        gate_up = _project(layer.gate_up, x, lora, f"layers.{index}.gate_up")
+        return _project(layer.down, swiglu(gate_up), lora, f"layers.{index}.down")
+
+    def _logits(self, hidden: Tensor, lora: Lora | None) -> Tensor:
+        """hidden: [N, hidden_size] of the rows that sample -> fp32 [N, vocab_size]."""
+        normed = self.weights.norm(hidden)
+        logits = self.weights.head(normed)
+        if lora is not None:
+            lora.add_head(normed, logits)
+        return logits.float()
+
+
+def _project(linear: Linear, x: Tensor, lora: Lora | None, group: str) -> Tensor:
+    out = linear(x)
+    if lora is not None:
+        lora.add(group, x, out)
+    return out

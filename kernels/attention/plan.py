@@ -1,0 +1,92 @@
+"""One step's attention, in numbers: where each row's queries stand and where its cells lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step; they stand at
+    positions [context_lengths[r] - number of queries, context_lengths[r]) of its sequence, and
+    position j's cell is `page_table[r, j // page_size] * page_size + j % page_size`.
+
+    Device tensors: `cells` int64 [T] is where the step's tokens go; `query_starts` int32 [R + 1],
+    `context_lengths` int32 [R], `page_table` int32 [R, longest], padded with 0.
+    The `host_` arrays are the same facts as numpy; `derived` memoises what a path makes of them.
+    """
+
+    cells: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    page_table: Tensor
+    page_size: int
+    host_query_starts: Ints
+    host_context_lengths: Ints
+    host_page_table: Ints
+    derived: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        first_positions: Sequence[int] | Ints,
+        num_queries: Sequence[int] | Ints,
+        page_ids: Sequence[Sequence[int]],
+        page_size: int,
+        device: torch.device | str = "cpu",
+    ) -> AttentionPlan:
+        """Row r computes `num_queries[r]` >= 1 tokens from `first_positions[r]` on; `page_ids[r]`
+        hold at least all of its tokens up to the last of these."""
+        firsts = np.asarray(first_positions, dtype=np.int64)
+        counts = np.asarray(num_queries, dtype=np.int64)
+        contexts = firsts + counts
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        table = _page_table(page_ids, contexts, page_size)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(starts[-1]) + (firsts - starts[:-1])[rows]
+        return cls(
+            cells=_to(cells_of(table, rows, positions, page_size), device),
+            query_starts=_to(starts.astype(np.int32), device),
+            context_lengths=_to(contexts.astype(np.int32), device),
+            page_table=_to(table.astype(np.int32), device),
+            page_size=page_size,
+            host_query_starts=starts,
+            host_context_lengths=contexts,
+            host_page_table=table,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.host_context_lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self.cells.device
+
+
+def cells_of(table: Ints, rows: Ints, positions: Ints, page_size: int) -> Ints:
+    """Cell numbers of `positions` of `rows`; the two broadcast against each other."""
+    return table[rows, positions // page_size] * page_size + positions % page_size
+
+
+def _page_table(page_ids: Sequence[Sequence[int]], contexts: Ints, page_size: int) -> Ints:
+    counts = -(-contexts // page_size)
+    table = np.zeros((len(counts), int(counts.max(initial=1))), dtype=np.int64)
+    for row, (ids, count) in enumerate(zip(page_ids, counts.tolist(), strict=True)):
+        assert len(ids) >= count, f"row {row} has {len(ids)} pages and needs {count}"
+        table[row, :count] = ids[:count]
+    return table
+
+
+def _to(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
