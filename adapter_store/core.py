@@ -69,7 +69,9 @@ class Target:
     @property
     def num_out(self) -> int:
         """Output features this layout holds."""
-        return self.out_features if self.out_slice is None else self.out_slice[1] - self.out_slice[0]
+        return (
+            self.out_features if self.out_slice is None else self.out_slice[1] - self.out_slice[0]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""An adapter's checkpoint: opened only if every byte of it is understood, safe and used.
+
+`open_checkpoint` checks, in this order: the config, the files' headers, the tensors' names, that A
+and B pair up with the config's ranks on modules the config adapts, and, in one pass over the bytes,
+that all values are finite. What comes out can be compiled for any layout whose shapes fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from adapter_store.checkpoint_files import (
+    CheckpointLimits,
+    RegularFile,
+    check_source_bytes,
+    find_weight_files,
+    is_adapter_file,
+)
+from adapter_store.checkpoint_scan import scan_tensors
+from adapter_store.checkpoint_targets import TargetWeights, TensorRecord, pair_targets
+from adapter_store.core import DataType, SegmentKind
+from adapter_store.digest import TensorContent, compute_digest
+from adapter_store.errors import InvalidAdapter
+from adapter_store.peft_config import AdapterConfig, read_config
+from adapter_store.safetensors_header import read_header
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointLimits",
+    "TargetWeights",
+    "TensorRecord",
+    "is_adapter_file",
+    "open_checkpoint",
+]
+
+TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
+    DataType.FLOAT32: torch.float32,
+    DataType.FLOAT16: torch.float16,
+    DataType.BFLOAT16: torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked adapter in `folder`. Holds no file open; the files must stay as they are.
+
+    `targets` is keyed and sorted by canonical target name. `is_verified`: the bytes were hashed
+    and checked when it was opened; otherwise whoever reads all of them compares with `digest`.
+    """
+
+    folder: Path
+    config: AdapterConfig
+    targets: Mapping[str, TargetWeights]
+    digest: str
+    source_bytes: int
+    is_verified: bool
+
+    @property
+    def base_model(self) -> str:
+        """As the adapter's config names it; "" if it does not."""
+        return self.config.base_model
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any target."""
+        return max(target.rank for target in self.targets.values())
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Distinct last components of the target names, sorted, such as "q_proj"."""
+        return tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
+
+    @property
+    def records(self) -> tuple[TensorRecord, ...]:
+        """All tensors, A before B, in order of target name."""
+        return tuple(record for t in self.targets.values() for record in (t.a, t.b))
+
+    @contextmanager
+    def open_files(self) -> Iterator[Mapping[str, RegularFile]]:
+        """The weight files by name, open while the context lasts."""
+        files: dict[str, RegularFile] = {}
+        try:
+            for name in sorted({record.file for record in self.records}):
+                files[name] = RegularFile(self.folder, name)
+            yield files
+        finally:
+            for file in files.values():
+                file.close()
+
+    def read_tensor(self, record: TensorRecord) -> torch.Tensor:
+        """One tensor as saved: its own dtype and shape, in memory of its own.
+
+        Raises CorruptData if the file has become shorter.
+        """
+        data = np.empty(record.length_bytes, np.uint8)
+        with RegularFile(self.folder, record.file) as file:
+            file.read_into(record.offset, data.data)
+        return torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(record.shape)
+
+    def compute_digest(self, sha256: Mapping[str, bytes]) -> str:
+        """The digest that follows from the sha256 of each tensor's raw bytes, by tensor key."""
+        return _digest(self.config, self.targets, sha256)
+
+
+def open_checkpoint(
+    folder: Path, limits: CheckpointLimits | None = None, *, digest: str | None = None
+) -> Checkpoint:
+    """Opens the adapter in `folder`.
+
+    With `digest`, the folder is a blob that was checked when it was stored: its structure is
+    checked again, its bytes are not read now but compared with the digest by whoever compiles it.
+
+    Raises:
+        InvalidAdapter: `subject` names the file, tensor or config key, `reason` the rule.
+        LimitExceeded: the weights are over `limits.max_source_bytes`.
+        CorruptData: a file got shorter meanwhile.
+    """
+    limits = limits or CheckpointLimits()
+    config = read_config(folder, limits)
+    records, source_bytes = _read_records(folder, limits)
+    targets = pair_targets(records, config)
+    is_verified = digest is None
+    if digest is None:
+        digest = _digest(config, targets, scan_tensors(folder, list(records.values())))
+    return Checkpoint(folder, config, targets, digest, source_bytes, is_verified)
+
+
+def _read_records(folder: Path, limits: CheckpointLimits) -> tuple[dict[str, TensorRecord], int]:
+    """All tensors of the weight files by name, in order of file and offset; and the files' size."""
+    names, index = find_weight_files(folder, limits)
+    records: dict[str, TensorRecord] = {}
+    source_bytes = 0
+    for name in names:
+        with RegularFile(folder, name) as file:
+            source_bytes += file.size_bytes
+            check_source_bytes(source_bytes, limits)
+            entries = read_header(
+                file.read_at,
+                file.size_bytes,
+                name,
+                max_header_bytes=limits.max_header_bytes,
+                max_tensors=limits.max_tensors - len(records),
+            )
+        for entry in entries:
+            if index is not None and index.get(entry.name) != name:
+                raise InvalidAdapter(
+                    f"{name}: {entry.name} is not indexed in this file",
+                    subject=entry.name,
+                    reason="INDEX_MISMATCH",
+                )
+            records[entry.name] = TensorRecord(
+                entry.name, name, entry.dtype, entry.shape, entry.offset, entry.length_bytes
+            )
+    missing = sorted(set(index or ()) - records.keys())
+    if missing:
+        raise InvalidAdapter(
+            f"{missing[0]} is in the index but in no file",
+            subject=missing[0],
+            reason="INDEX_MISMATCH",
+        )
+    return records, source_bytes
+
+
+def _digest(
+    config: AdapterConfig, targets: Mapping[str, TargetWeights], sha256: Mapping[str, bytes]
+) -> str:
+    contents = [
+        TensorContent(
+            target.name, target.kind, side, record.dtype, record.shape, sha256[record.key]
+        )
+        for target in targets.values()
+        for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
+    ]
+    alphas = {target.name: target.alpha for target in targets.values()}
+    return compute_digest(contents, alphas, config.use_rslora)

@@ -1,0 +1,175 @@
+"""The files of an adapter: which they are, and reading regular files without being led astray."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
+from adapter_store.strict_json import parse_object, show
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
+_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+MAX_SHARDS = 256
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLimits:
+    """What an adapter may ask of the store before anything is allocated for it."""
+
+    max_config_bytes: int = 1 << 20
+    max_header_bytes: int = 16 << 20
+    max_tensors: int = 1 << 16
+    max_source_bytes: int = 16 << 30
+    max_rank: int = 4096
+    max_match_seconds: float = 5.0
+
+
+def is_adapter_file(name: str) -> bool:
+    """Whether a plain file name belongs to an adapter; others need not be fetched or kept."""
+    return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
+
+
+class RegularFile:
+    """An open regular file of known size. Not a link, pipe or device; `name` is used in errors.
+
+    Reads are positional, so threads may share it. Nothing is mapped: a file cut short by somebody
+    else is an error here, where a mapping would kill the process.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises InvalidAdapter: FILE_MISSING or FILE_NOT_REGULAR."""
+        self.name = name
+        try:
+            self._fd = os.open(folder / name, _OPEN_FLAGS)
+        except FileNotFoundError as exc:
+            raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING") from exc
+        except OSError as exc:
+            raise _not_regular(name) from exc
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._fd)
+            raise _not_regular(name)
+        self.size_bytes = status.st_size
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes. Raises CorruptData if the file has become shorter."""
+        data = bytearray(length)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` (bytes) from `offset`. Raises CorruptData if the file is shorter."""
+        while buffer:
+            count = os.preadv(self._fd, [buffer], offset)
+            if count == 0:
+                raise CorruptData(
+                    f"{self.name} ends at byte {offset}, expected {offset + len(buffer)}",
+                    subject=self.name,
+                )
+            offset += count
+            buffer = buffer[count:]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_capped(folder: Path, name: str, max_bytes: int) -> bytes:
+    """A whole small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as RegularFile."""
+    with RegularFile(folder, name) as file:
+        if file.size_bytes > max_bytes:
+            raise InvalidAdapter(
+                f"{name}: {file.size_bytes} bytes is over the limit of {max_bytes}",
+                subject=name,
+                reason="FILE_TOO_LARGE",
+            )
+        return file.read_at(0, file.size_bytes)
+
+
+def find_weight_files(
+    folder: Path, limits: CheckpointLimits
+) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    """Names of the weight files, and for a sharded adapter its index {tensor: file}.
+
+    Raises:
+        InvalidAdapter: FILE_MISSING, FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS or INDEX_INVALID.
+    """
+    single = _exists(folder, WEIGHTS_FILE)
+    sharded = _exists(folder, INDEX_FILE)
+    if single and sharded:
+        raise InvalidAdapter(
+            f"both {WEIGHTS_FILE} and {INDEX_FILE} are present",
+            subject=INDEX_FILE,
+            reason="FILES_AMBIGUOUS",
+        )
+    if sharded:
+        index = _read_index(folder, limits)
+        return tuple(sorted(set(index.values()))), index
+    if not single:
+        for name in _PICKLES:
+            if _exists(folder, name):
+                raise InvalidAdapter(
+                    f"{name}: pickled weights can run code; save them as {WEIGHTS_FILE}",
+                    subject=name,
+                    reason="FILE_NOT_SAFETENSORS",
+                )
+    return (WEIGHTS_FILE,), None
+
+
+def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
+    """Raises LimitExceeded if the weight files together are over the limit."""
+    if total_bytes > limits.max_source_bytes:
+        raise LimitExceeded(
+            f"the adapter's {total_bytes} bytes are over the limit of {limits.max_source_bytes}",
+            subject=WEIGHTS_FILE,
+            reason="SOURCE_TOO_LARGE",
+        )
+
+
+def _read_index(folder: Path, limits: CheckpointLimits) -> Mapping[str, str]:
+    data = read_capped(folder, INDEX_FILE, limits.max_header_bytes)
+    index = parse_object(data, INDEX_FILE).get("weight_map")
+    if not isinstance(index, dict) or not 0 < len(index) <= limits.max_tensors:
+        raise _invalid_index("weight_map is not a map of tensors to files")
+    for name in index.values():
+        # A plain name of our own pattern: no path can lead out of the folder.
+        if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
+            raise _invalid_index(f"{show(name)} is not the name of a shard")
+    if len(set(index.values())) > MAX_SHARDS:
+        raise _invalid_index(f"more than {MAX_SHARDS} shards")
+    return index
+
+
+def _exists(folder: Path, name: str) -> bool:
+    return os.path.lexists(folder / name)
+
+
+def _not_regular(name: str) -> InvalidAdapter:
+    return InvalidAdapter(
+        f"{name} is not a readable regular file", subject=name, reason="FILE_NOT_REGULAR"
+    )
+
+
+def _invalid_index(detail: str) -> InvalidAdapter:
+    return InvalidAdapter(f"{INDEX_FILE}: {detail}", subject=INDEX_FILE, reason="INDEX_INVALID")

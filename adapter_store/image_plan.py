@@ -1,0 +1,185 @@
+"""Where everything lies in an image, decided from shapes alone, before a byte is compiled.
+
+Image format 1: the segments of the targets that the adapter has, in the layout's order of use, A
+then B, each starting on 256 bytes with zeros before it as needed. `A` is [rank, in] (an
+embedding's [vocab, rank]), `B` is transposed to [rank, out], both row-major in the layout's dtype,
+cut to the layout's slices. The parts are the bytes of one run of equal layer each, up to the
+next part's start; a run without segments has no part. The image's length is a multiple of 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from adapter_store.checkpoint import Checkpoint, TargetWeights
+from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, TargetKind
+from adapter_store.digest import canonical_json, sha256_text
+from adapter_store.errors import IncompatibleAdapter
+from adapter_store.layout import layout_id, runs
+
+IMAGE_FORMAT = 1
+IMAGE_FORMATS = (IMAGE_FORMAT,)
+"""What this store can compile, oldest first."""
+
+COMPILER_REVISION = 1
+"""Goes up whenever the same input would compile to other bytes."""
+
+SEGMENT_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """An image's identity and structure. `image_id` equal: the same bytes.
+
+    `names` and `shapes` describe the tensors of `segments`, one for one; `parts` are the parts'
+    byte ranges [start, end), which cover the image.
+    """
+
+    image_id: str
+    digest: str
+    layout_id: str
+    image_format: int
+    dtype: DataType
+    segments: tuple[Segment, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]
+    total_bytes: int
+
+
+def plan_image(
+    checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None
+) -> ImagePlan:
+    """The plan of `checkpoint` under a valid `layout`.
+
+    `base_model` is what the adapter was registered for; by default what its config names.
+
+    Raises IncompatibleAdapter, with the tensor, target or base model as subject: WRONG_BASE,
+    FORMAT_UNKNOWN, TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING.
+    """
+    _check_fits(checkpoint, layout, checkpoint.base_model if base_model is None else base_model)
+    segments: list[Segment] = []
+    names: list[str] = []
+    shapes: list[tuple[int, int]] = []
+    parts: list[tuple[int, int]] = []
+    end = 0
+    for run_start, run_end in runs(layout):
+        part_start = end
+        for index in range(run_start, run_end):
+            target = layout.targets[index]
+            weights = checkpoint.targets.get(target.name)
+            if weights is None:
+                continue
+            for kind, shape in _segment_shapes(target, weights):
+                length = shape[0] * shape[1] * layout.dtype.itemsize
+                segments.append(Segment(index, kind, weights.rank, end, length))
+                names.append(f"{target.name}.{kind.value.upper()}")
+                shapes.append(shape)
+                end = align(end + length)
+        if end > part_start:
+            parts.append((part_start, end))
+    identity = layout_id(layout)
+    return ImagePlan(
+        image_id=image_id(checkpoint.digest, identity, layout.image_format),
+        digest=checkpoint.digest,
+        layout_id=identity,
+        image_format=layout.image_format,
+        dtype=layout.dtype,
+        segments=tuple(segments),
+        names=tuple(names),
+        shapes=tuple(shapes),
+        parts=tuple(parts),
+        total_bytes=end,
+    )
+
+
+def image_id(digest: str, layout_id: str, image_format: int) -> str:
+    """The identity of the image that this compiler makes: known before it is compiled."""
+    return sha256_text(
+        canonical_json(["loadout-image", digest, layout_id, image_format, COMPILER_REVISION])
+    )
+
+
+def align(offset: int) -> int:
+    """The next offset at which a segment may start."""
+    return -(-offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+
+
+def _segment_shapes(
+    target: Target, weights: TargetWeights
+) -> Iterator[tuple[SegmentKind, tuple[int, int]]]:
+    rank, num_in, num_out = weights.rank, target.num_in, target.num_out
+    is_embedding = target.kind is TargetKind.EMBEDDING
+    yield SegmentKind.A, (num_in, rank) if is_embedding else (rank, num_in)
+    yield SegmentKind.B, (rank, num_out)
+
+
+def _check_fits(checkpoint: Checkpoint, layout: Layout, base_model: str) -> None:
+    if not layout.serves(base_model):
+        raise IncompatibleAdapter(
+            f"the adapter is for base model {base_model!r}, not {layout.base_model!r}",
+            subject="base_model",
+            reason="WRONG_BASE",
+        )
+    if layout.image_format not in IMAGE_FORMATS:
+        raise IncompatibleAdapter(
+            f"image format {layout.image_format} is not known",
+            subject="image_format",
+            reason="FORMAT_UNKNOWN",
+        )
+    by_name = {target.name: target for target in layout.targets}
+    for weights in checkpoint.targets.values():
+        target = by_name.get(weights.name)
+        if target is None:
+            raise _incompatible(
+                weights.a.key, "TARGET_UNKNOWN", f"{layout.base_model} has no {weights.name}"
+            )
+        if target.kind is not weights.kind:
+            raise _incompatible(
+                weights.a.key, "KIND_MISMATCH", f"{weights.name} is a {target.kind.value} target"
+            )
+        _check_shapes(weights, target)
+    _check_complete(checkpoint, layout)
+
+
+def _check_shapes(weights: TargetWeights, target: Target) -> None:
+    for record, side, found, expected in (
+        (weights.a, "in", weights.in_features, target.in_features),
+        (weights.b, "out", weights.out_features, target.out_features),
+    ):
+        if found != expected:
+            raise _incompatible(
+                record.key,
+                "SHAPE_MISMATCH",
+                f"shape {list(record.shape)} has {found} {side}_features, "
+                f"{target.name} has {expected}",
+            )
+
+
+def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Every listed module that this model has must have weights somewhere.
+
+    A list may name modules of other models, and weights may be pruned in some layers; but a
+    module listed, present in the model and absent from the whole file was lost on the way.
+    """
+    config = checkpoint.config
+    for entry in config.modules.entries:
+        selected = [
+            target
+            for target in layout.targets
+            if target.name == entry or target.name.endswith(f".{entry}")
+        ]
+        if any(target.name in checkpoint.targets for target in selected):
+            continue
+        for target in selected:
+            if config.selects(target.name, is_embedding=target.kind is TargetKind.EMBEDDING):
+                raise IncompatibleAdapter(
+                    f"target_modules lists {entry!r}, but the adapter has no weights for it",
+                    subject=target.name,
+                    reason="TARGET_MISSING",
+                )
+
+
+def _incompatible(key: str, reason: str, detail: str) -> IncompatibleAdapter:
+    return IncompatibleAdapter(f"{key}: {detail}", subject=key, reason=reason)

@@ -1,0 +1,123 @@
+"""A verdict on every field of PEFT's LoraConfig: honoured, without effect here, or refused.
+
+The rule for `adapter_config.json`: a key that changes the maths is honoured, or refused by name and
+value. A key that this table does not know is refused too, unless its value switches it off (null,
+false, or empty), since a newer PEFT adds features as fields that are off by default.
+
+Source: peft/tuners/lora/config.py and peft/config.py of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adapter_store.errors import InvalidAdapter
+from adapter_store.strict_json import show
+
+HONOURED = frozenset(
+    {
+        "peft_type",  # must be LORA
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "init_lora_weights",  # see INIT_ACCEPTED
+    }
+)
+
+# Why a field changes nothing that is computed from the saved A and B.
+NO_EFFECT: Mapping[str, str] = {
+    "task_type": "names the class of the base model",
+    "auto_mapping": "names the class of the base model",
+    "peft_version": "provenance",
+    "revision": "provenance of the base model",
+    "inference_mode": "freezes parameters in training",
+    "lora_dropout": "drops nothing at inference",
+    "fan_in_fan_out": "concerns how the base weight is stored; A and B keep their shapes",
+    "megatron_core": "used only with megatron_config",
+    "qalora_group_size": "used only with use_qalora",
+    "loftq_config": "used only with init_lora_weights=loftq",
+    "eva_config": "used only while the adapter is initialised",
+    "corda_config": "used only with init_lora_weights=corda",
+    "lora_ga_config": "used only with init_lora_weights=lora_ga",
+    "runtime_config": "PEFT ignores it in a file",
+}
+
+# Accepted only when off; the text says what the adapter would need that we do not compute.
+REFUSED: Mapping[str, str] = {
+    "bias": "it trains biases of the base model",
+    "lora_bias": "it adds a bias to B",
+    "use_dora": "DoRA rescales the base weight",
+    "use_qalora": "QALoRA pools the input",
+    "use_bdlora": "BD-LoRA stores block-diagonal factors",
+    "modules_to_save": "it replaces whole modules of the base model",
+    "trainable_token_indices": "it replaces rows of the embedding",
+    "target_parameters": "it adapts bare parameters, not modules",
+    "layer_replication": "it rebuilds the base model with repeated layers",
+    "alora_invocation_tokens": "aLoRA is active only after an invocation sequence",
+    "megatron_config": "it describes Megatron's parallel layers",
+    "velora_config": "VeLoRA stores tensors besides A and B",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "arrow_config": "Arrow routes between several adapters",
+    "kasa_config": "KaSA truncates the base weight",
+    "ensure_weight_tying": "it ties the adapter of the head to that of the embedding",
+}
+
+# Those that leave the base weight alone. True, False: the original initialisations.
+INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CONVERT_HINT = "save it with path_initial_model_for_weight_conversion to make a plain LoRA of it"
+
+
+def check_fields(fields: Mapping[str, Any], subject: str) -> None:
+    """Refuses every field that is neither honoured nor without effect.
+
+    `subject` names the file. Raises InvalidAdapter with the key as its subject: CONFIG_UNSUPPORTED
+    (known to change the maths) or CONFIG_UNKNOWN.
+    """
+    for key, value in fields.items():
+        if key in HONOURED or key in NO_EFFECT or _is_off(key, value):
+            continue
+        if key in REFUSED:
+            raise InvalidAdapter(
+                f"{subject}: {key}={show(value)} is not supported: {REFUSED[key]}",
+                subject=key,
+                reason="CONFIG_UNSUPPORTED",
+            )
+        raise InvalidAdapter(
+            f"{subject}: unknown key {show(key)} with value {show(value)}; "
+            "it may change what the adapter computes",
+            subject=key if key.isprintable() else subject,
+            reason="CONFIG_UNKNOWN",
+        )
+    _check_init(fields.get("init_lora_weights", True), subject)
+
+
+def _is_off(key: str, value: Any) -> bool:
+    if key == "bias" and value == "none":
+        return True
+    return value is None or value is False or value in ("", [], {})
+
+
+def _check_init(value: Any, subject: str) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    name = value.lower() if isinstance(value, str) else ""
+    if name in INIT_ACCEPTED:
+        return
+    if name.startswith(_INIT_CHANGES_BASE):
+        detail = f"it changes the base weights; {_CONVERT_HINT}"
+    else:
+        detail = "unknown initialisation"
+    raise InvalidAdapter(
+        f"{subject}: init_lora_weights={show(value)} is not supported: {detail}",
+        subject="init_lora_weights",
+        reason="CONFIG_UNSUPPORTED",
+    )

@@ -1,0 +1,99 @@
+"""Which modules a PEFT config means, by PEFT's own rules.
+
+Names are paths of modules in the base model, such as "model.layers.0.self_attn.q_proj".
+Source: peft/tuners/tuners_utils.py `check_target_module_exists`, peft/utils/other.py
+`get_pattern_key`, of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from adapter_store.patterns import MatchBudget, Pattern, compile_pattern
+
+ALL_LINEAR = "all-linear"
+OUTPUT_LAYER = "lm_head"
+"""What `all-linear` leaves out: the output layer, by its name in every supported architecture."""
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+class PatternTable(Generic[NumberT]):
+    """`rank_pattern` or `alpha_pattern`: the first pattern, in the file's order, that matches."""
+
+    def __init__(self, key: str, values: Mapping[str, NumberT]) -> None:
+        self._rows: list[tuple[Pattern, NumberT]] = [
+            (compile_pattern(key, source, r"(.*\.)?(", ")$"), value)
+            for source, value in values.items()
+        ]
+
+    def lookup(self, name: str, default: NumberT, budget: MatchBudget) -> NumberT:
+        for pattern, value in self._rows:
+            if budget.match(pattern, name):
+                return value
+        return default
+
+
+class ModuleMatcher:
+    """Whether a config adapts a module: target_modules less exclude_modules, in some layers."""
+
+    def __init__(
+        self,
+        target_modules: str | tuple[str, ...],
+        exclude_modules: str | tuple[str, ...] = (),
+        layers_to_transform: tuple[int, ...] = (),
+        layers_pattern: tuple[str, ...] = (),
+    ) -> None:
+        """A string is an expression for the whole path (or "all-linear"); a tuple holds whole
+        paths or their last components. No layers: all of them.
+
+        Raises InvalidAdapter naming the config key whose pattern is not usable.
+        """
+        self.entries = () if isinstance(target_modules, str) else target_modules
+        self._is_all_linear = (
+            isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
+        )
+        self._target = _whole_path("target_modules", target_modules)
+        self._exclude_entries = () if isinstance(exclude_modules, str) else exclude_modules
+        self._exclude = _whole_path("exclude_modules", exclude_modules)
+        self._layers = frozenset(layers_to_transform)
+        self._layer_patterns = [
+            compile_pattern("layers_pattern", source, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
+            for source in layers_pattern
+        ] or [compile_pattern("layers_pattern", "", r".*?\.[^.]*\.(?P<idx>\d+)\.")]
+
+    def selects(self, name: str, *, is_embedding: bool, budget: MatchBudget) -> bool:
+        """Whether PEFT would adapt module `name`."""
+        if self._is_excluded(name, budget):
+            return False
+        if self._is_all_linear:
+            return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
+        if self._target is not None:
+            return bool(budget.match(self._target, name, full=True))
+        if name in self.entries:  # a whole path is meant whatever its layer
+            return True
+        return _ends_with(name, self.entries) and self._is_in_layers(name, budget)
+
+    def _is_excluded(self, name: str, budget: MatchBudget) -> bool:
+        if self._exclude is not None:
+            return bool(budget.match(self._exclude, name, full=True))
+        return name in self._exclude_entries or _ends_with(name, self._exclude_entries)
+
+    def _is_in_layers(self, name: str, budget: MatchBudget) -> bool:
+        if not self._layers:
+            return True
+        for pattern in self._layer_patterns:
+            match = budget.match(pattern, name)
+            if match:
+                return int(match["idx"]) in self._layers
+        return False
+
+
+def _whole_path(key: str, value: str | tuple[str, ...]) -> Pattern | None:
+    """The expression to match in full, if `value` is one."""
+    return compile_pattern(key, value) if isinstance(value, str) and value else None
+
+
+def _ends_with(name: str, entries: tuple[str, ...]) -> bool:
+    return name.endswith(tuple(f".{entry}" for entry in entries))

@@ -1,0 +1,181 @@
+"""The header of a .safetensors file, read as hostile: cap, check, then allocate.
+
+Format (github.com/huggingface/safetensors): 8 bytes little-endian header length N, N bytes of a
+JSON object {name: {dtype, shape, data_offsets: [start, end)}}, optionally padded with spaces, then
+the data. Offsets count from the end of the header; tensors cover the data without gap or overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from adapter_store.core import DataType
+from adapter_store.errors import InvalidAdapter
+from adapter_store.strict_json import parse_object, show
+
+LENGTH_BYTES = 8
+MAX_NAME_CHARS = 512
+MAX_DIMENSIONS = 8
+MAX_DIMENSION = 2**48
+_METADATA = "__metadata__"
+_DTYPES = {dtype.value: dtype for dtype in DataType}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: bytes [offset, offset + length_bytes) of the file, row-major."""
+
+    name: str
+    dtype: DataType
+    shape: tuple[int, ...]
+    offset: int
+    length_bytes: int
+
+
+def read_header(
+    read_at: Callable[[int, int], bytes],
+    file_bytes: int,
+    subject: str,
+    *,
+    max_header_bytes: int,
+    max_tensors: int,
+) -> tuple[TensorEntry, ...]:
+    """Reads and checks a header; returns its tensors in order of offset.
+
+    `read_at(offset, length)` returns exactly `length` bytes of the file, which has `file_bytes`;
+    it is not asked for more than `max_header_bytes`. `subject` names the file in errors.
+
+    Raises:
+        InvalidAdapter: with one reason per rule; see the raises below.
+    """
+    if file_bytes < LENGTH_BYTES:
+        raise _invalid(subject, "FILE_TOO_SHORT", f"{file_bytes} bytes cannot hold a header")
+    header_bytes = int.from_bytes(read_at(0, LENGTH_BYTES), "little")
+    if header_bytes > max_header_bytes:
+        raise _invalid(
+            subject,
+            "HEADER_TOO_LARGE",
+            f"header of {header_bytes} bytes is over the limit of {max_header_bytes}",
+        )
+    data_start = LENGTH_BYTES + header_bytes
+    if data_start > file_bytes:
+        raise _invalid(
+            subject,
+            "HEADER_TRUNCATED",
+            f"header of {header_bytes} bytes in a file of {file_bytes}",
+        )
+    header = read_at(LENGTH_BYTES, header_bytes)
+    # Before parsing: a parsed object takes many times the memory of its two brackets.
+    if header.count(b"{") > max_tensors + 2 or header.count(b"[") > 2 * max_tensors:
+        raise _invalid(subject, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
+    if not header.startswith(b"{"):
+        raise _invalid(subject, "HEADER_START_INVALID", "the header does not start with '{'")
+    fields = parse_object(header, subject)
+    _check_metadata(fields.pop(_METADATA, {}), subject)
+    if len(fields) > max_tensors:
+        raise _invalid(subject, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
+    entries = sorted(
+        (_tensor_entry(name, info, data_start, subject) for name, info in fields.items()),
+        key=lambda entry: (entry.offset, entry.length_bytes),
+    )
+    _check_coverage(entries, data_start, file_bytes, subject)
+    return tuple(entries)
+
+
+def _check_metadata(metadata: Any, subject: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _invalid(subject, "METADATA_INVALID", f"{_METADATA} is not a map of strings")
+
+
+def _tensor_entry(name: str, info: Any, data_start: int, file: str) -> TensorEntry:
+    # isprintable() is false for lone surrogates too, which could not be encoded in an answer.
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        raise _invalid(file, "TENSOR_NAME_INVALID", f"tensor name {show(name)}")
+    if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _invalid(
+            name, "TENSOR_INFO_INVALID", "needs exactly dtype, shape and data_offsets", file
+        )
+    dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
+    if dtype is None:
+        raise _invalid(
+            name,
+            "DTYPE_UNSUPPORTED",
+            f"dtype {show(info['dtype'])} is not one of {', '.join(_DTYPES)}",
+            file,
+        )
+    shape = _shape(name, info["shape"], file)
+    start, end = _offsets(name, info["data_offsets"], file)
+    expected_bytes = math.prod(shape) * dtype.itemsize
+    if end - start != expected_bytes:
+        raise _invalid(
+            name,
+            "LENGTH_MISMATCH",
+            f"{dtype.value}{list(shape)} needs {expected_bytes} bytes, "
+            f"data_offsets span {end - start}",
+            file,
+        )
+    return TensorEntry(name, dtype, shape, data_start + start, end - start)
+
+
+def _shape(name: str, value: Any, file: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise _invalid(name, "SHAPE_INVALID", f"shape {show(value)}", file)
+    if not all(type(size) is int and 0 <= size <= MAX_DIMENSION for size in value):
+        raise _invalid(name, "SHAPE_INVALID", f"shape {show(value)}", file)
+    if 0 in value:
+        raise _invalid(
+            name,
+            "TENSOR_EMPTY",
+            f"shape {value} has no elements (saved without gathering a sharded model?)",
+            file,
+        )
+    return tuple(value)
+
+
+def _offsets(name: str, value: Any, file: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _invalid(name, "OFFSETS_INVALID", f"data_offsets {show(value)}", file)
+    if not all(type(offset) is int and offset >= 0 for offset in value):
+        raise _invalid(name, "OFFSETS_INVALID", f"data_offsets {show(value)}", file)
+    start, end = value
+    if end < start:
+        raise _invalid(name, "OFFSETS_REVERSED", f"data_offsets {value}", file)
+    return start, end
+
+
+def _check_coverage(
+    entries: list[TensorEntry], data_start: int, file_bytes: int, file: str
+) -> None:
+    """Tensors cover the data exactly: every byte belongs to one tensor."""
+    position = data_start
+    for entry in entries:
+        end = entry.offset + entry.length_bytes
+        if end > file_bytes:
+            raise _invalid(
+                entry.name,
+                "TENSOR_OUT_OF_FILE",
+                f"ends at byte {end} of a file of {file_bytes} (truncated?)",
+                file,
+            )
+        if entry.offset < position:
+            raise _invalid(entry.name, "TENSORS_OVERLAP", "overlaps the tensor before it", file)
+        if entry.offset > position:
+            raise _invalid(
+                entry.name,
+                "DATA_GAP",
+                f"{entry.offset - position} bytes before it are unused",
+                file,
+            )
+        position = end
+    if position != file_bytes:
+        raise _invalid(
+            file, "TRAILING_BYTES", f"{file_bytes - position} bytes after the last tensor"
+        )
+
+
+def _invalid(subject: str, reason: str, detail: str, file: str = "") -> InvalidAdapter:
+    where = f"{file}: {subject}" if file else subject
+    return InvalidAdapter(f"{where}: {detail}", subject=subject, reason=reason)
