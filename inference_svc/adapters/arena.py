@@ -53,6 +53,7 @@ class Arena:
         layout: ModelLayout,
         num_bytes: int,
         max_loras: int,
+        max_rank: int,
         device: torch.device,
         slab: torch.Tensor | None = None,
     ) -> None:
@@ -60,7 +61,8 @@ class Arena:
         self.device = device
         num_elements = num_bytes // GRANULE_BYTES * GRANULE_BYTES // layout.dtype.itemsize
         self.flat = torch.zeros(num_elements, dtype=layout.dtype, device=device)
-        self.table = LoraTable.create(max_loras, len(layout.targets), self.flat, device)
+        num_targets = len(layout.targets)
+        self.table = LoraTable.create(max_loras, num_targets, self.flat, device, max_rank)
         self._bytes = self.flat.view(torch.uint8)
         self._slab = slab
 
@@ -111,6 +113,7 @@ class Arena:
                 rank=ranks[target],
                 in_features=self.layout.targets[target].in_features,
                 out_features=self.layout.targets[target].out_features,
+                is_embedding=self.layout.targets[target].kind == "embedding",
             )
             for target, found in granules.items()
         ]

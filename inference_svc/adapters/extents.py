@@ -113,6 +113,7 @@ class ExtentAllocator:
         position = 0
         for start, size in sorted(ranges):
             assert start == position, f"gap or overlap at byte {position}"
-            assert size > 0 and size % GRANULE_BYTES == 0
+            assert size > 0
+            assert size % GRANULE_BYTES == 0
             position += size
         assert position == self.capacity, "bytes are missing"

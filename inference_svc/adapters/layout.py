@@ -50,7 +50,8 @@ class ModelLayout:
         )
 
     def check_header(self, header: ImageHeader) -> None:
-        """Raises CorruptImage unless every segment is a whole A or B of one of our targets."""
+        """Raises CorruptImage unless every segment is a whole A or B of one of our targets, and
+        each A is followed by its B."""
         end = 0
         for segment in header.segments:
             if segment.target >= len(self.targets) or segment.length_bytes != self._length(segment):
@@ -58,6 +59,10 @@ class ModelLayout:
             if segment.offset < end or segment.offset % 256:
                 raise CorruptImage(f"segment at byte {segment.offset} overlaps or is not aligned")
             end = segment.offset + segment.length_bytes
+        kinds = [(segment.target, segment.kind) for segment in header.segments]
+        pairs = [(target, kind) for target, a in kinds[::2] for kind in "ab" if a == "a"]
+        if kinds != pairs or len({target for target, _ in kinds}) * 2 != len(kinds):
+            raise CorruptImage("an A of the image has no B, or the reverse")
         if not header.segments or end > header.total_bytes:
             raise CorruptImage("the image's segments exceed its size")
         if header.image_format not in self.image_formats:

@@ -23,7 +23,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Opens every pull. `offset` is where this stream starts: 0 if `image_id` differs from asked."""
+    """Opens every pull. `offset` is where this stream starts: 0 if another `image_id` was asked."""
 
     image_id: str
     digest: str
@@ -71,9 +71,7 @@ class PullStream(Protocol):
 
 
 class AdapterStore(Protocol):
-    def pull(
-        self, digest: str, layout_id: str, offset: int = 0, image_id: str = ""
-    ) -> PullStream:
+    def pull(self, digest: str, layout_id: str, offset: int = 0, image_id: str = "") -> PullStream:
         """Streams an image from `offset` of `image_id`. Iterating blocks: use a pull thread.
 
         Iterating raises AdapterNotFound, AdapterUnusable, CorruptImage (never worth a retry) or

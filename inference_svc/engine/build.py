@@ -56,7 +56,7 @@ def build_engine(
     kv_cache = _allocate_kv_cache(config, geometry, dtype, device)
     host = _allocate_host_tier(config, device)
     slab = None if host is None else host.slab
-    arena = Arena(layout, config.arena_bytes, config.max_loras, device, slab)
+    arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)
     puller = Puller(store, config.pull_workers, post, layout.check_header)
     pulled_into = arena.memory if host is None else host.memory
     slots = Slots(config.arena_bytes, config.max_loras, layout.image_bytes(config.max_lora_rank))
@@ -91,7 +91,11 @@ def _allocate_kv_cache(
     config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     num_bytes = page_bytes(
-        geometry.num_layers, config.page_size, geometry.num_kv_heads, geometry.head_dim, dtype
+        num_layers=geometry.num_layers,
+        page_size=config.page_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=dtype,
     )
     num_pages = config.kv_bytes // num_bytes
     if num_pages * config.page_size < config.max_model_len:
@@ -101,13 +105,13 @@ def _allocate_kv_cache(
             f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"
         )
     return KVCache.allocate(
-        geometry.num_layers,
-        num_pages,
-        config.page_size,
-        geometry.num_kv_heads,
-        geometry.head_dim,
-        dtype,
-        device,
+        num_layers=geometry.num_layers,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=dtype,
+        device=device,
     )
 
 

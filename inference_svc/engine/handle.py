@@ -103,7 +103,9 @@ class EngineThread:
         """Answers every request; the structures may be broken, so nothing is touched."""
         self._failed = True
         error = EngineFailed("the engine failed")
-        outputs = tuple(Output(request_id, error=error) for request_id in self.built.engine.sequences)
+        outputs = tuple(
+            Output(request_id, error=error) for request_id in self.built.engine.sequences
+        )
         self._on_outputs(StepOutputs(outputs, failure=error))
         self.built.residency.cancel_all()
 

@@ -20,8 +20,8 @@ _MASK64 = (1 << 64) - 1
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) for (seed, position): splitmix64 (Steele et al., 2014) of both."""
-    state = seed & _MASK64
-    for word in (position, 0x5851F42D4C957F2D):
+    state = 0
+    for word in (seed, position):  # mixed one after the other: sums of them must not collide
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -1,0 +1,61 @@
+"""The extent allocator against a model that knows every byte."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from inference_svc.adapters.extents import GRANULE_BYTES, Extent, ExtentAllocator
+
+GRANULES = 64
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = ExtentAllocator(GRANULES * GRANULE_BYTES + 17)
+        self.held: list[tuple[Extent, ...]] = []
+
+    @rule(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    def allocate(self, sizes: list[int]) -> None:
+        cuts = [sum(sizes[:i]) * GRANULE_BYTES for i in range(len(sizes))]
+        size = sum(sizes) * GRANULE_BYTES
+        largest, free = self.allocator.largest_free_bytes, self.allocator.free_bytes
+        extents = self.allocator.allocate(size - 3, cuts)
+        if extents is None:
+            assert largest < size
+            return
+        assert (len(extents) == 1) == (largest >= size)
+        assert self.allocator.free_bytes == free - size
+        position = 0
+        for extent in extents:
+            assert extent.image_offset == position
+            assert extent.image_offset in cuts
+            position += extent.num_bytes
+        assert position == size
+        self.held.append(extents)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.held:
+            self.allocator.free(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.allocator.check_integrity([extent for extents in self.held for extent in extents])
+
+
+TestAllocator = AllocatorMachine.TestCase
+
+
+def test_cuts_only_where_allowed() -> None:
+    """Two holes of two granules hold four only if there is a cut in the middle."""
+    allocator = ExtentAllocator(6 * GRANULE_BYTES)
+    parts = [allocator.allocate(size * GRANULE_BYTES, [0]) for size in (2, 1, 2, 1)]
+    for index in (0, 2):
+        assert parts[index] is not None
+        allocator.free(parts[index])
+    assert allocator.allocate(4 * GRANULE_BYTES, [0, GRANULE_BYTES]) is None
+    found = allocator.allocate(4 * GRANULE_BYTES, [0, 2 * GRANULE_BYTES])
+    assert found is not None
+    assert len(found) == 2

@@ -1,0 +1,232 @@
+"""From digest to table row: pulls that succeed, fail, are lost, cancelled, or wait for room."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.puller import Puller, PullEvent
+from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.slots import Slots
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage
+
+LAYOUT_ID = "sha256:layout"
+
+
+class Loop:
+    """The engine's part in residency, without an engine: events in, changes applied."""
+
+    def __init__(self, store, layout: ModelLayout, arena_bytes: int, host_bytes: int) -> None:
+        self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
+        self.puller = Puller(store, 2, self.events.put, layout.check_header)
+        host = HostTier(host_bytes, pin_memory=False) if host_bytes else None
+        slab = None if host is None else host.slab
+        self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
+        memory = self.arena.memory if host is None else host.memory
+        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller)
+        self.residency.set_layout(LAYOUT_ID, 0.0)
+        self.failures: list[tuple[str, Exception]] = []
+
+    def turn(self, timeout_s: float = 0.02) -> None:
+        try:
+            self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
+        except queue.Empty:
+            pass
+        self.residency.advance(time.monotonic())
+        self.failures += self.residency.take_failures()
+        self.arena.apply(self.residency.take_changes())
+        self.residency.settled()
+        self.residency.check_integrity()
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "nothing happened"
+            self.turn()
+
+    def load(self, digest: str) -> int:
+        """Wants, waits and acquires."""
+        self.residency.want(digest, time.monotonic())
+        self.until(lambda: self.residency.is_ready(digest, time.monotonic()))
+        return self.residency.acquire(digest)
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["arena-only", "host-tier"])
+def host_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def loop(store, layout: ModelLayout, host_bytes: int) -> Iterator[Loop]:
+    """An arena for two images of rank 4 (7,680 bytes each)."""
+    made = Loop(store, layout, 16384, host_bytes)
+    yield made
+    made.residency.cancel_all()
+    made.puller.close()
+
+
+def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
+    """The table's row shows exactly the image's weights."""
+    image = store.images[digest]
+    values = torch.frombuffer(bytearray(image.data), dtype=torch.float32)
+    segments = {(s.target, s.kind): s for s in image.header.segments}
+    for target, weights in loop.arena.table.weights[slot].items():
+        for kind, view in (("a", weights.a), ("b", weights.b)):
+            segment = segments[target, kind]
+            start = segment.offset // 4
+            expected = values[start : start + view.numel()].view(view.shape)
+            assert torch.equal(view, expected), (target, kind)
+
+
+def test_a_pull_becomes_a_row(loop: Loop, store) -> None:
+    store.add("aaaa")
+    slot = loop.load("aaaa")
+    assert_computes(loop, store, "aaaa", slot)
+    assert loop.residency.counters.misses == 1
+    assert loop.load("aaaa") == slot
+    assert loop.residency.counters.device_hits == 1
+    assert store.pulls == [("aaaa", 0)]
+
+
+def test_a_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> None:
+    image = store.add("aaaa")
+    store.lose_after = [1, 6]
+    slot = loop.load("aaaa")
+    assert_computes(loop, store, "aaaa", slot)
+    assert [offset for _, offset in store.pulls] == [0, 0, image.ends[0]]
+
+
+def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> None:
+    store.add("aaaa")
+    store.corrupt = 1
+    assert_computes(loop, store, "aaaa", loop.load("aaaa"))
+    store.add("bbbb")
+    store.corrupt = 2
+    loop.residency.want("bbbb", 0.0)
+    loop.until(lambda: loop.failures)
+    (digest, error) = loop.failures[0]
+    assert digest == "bbbb"
+    assert isinstance(error, CorruptImage)
+    loop.residency.unwant("bbbb")
+    assert "bbbb" not in loop.residency.device
+
+
+def test_fifty_failing_loads_disturb_nothing(loop: Loop, store) -> None:
+    store.add("good")
+    used = loop.residency.device.used_bytes
+    for number in range(50):
+        loop.residency.want(f"missing-{number}", 0.0)
+    loop.until(lambda: len(loop.failures) == 50)
+    assert all(isinstance(error, AdapterNotFound) for _, error in loop.failures)
+    for digest, _ in loop.failures:
+        loop.residency.unwant(digest)
+    assert loop.residency.device.used_bytes == used
+    assert_computes(loop, store, "good", loop.load("good"))
+
+
+def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
+    store.add("aaaa")
+    store.gate.clear()
+    loop.residency.want("aaaa", 0.0)
+    memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
+    loop.until(lambda: "aaaa" in memory)
+    loop.residency.unwant("aaaa")
+    loop.until(lambda: loop.residency.num_loading == 0)
+    assert memory.used_bytes == 0
+    store.gate.set()
+    assert_computes(loop, store, "aaaa", loop.load("aaaa"))
+
+
+def test_wanted_again_while_the_cancelled_load_ends(loop: Loop, store) -> None:
+    store.add("aaaa")
+    store.gate.clear()
+    loop.residency.want("aaaa", 0.0)
+    loop.turn()
+    loop.residency.unwant("aaaa")
+    loop.residency.want("aaaa", 0.0)
+    store.gate.set()
+    loop.until(lambda: loop.residency.is_ready("aaaa", 0.0))
+    assert_computes(loop, store, "aaaa", loop.residency.acquire("aaaa"))
+
+
+def test_more_adapters_than_the_arena_holds(loop: Loop, store) -> None:
+    for digest in ("aaaa", "bbbb", "cccc", "dddd"):
+        store.add(digest)
+    for _ in range(2):
+        for digest in ("aaaa", "bbbb", "cccc", "dddd"):
+            slot = loop.load(digest)
+            assert_computes(loop, store, digest, slot)
+            loop.residency.release(digest)
+    assert loop.residency.device.num_evictions >= 6
+    expected = 4 if loop.residency.host is not None else 8
+    assert len(store.pulls) == expected
+
+
+def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
+    for digest in ("aaaa", "bbbb", "cccc"):
+        store.add(digest)
+    for digest in ("aaaa", "bbbb"):
+        loop.load(digest)
+    loop.residency.want("cccc", 0.0)
+    loop.until(lambda: loop.residency.waits_for_room("cccc"))
+    assert loop.residency.waiting_on_store_since_s("cccc") is None
+    loop.residency.release("aaaa")
+    loop.until(lambda: loop.residency.is_ready("cccc", 0.0))
+    assert_computes(loop, store, "cccc", loop.residency.acquire("cccc"))
+    assert loop.residency.device.get("bbbb") is not None
+
+
+def test_what_the_queue_needs_sooner_is_not_evicted(loop: Loop, store) -> None:
+    for digest in ("aaaa", "bbbb", "cccc"):
+        store.add(digest)
+    for digest in ("aaaa", "bbbb"):
+        loop.load(digest)
+        loop.residency.release(digest)
+    loop.residency.ahead_of = lambda digest: {"aaaa"}
+    loop.load("cccc")
+    assert loop.residency.can_run("aaaa")
+    assert not loop.residency.can_run("bbbb")
+
+
+def test_larger_than_the_arena_is_refused(loop: Loop, store) -> None:
+    store.add("huge", rank=64)
+    loop.residency.want("huge", 0.0)
+    loop.until(lambda: loop.failures)
+    assert isinstance(loop.failures[0][1], AdapterUnusable)
+    loop.residency.unwant("huge")
+    loop.until(lambda: loop.residency.num_loading == 0)
+
+
+def test_unload_drains_then_frees(loop: Loop, store) -> None:
+    store.add("aaaa")
+    loop.load("aaaa")
+    assert loop.residency.unload("aaaa") > 0
+    assert loop.residency.is_draining("aaaa")
+    assert not loop.residency.is_ready("aaaa", 0.0)
+    loop.residency.release("aaaa")
+    assert loop.residency.device.used_bytes == 0
+    if loop.residency.host is not None:
+        assert loop.residency.host.slots.used_bytes == 0
+    with pytest.raises(AdapterNotFound):
+        loop.residency.unload("aaaa")
+
+
+def test_an_image_cut_by_fragmentation_computes_the_same(loop: Loop, store) -> None:
+    """Holes of two targets and of one take an image of three targets in two extents."""
+    for digest, rank in (("aaaa", 4), ("bbbb", 2), ("cccc", 6)):
+        store.add(digest, rank)
+    loop.load("aaaa")
+    loop.load("bbbb")
+    loop.residency.release("aaaa")
+    slot = loop.load("cccc")
+    resident = loop.residency.device.get("cccc")
+    assert resident is not None
+    assert len(resident.extents) == 2
+    assert_computes(loop, store, "cccc", slot)

@@ -1,0 +1,128 @@
+"""Slots: eviction, pins and accounting, against random use."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.store import ImageHeader, Segment
+from inference_svc.errors import NoRoom
+
+KIB = 1024
+
+
+def header(digest: str, kib: int) -> ImageHeader:
+    """An image of `kib` targets of one KiB each."""
+    segments = []
+    for target in range(kib):
+        for kind, offset in (("a", 0), ("b", 512)):
+            segments.append(Segment(target, kind, 4, target * KIB + offset, 512))
+    return ImageHeader(digest, digest, "layout", 1, kib * KIB, tuple(segments))
+
+
+class SlotsMachine(RuleBasedStateMachine):
+    digests = st.sampled_from("abcdefgh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots(16 * KIB, 4, pin_reserve_bytes=6 * KIB)
+        self.users: dict[str, int] = {}
+
+    @rule(digest=digests, kib=st.integers(1, 6), keep=st.sets(digests, max_size=3))
+    def reserve(self, digest: str, kib: int, keep: set[str]) -> None:
+        if digest in self.slots:
+            return
+        before = {r.digest: r for r in self.slots.residents()}
+        resident = self.slots.reserve(header(digest, kib), keep)
+        gone = set(before) - {r.digest for r in self.slots.residents()}
+        for lost in gone:
+            assert before[lost].ready
+            assert not before[lost].pinned
+            assert not self.users.get(lost)
+            assert lost not in keep
+        if resident is not None:
+            assert resident.num_bytes == kib * KIB
+            self.users[digest] = 0
+
+    @rule(digest=digests)
+    def make_ready(self, digest: str) -> None:
+        if (resident := self.slots.get(digest)) is not None:
+            resident.ready = True
+
+    @rule(digest=digests)
+    def acquire(self, digest: str) -> None:
+        resident = self.slots.get(digest)
+        if resident is not None and resident.ready:
+            self.slots.acquire(digest, 0.0)
+            self.users[digest] += 1
+
+    @rule(digest=digests)
+    def release(self, digest: str) -> None:
+        if digest in self.slots and self.users[digest]:
+            self.slots.release(digest)
+            self.users[digest] -= 1
+
+    @rule(digest=digests)
+    def pin(self, digest: str) -> None:
+        resident = self.slots.get(digest)
+        if resident is None:
+            return
+        try:
+            self.slots.pin(digest)
+        except NoRoom:
+            assert not resident.pinned
+
+    @rule(digest=digests)
+    def unpin(self, digest: str) -> None:
+        if digest in self.slots:
+            self.slots.unpin(digest)
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.slots.check_integrity()
+
+    @invariant()
+    def pins_leave_room_for_the_largest(self) -> None:
+        pinned = sum(r.num_bytes for r in self.slots.residents() if r.pinned)
+        assert pinned + self.slots.pin_reserve_bytes <= self.slots.capacity
+        assert self.slots.admits(6 * KIB)
+
+
+TestSlots = SlotsMachine.TestCase
+
+
+def ready(slots: Slots, digest: str, kib: int) -> None:
+    resident = slots.reserve(header(digest, kib))
+    assert resident is not None
+    resident.ready = True
+
+
+def test_evicts_the_least_recently_used() -> None:
+    slots = Slots(4 * KIB, 8)
+    for digest in "abcd":
+        ready(slots, digest, 1)
+    slots.acquire("a", 0.0)
+    slots.release("a")
+    ready(slots, "e", 2)
+    assert [r.digest for r in slots.residents()] == ["d", "a", "e"]
+    assert slots.num_evictions == 2
+
+
+def test_evicts_nothing_in_vain() -> None:
+    slots = Slots(4 * KIB, 8)
+    ready(slots, "a", 2)
+    ready(slots, "b", 2)
+    slots.acquire("b", 0.0)
+    assert slots.reserve(header("c", 3)) is None
+    assert "a" in slots
+
+
+def test_pins_that_would_block_others_are_refused() -> None:
+    slots = Slots(8 * KIB, 8, pin_reserve_bytes=4 * KIB)
+    for digest in "ab":
+        ready(slots, digest, 3)
+    slots.pin("a")
+    with pytest.raises(NoRoom, match="adapter_memory"):
+        slots.pin("b")

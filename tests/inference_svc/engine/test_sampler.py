@@ -1,0 +1,141 @@
+"""Sampling against plain definitions, and its independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine.sampler import Sampler, uniform
+
+VOCAB = 40
+EOS = 3
+
+
+def sequence(prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), **params) -> Sequence:
+    made = Sequence(Request("r", prompt, SamplingParams(**params)))
+    made.token_ids += output
+    return made
+
+
+def logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(values: torch.Tensor, *sequences: Sequence) -> list[int]:
+    sampled = Sampler([EOS]).sample(values.clone(), list(sequences))
+    return [token.token_id for token in sampled]
+
+
+def allowed(values: torch.Tensor, params: SamplingParams) -> set[int]:
+    """The definition: temperature, then the top k, then the smallest set reaching top_p, then
+    min_p of the largest; one token at a time in plain Python."""
+    probs = (values.double() / params.temperature).softmax(0).tolist()
+    order = sorted(range(VOCAB), key=lambda i: -probs[i])[: params.top_k or VOCAB]
+    total = sum(probs[i] for i in order)
+    kept, mass = [], 0.0
+    for index in order:
+        if mass >= params.top_p * total:
+            break
+        kept.append(index)
+        mass += probs[index]
+    return {i for i in kept if probs[i] >= params.min_p * probs[order[0]]}
+
+
+def test_greedy_takes_the_largest() -> None:
+    values = logits(3)
+    greedy = [sequence(temperature=0.0) for _ in range(3)]
+    assert sample(values, *greedy) == values.argmax(-1).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 12),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+    st.sampled_from([0.3, 1.0, 2.0]),
+)
+def test_truncation_keeps_what_its_definition_keeps(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    values = logits(1, seed % 100)
+    sequences = [sequence(seed=seed + i, **params) for i in range(50)]
+    drawn = set(sample(values.expand(50, -1).contiguous(), *sequences))
+    assert drawn <= allowed(values[0], SamplingParams(**params))
+
+
+def test_draws_follow_the_distribution() -> None:
+    values = torch.full((1, VOCAB), -torch.inf)
+    values[0, :3] = torch.tensor([0.5, 0.3, 0.2]).log()
+    drawn = sample(values.expand(4000, -1).contiguous(), *[sequence(seed=s) for s in range(4000)])
+    for token, probability in enumerate((0.5, 0.3, 0.2)):
+        assert drawn.count(token) / 4000 == pytest.approx(probability, abs=0.03)
+
+
+def test_the_same_seed_gives_the_same_token_in_any_batch() -> None:
+    values = logits(8)
+    sequences = [sequence(seed=s, top_p=0.9 if s % 2 else 1.0) for s in range(8)]
+    together = sample(values, *sequences)
+    alone = [sample(values[i : i + 1], sequences[i])[0] for i in range(8)]
+    backwards = sample(values.flip(0), *reversed(sequences))
+    assert together == alone == backwards[::-1]
+
+
+def test_position_and_seed_both_count() -> None:
+    numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
+    assert len(numbers) == 2500
+    assert all(0 <= number < 1 for number in numbers)
+    assert sum(numbers) / 2500 == pytest.approx(0.5, abs=0.02)
+
+
+def test_penalties_follow_their_formulas() -> None:
+    values = torch.zeros(1, VOCAB)
+    values[0, 1], values[0, 5], values[0, 6] = 2.0, 1.9, -0.1
+    seen = sequence(prompt=(1,), output=(5,), temperature=0.0)
+    cases = [
+        ({"repetition_penalty": 1.2}, {1: 2.0 / 1.2, 5: 1.9 / 1.2}),
+        ({"presence_penalty": 0.5}, {1: 2.0, 5: 1.4}),
+        ({"frequency_penalty": 0.5}, {1: 2.0, 5: 1.4}),
+    ]
+    for params, expected in cases:
+        changed = values.clone()
+        request = replace(
+            seen.request, sampling=SamplingParams(temperature=0.0, logprobs=1, **params)
+        )
+        penalised = Sequence(request)
+        penalised.token_ids += [5]
+        Sampler([EOS]).sample(changed, [penalised])
+        for token, value in expected.items():
+            assert changed[0, token].item() == pytest.approx(value)
+
+
+def test_min_tokens_bans_the_ends() -> None:
+    values = torch.zeros(2, VOCAB)
+    values[:, EOS], values[:, 7] = 9.0, 8.0
+    bans = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": (7,)}
+    (first, second) = sample(values, sequence(**bans), sequence(output=(9,), **bans))
+    assert first not in (EOS, 7)
+    assert second == EOS
+    assert sample(values, sequence(ignore_eos=True, **bans), sequence())[0] == EOS
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    values = logits(1)
+    expected = values[0].log_softmax(0)
+    asked = sequence(temperature=0.5, top_k=1, logprobs=3, presence_penalty=1.0, output=(4,))
+    (token,) = Sampler([EOS]).sample(values.clone(), [asked])
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(expected[token.token_id].item(), abs=1e-6)
+    top = expected.topk(3)
+    assert [i for i, _ in token.logprobs.top] == top.indices.tolist()
+    assert all(
+        math.isclose(value, wanted, abs_tol=1e-6)
+        for (_, value), wanted in zip(token.logprobs.top, top.values.tolist(), strict=True)
+    )

@@ -1,0 +1,213 @@
+"""The scheduler's policy, without a device: budgets, pages, adapters, order of service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core import BASE_SLOT, Batch, Request, SamplingParams, Sequence
+from inference_svc.engine.pages import PagePool
+from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.settle import SampledToken, Settler
+
+
+@dataclass
+class TwoAdapterRows:
+    """An adapter view with room for two adapters; a load takes one step, eviction is first come.
+
+    Counts waiters and users like residency does, and asserts that none goes below zero.
+    """
+
+    resident: list[str] = field(default_factory=list)
+    users: dict[str, int] = field(default_factory=dict)
+    waiters: dict[str, int] = field(default_factory=dict)
+
+    def want(self, digest: str, now_s: float, count: bool = True) -> None:
+        self.waiters[digest] = self.waiters.get(digest, 0) + 1
+
+    def unwant(self, digest: str) -> None:
+        self.waiters[digest] -= 1
+        assert self.waiters[digest] >= 0
+
+    def is_ready(self, digest: str, now_s: float) -> bool:
+        return digest in self.resident
+
+    def acquire(self, digest: str) -> int:
+        assert digest in self.resident
+        self.unwant(digest)
+        self.users[digest] = self.users.get(digest, 0) + 1
+        return self.resident.index(digest)
+
+    def release(self, digest: str) -> None:
+        self.users[digest] -= 1
+        assert self.users[digest] >= 0
+
+    def waits_for_room(self, digest: str) -> bool:
+        return digest not in self.resident
+
+    def take_changes(self) -> tuple[str, ...]:
+        return ()
+
+    def load_one(self, wanted: list[str]) -> None:
+        for digest in wanted:
+            if digest in self.resident:
+                continue
+            for row in range(2):
+                if row >= len(self.resident):
+                    self.resident.append(digest)
+                    return
+                if not self.users.get(self.resident[row]):
+                    self.resident[row] = digest
+                    return
+
+
+def make(request_id: str, prompt: list[int], max_tokens: int, digest: str = "") -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    arrival_s = float(request_id)
+    return Sequence(Request(request_id, tuple(prompt), sampling, digest, arrival_s=arrival_s))
+
+
+def scheduler_of(
+    pages: int, max_sequences: int = 4, budget: int = 16, chunk: int = 16, page_size: int = 4
+) -> tuple[Scheduler, TwoAdapterRows]:
+    view = TwoAdapterRows()
+    limits = Limits(max_sequences, budget, chunk)
+    return Scheduler(limits, PagePool(pages, page_size), view), view
+
+
+def settle(scheduler: Scheduler, batch: Batch) -> list[str]:
+    """Samples token 7 for every row; returns the ids of the requests that ended."""
+    settler = Settler(scheduler, frozenset(), max_model_len=64)
+    sampled = [SampledToken(7) for row in batch.rows if row.samples]
+    outputs = settler.settle(batch, sampled, 0.0)
+    return [output.request_id for output in outputs if output.is_last]
+
+
+request_lists = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        st.integers(1, 12),
+        st.sampled_from(["", "a", "b", "c"]),
+        st.integers(0, 30),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(request_lists, st.integers(8, 24), st.integers(1, 16), st.integers(4, 20))
+def test_every_request_is_served_within_its_limits(
+    requests: list[tuple[list[int], int, str, int]], pages: int, chunk: int, budget: int
+) -> None:
+    """Whatever arrives when: limits hold in every step, and everything ends, whole."""
+    scheduler, view = scheduler_of(pages, budget=budget, chunk=chunk)
+    pending = [
+        (step, make(str(i), prompt, tokens, digest))
+        for i, (prompt, tokens, digest, step) in enumerate(requests)
+    ]
+    sequences = [sequence for _step, sequence in pending]
+    for step in range(2000):
+        for due, sequence in pending:
+            if due == step:
+                scheduler.add(sequence, float(step))
+        view.load_one([s.request.digest for s in scheduler.waiting if s.request.digest])
+        batch = scheduler.schedule(float(step))
+        scheduler.check_integrity()
+        if batch is not None:
+            check_batch(scheduler, batch, chunk, budget)
+            settle(scheduler, batch)
+        if step > 30 and not scheduler.waiting and not scheduler.running:
+            break
+    for sequence, (_prompt, max_tokens, _digest, _step) in zip(sequences, requests, strict=True):
+        assert sequence.num_output == max_tokens
+    scheduler.check_integrity()
+    assert scheduler.pages.num_used == 0
+    assert not any(view.users.values())
+    assert not any(view.waiters.values())
+
+
+def check_batch(scheduler: Scheduler, batch: Batch, chunk: int, budget: int) -> None:
+    assert len(batch.rows) <= scheduler.limits.max_sequences
+    assert batch.num_tokens <= budget
+    slots = [row.slot for row in batch.rows]
+    assert slots == sorted(slots), "rows of one slot are neighbours"
+    for row in batch.rows:
+        assert 0 < row.num_tokens <= max(chunk, 1)
+        assert row.start == row.sequence.num_computed
+        assert row.samples == (row.start + row.num_tokens == len(row.sequence.token_ids))
+        assert (row.slot == BASE_SLOT) == (row.sequence.request.digest == "")
+
+
+def test_decodes_run_beside_a_long_prefill() -> None:
+    scheduler, _view = scheduler_of(32, budget=8, chunk=8)
+    scheduler.add(make("0", [1] * 4, 20), 0.0)
+    settle(scheduler, scheduler.schedule(0.0))
+    scheduler.add(make("1", [2] * 30, 5), 0.0)
+    for _ in range(4):
+        batch = scheduler.schedule(0.0)
+        assert {row.sequence.request.request_id for row in batch.rows} == {"0", "1"}
+        assert batch.num_tokens <= 8
+        settle(scheduler, batch)
+
+
+def test_a_missing_adapter_holds_up_nobody() -> None:
+    scheduler, view = scheduler_of(32)
+    scheduler.add(make("0", [1], 2, "missing"), 0.0)
+    scheduler.add(make("1", [1], 2), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert [row.sequence.request.request_id for row in batch.rows] == ["1"]
+    view.load_one(["missing"])
+    assert len(scheduler.schedule(0.0).rows) == 1 + 1
+
+
+def test_requests_for_resident_adapters_pass_only_for_a_while() -> None:
+    """After max_overtake_s without room, the arena is let run dry for the one that waits."""
+    scheduler, view = scheduler_of(64)
+    view.resident = ["a", "b"]
+    view.users = {"a": 1, "b": 1}
+    scheduler.add(make("0", [1], 2, "big"), 0.0)
+    scheduler.add(make("1", [1], 2, "a"), 0.0)
+    assert len(scheduler.schedule(1.0).rows) == 1
+    scheduler.add(make("2", [1], 2, "b"), 3.0)
+    scheduler.add(make("3", [1], 2), 3.0)
+    started = {row.sequence.request.request_id for row in scheduler.schedule(3.0).rows}
+    assert "2" not in started
+    assert "3" in started
+
+
+def test_the_last_in_order_is_preempted_and_recomputed() -> None:
+    scheduler, _view = scheduler_of(4)
+    first, second = make("0", [1] * 8, 6), make("1", [2] * 6, 4)
+    for sequence in (first, second):
+        scheduler.add(sequence, 0.0)
+    while first.num_output < 6:
+        settle(scheduler, scheduler.schedule(0.0))
+        scheduler.check_integrity()
+    assert second.num_preemptions > 0
+    assert first.num_preemptions == 0
+    while (batch := scheduler.schedule(0.0)) is not None:
+        settle(scheduler, batch)
+    assert second.num_output == 4
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler, _view = scheduler_of(32, max_sequences=1)
+    low = Sequence(Request("low", (1,), SamplingParams(max_tokens=1), arrival_s=0.0))
+    high = Sequence(Request("high", (1,), SamplingParams(max_tokens=1), priority=1, arrival_s=1.0))
+    scheduler.add(low, 0.0)
+    scheduler.add(high, 1.0)
+    assert scheduler.schedule(1.0).rows[0].sequence is high
+
+
+def test_a_prefix_is_shared_within_one_adapter_only() -> None:
+    scheduler, view = scheduler_of(64)
+    view.resident = ["a", "b"]
+    prompt = list(range(12))
+    for request_id, digest, cached in (("0", "a", 0), ("1", "a", 8), ("2", "b", 0), ("3", "", 0)):
+        sequence = make(request_id, prompt, 1, digest)
+        scheduler.add(sequence, 0.0)
+        settle(scheduler, scheduler.schedule(0.0))
+        assert sequence.num_cached == cached
