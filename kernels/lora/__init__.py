@@ -53,9 +53,9 @@ def add_lora(
     if out.device.type == "cpu":
         cpu.add_lora(out, x, table, plan, group)
     else:
-        from . import triton_ops  # a GPU extra: the CPU path runs without Triton installed
+        from .triton_ops import add_lora as launch  # Triton is an extra that the CPU does without
 
-        triton_ops.add_lora(out, x, arena, table, plan, group)
+        launch(out, x, arena, table, plan, group)
 
 
 def add_lora_embedding(
@@ -77,9 +77,9 @@ def add_lora_embedding(
     if out.device.type == "cpu":
         cpu.add_lora_embedding(out, token_ids, table, plan, target)
     else:
-        from . import triton_ops
+        from .triton_ops import add_lora_embedding as launch
 
-        triton_ops.add_lora_embedding(out, token_ids, arena, table, plan, target)
+        launch(out, token_ids, arena, table, plan, target)
 
 
 def _count() -> None:
