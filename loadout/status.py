@@ -47,17 +47,15 @@ class Details:
     reason: str = ""
     subject: str = ""
     retry_after_s: float | None = None
-
-    @property
-    def from_service(self) -> bool:
-        """True if a Loadout service answered: a proxy or a lost connection sends no reason."""
-        return bool(self.reason)
+    from_service: bool = False
+    """True if a service answered: our services send a google.rpc.Status with every error, a proxy
+    or a lost connection does not."""
 
 
 def from_rpc_error(error: Any) -> LoadoutError:
     """`error` is a grpc.RpcError that is also a call (both APIs raise such).
 
-    UNAVAILABLE, INTERNAL and UNKNOWN without a service's reason are StreamLost.
+    UNAVAILABLE, INTERNAL and UNKNOWN that no service answered are StreamLost.
     """
     code = error.code()
     details = read_details(error.trailing_metadata() or ())
@@ -75,7 +73,9 @@ def from_rpc_error(error: Any) -> LoadoutError:
 
 def read_details(metadata: Iterable[tuple[str, str | bytes]]) -> Details:
     """Reads ErrorInfo, BadRequest and RetryInfo; details that do not parse count as absent."""
-    blob = next((value for key, value in metadata if key == DETAILS_KEY), b"")
+    blob = next((value for key, value in metadata if key == DETAILS_KEY), None)
+    if blob is None:
+        return Details()
     reason, subject, retry_after_s = "", "", None
     try:
         parts = status_pb2.Status.FromString(blob).details
@@ -92,4 +92,4 @@ def read_details(metadata: Iterable[tuple[str, str | bytes]]) -> Details:
                 retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
     except DecodeError:
         return Details()
-    return Details(reason, subject, retry_after_s)
+    return Details(reason, subject, retry_after_s, from_service=True)

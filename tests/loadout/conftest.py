@@ -163,6 +163,8 @@ def fail() -> Callable[..., Behaviour]:
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))
 
         def behave(request: Any, context: grpc.ServicerContext) -> None:
+            if not details:
+                context.abort(code, message)
             packed = [any_pb2.Any() for _ in details]
             for box, detail in zip(packed, details, strict=True):
                 box.Pack(detail)

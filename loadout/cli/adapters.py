@@ -1,0 +1,142 @@
+"""`loadout register` and `loadout adapters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from loadout.cli import options
+from loadout.cli.output import table_console
+from loadout.client import Client
+from loadout.types import Adapter, ImageState
+
+REGISTER_EXAMPLES = """\b
+Examples:
+  loadout register french ./out/french
+  loadout register acme/support s3://adapters/support --label team=cx --pin
+  loadout register french file:///srv/adapters/french --if-current-digest sha256:...
+"""
+
+LIST_EXAMPLES = """\b
+Examples:
+  loadout adapters
+  loadout adapters --filter "tenant=acme base_model=llama label.team=cx"
+"""
+
+
+def register(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="[tenant/]name of the adapter.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="URI|DIR", help="s3://bucket/prefix, file:///path, or a local folder to upload."
+        ),
+    ],
+    base_model: Annotated[
+        str, typer.Option(metavar="NAME", help="The base model, if the adapter's config is wrong.")
+    ] = "",
+    expected_digest: Annotated[
+        str, typer.Option(metavar="DIGEST", help="Refuse any other content.")
+    ] = "",
+    if_current_digest: Annotated[
+        str, typer.Option(metavar="DIGEST", help="Refuse unless the name points to this one now.")
+    ] = "",
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it in the store's memory.")] = False,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
+    ] = None,
+    store: options.Store = options.DEFAULT_STORE,
+) -> None:
+    """Register an adapter with the store.
+
+    It is checked, and recorded durably, before the command returns.
+    """
+    labels = dict(_key_value(each) for each in label or ())
+    with Client(store=store) as client, _upload_bar() as show:
+        result = client.register(
+            name,
+            source,
+            base_model=base_model,
+            expected_digest=expected_digest,
+            if_current_digest=if_current_digest,
+            pinned=pin,
+            labels=labels,
+            progress=show,
+        )
+    adapter = result.adapter
+    typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--label")
+    return key, value
+
+
+@contextmanager
+def _upload_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that appears with the first uploaded bytes."""
+    columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("upload", total=None, visible=False)
+        yield lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
+
+
+def list_adapters(
+    filter: Annotated[  # noqa: A002  the contract's word
+        str,
+        typer.Option(
+            metavar="TERMS",
+            help="Terms that must all hold: tenant=T base_model=B name=PREFIX label.KEY=VALUE",
+        ),
+    ] = "",
+    store: options.Store = options.DEFAULT_STORE,
+) -> None:
+    """List the store's adapters."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("adapter", "rank", "size", "base model", "targets", "images", "pinned"):
+        table.add_column(
+            column, justify="right" if column in ("rank", "size") else "left", overflow="fold"
+        )
+    with Client(store=store) as client:
+        for adapter in client.list(filter):
+            table.add_row(*_cells(adapter))
+    if table.row_count == 0:
+        typer.echo("no adapters")
+        return
+    table_console().print(table)
+
+
+def _cells(adapter: Adapter) -> tuple[str, ...]:
+    return (
+        adapter.ref,
+        str(adapter.rank),
+        decimal(adapter.source_bytes),
+        adapter.base_model,
+        " ".join(adapter.targets),
+        _images(adapter),
+        "yes" if adapter.pinned else "",
+    )
+
+
+def _images(adapter: Adapter) -> str:
+    """States over all layouts, as in "2 ready, 1 incompatible: rank 128 ..."."""
+    states = [each.state for each in adapter.layout_states]
+    counts = {state: states.count(state) for state in ImageState if state in states}
+    text = ", ".join(f"{count} {state.value}" for state, count in counts.items())
+    reason = next((each.reason for each in adapter.layout_states if each.reason), "")
+    return f"{text}: {reason}" if reason else text

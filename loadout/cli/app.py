@@ -1,0 +1,59 @@
+"""The commands, put together. Each lives in the module that is named for what it does."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from loadout.cli import adapters, demo, generate, services, top
+
+# Plain help: it keeps the examples' line breaks and reads the same in a log as on a terminal.
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"loadout {version('loadout')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, help="Show the version.")
+    ] = False,
+) -> None:
+    """Serve one large language model with thousands of LoRA adapters.
+
+    Try it: `loadout demo`. Leave it running: `loadout up`.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("demo", epilog=demo.DEMO_EXAMPLES)(demo.run_demo)
+app.command("up", epilog=demo.UP_EXAMPLES)(demo.run_up)
+app.command(
+    "store",
+    epilog=services.STORE_EXAMPLES,
+    add_help_option=False,
+    context_settings=services.PASS_ON,
+)(services.run_store)
+app.command(
+    "serve",
+    epilog=services.SERVE_EXAMPLES,
+    add_help_option=False,
+    context_settings=services.PASS_ON,
+)(services.run_serve)
+app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)
+app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("top", epilog=top.EXAMPLES)(top.top)

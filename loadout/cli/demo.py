@@ -1,0 +1,175 @@
+"""`loadout demo` and `loadout up`: the whole system on this machine."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loadout.cli import options
+from loadout.cli.failure import CommandFailed
+from loadout.cli.output import table_console
+from loadout.client import Client
+from loadout.demo.adapters import MODEL, register_all
+from loadout.demo.jobs import BASE_MODEL, prompt
+from loadout.demo.process import ProcessFailed
+from loadout.demo.report import MIN_EXACT_MATCH
+from loadout.demo.run import NUM_IN_FLIGHT, NUM_REQUESTS, run
+from loadout.demo.system import FREE_PORT, Addresses, System, SystemSettings
+
+DEMO_EXAMPLES = """\b
+Examples:
+  loadout demo
+  loadout demo --requests 1000 --in-flight 64
+"""
+
+UP_EXAMPLES = """\b
+Examples:
+  loadout up
+  loadout up --model ./Qwen3-0.6B
+  loadout up --model ./llama --base-model meta-llama/Llama-3.1-8B --source-root /srv/adapters
+"""
+
+
+def run_demo(
+    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = NUM_REQUESTS,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests at once.")] = NUM_IN_FLIGHT,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep logs and data here. Default: a temporary folder."),
+    ] = None,
+) -> None:
+    """Run the whole system once and check it.
+
+    Starts all services, serves a small model with eight adapters, and checks every answer.
+    """
+    with _failures_in_words():
+        results = run(table_console(), requests, in_flight, work_dir)
+    bad = [result.job.name for result in results if not result.is_good]
+    if bad:
+        raise CommandFailed(f"exact match below {MIN_EXACT_MATCH:.0%}: {', '.join(bad)}")
+
+
+def run_up(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Your own model, as Hugging Face saves one. Default: the demo with its adapters.",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Name that adapters know the model by, if not DIR's."),
+    ] = "",
+    source_root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Folder that file:// sources may lie in; may be repeated."
+        ),
+    ] = None,
+    work_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where logs and the store's data lie.")
+    ] = Path(".loadout/up"),
+) -> None:
+    """Run both services until Ctrl-C.
+
+    They take the usual ports (7070 and 7080) if those are free, and any free ones if not.
+    """
+    settings = SystemSettings(
+        model=model or MODEL,
+        base_model=base_model or ("" if model else BASE_MODEL),
+        s3=model is None,
+        source_roots=(*(source_root or ()), work_dir / "sources"),
+        store_listen=_if_free(options.DEFAULT_STORE),
+        store_metrics_listen=_if_free(options.DEFAULT_STORE_METRICS),
+        inference_listen=_if_free(options.DEFAULT_INFERENCE),
+        inference_metrics_listen=_if_free(options.DEFAULT_INFERENCE_METRICS),
+    )
+    sources = work_dir / "sources"
+    sources.mkdir(parents=True, exist_ok=True)
+    with _failures_in_words(), _sigterm_is_ctrl_c(), System(settings, work_dir) as system:
+        if model is None:
+            with Client(store=system.addresses.store) as client:
+                register_all(client, sources, system.addresses.s3_url, lambda job: None)
+        typer.echo(_what_runs(system.addresses, work_dir))
+        typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=model is None)]))
+        typer.echo("Ctrl-C stops it")
+        try:
+            system.watch()
+        except KeyboardInterrupt:
+            Console(stderr=True).print("stopping")
+
+
+def _what_runs(addresses: Addresses, work_dir: Path) -> str:
+    rows = {
+        "adapter store": addresses.store,
+        "its metrics": f"http://{addresses.store_metrics}/metrics",
+        "inference service": addresses.inference,
+        "its metrics ": f"http://{addresses.inference_metrics}/metrics",
+        "S3 server": addresses.s3_url,
+        "logs": str(work_dir),
+    }
+    return "\n".join(f"{name:18} {value}" for name, value in rows.items() if value)
+
+
+def _commands(addresses: Addresses, *, is_demo: bool) -> list[str]:
+    """Three commands to try; an address is part of one only where it is not the usual one."""
+    store = _flag("--store", addresses.store, options.DEFAULT_STORE)
+    inference = _flag("--inference", addresses.inference, options.DEFAULT_INFERENCE)
+    metrics = _flag(
+        "--inference-metrics", addresses.inference_metrics, options.DEFAULT_INFERENCE_METRICS
+    )
+    if is_demo:
+        return [
+            f"  loadout adapters{store}",
+            f"  loadout generate --adapter reverse --temperature 0{inference} {prompt('loadout')}",
+            f"  loadout top{inference}{metrics}{store}",
+        ]
+    return [
+        f"  loadout register NAME ./path/to/adapter{store}",
+        f"  loadout generate --adapter NAME{inference} TEXT",
+        f"  loadout top{inference}{metrics}{store}",
+    ]
+
+
+def _flag(name: str, address: str, usual: str) -> str:
+    return "" if address == usual else f" {name} {address}"
+
+
+def _if_free(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return FREE_PORT
+    return address
+
+
+@contextmanager
+def _failures_in_words() -> Iterator[None]:
+    try:
+        yield
+    except ProcessFailed as failure:
+        raise CommandFailed(str(failure)) from failure
+
+
+@contextmanager
+def _sigterm_is_ctrl_c() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,100 @@
+"""`loadout generate`: streams a generation to the terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loadout.calls import Prompt
+from loadout.cli import options
+from loadout.client import Client
+from loadout.types import ChatMessage, Chunk, SamplingParams
+
+EXAMPLES = """\b
+Examples:
+  loadout generate "The capital of France is"
+  loadout generate --adapter upper --temperature 0 hello=
+  loadout generate --adapter acme/support@3 --chat --max-tokens 200 "Where is my parcel?"
+"""
+
+
+def generate(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
+    adapter: Annotated[
+        str,
+        typer.Option(
+            metavar="REF",
+            help="[tenant/]name[@version] or sha256:<hex>. Without it: the plain base model.",
+        ),
+    ] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap TEXT as a user's message in the chat template.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate. Default: the server's.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: always the likeliest token.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Nucleus to sample from.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed gives the same text.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")
+    ] = None,
+    min_revision: Annotated[
+        int,
+        typer.Option(min=0, help="Use the adapter as of this revision, which `register` printed."),
+    ] = 0,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say on stderr what was used and how long it took.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
+    ] = None,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+) -> None:
+    """Generate text, streamed as it comes."""
+    sampling: SamplingParams = {}
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": stop,
+    }
+    for name, value in given.items():
+        if value is not None:
+            sampling[name] = value  # type: ignore[literal-required]
+    prompt: Prompt = [ChatMessage(role="user", content=text)] if chat else text
+    with Client(inference=inference) as client:
+        stream = client.generate(
+            prompt, adapter=adapter, min_revision=min_revision, timeout_s=timeout, **sampling
+        )
+        last = None
+        for last in stream:
+            typer.echo(last.text, nl=False)
+    typer.echo()
+    if stats and last is not None:
+        typer.echo(_stats(last), err=True)
+
+
+def _stats(last: Chunk) -> str:
+    parts = [last.adapter.name if last.adapter else "base model"]
+    if last.finish_reason:
+        parts.append(f"ended by {last.finish_reason.value}")
+    if last.usage:
+        cached = (
+            f" ({last.usage.cached_prompt_tokens} cached)"
+            if last.usage.cached_prompt_tokens
+            else ""
+        )
+        parts.append(f"{last.usage.prompt_tokens} prompt tokens{cached}")
+        parts.append(f"{last.usage.completion_tokens} generated")
+    if last.timings:
+        parts.append(f"first token after {last.timings.first_token_seconds * 1000:.0f} ms")
+    return ", ".join(parts)
