@@ -1,0 +1,69 @@
+"""The Node.js example streams from a real server, wherever node and npm are present."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "node"
+CACHE = ROOT / ".tools" / "node"
+
+
+@pytest.fixture(scope="module")
+def node_modules() -> Path:
+    """The example's dependencies as its lock file pins them, installed once into .tools/node."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not here")
+    modules, lock = CACHE / "node_modules", EXAMPLE / "package-lock.json"
+    installed = CACHE / "package-lock.json"
+    if modules.is_dir() and installed.is_file() and installed.read_bytes() == lock.read_bytes():
+        return modules
+    CACHE.mkdir(parents=True, exist_ok=True)
+    shutil.copy(EXAMPLE / "package.json", CACHE)
+    shutil.copy(lock, CACHE)
+    install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    done = subprocess.run(install, cwd=CACHE, capture_output=True, text=True, timeout=200)
+    if done.returncode != 0:
+        installed.unlink()
+        pytest.skip(f"npm cannot install the example's dependencies: {done.stderr.strip()[-300:]}")
+    return modules
+
+
+@pytest.fixture
+def run_example(node_modules):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "NODE_PATH": str(node_modules)}
+        command = ["node", str(EXAMPLE / "index.js"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+    return run
+
+
+def test_streams_a_generation(run_example, inference_server, fake_inference, chunks):
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    done = run_example("--inference", inference_server.address, "--adapter", "upper", "hello=")
+    assert (done.returncode, done.stdout) == (0, "hey\n")
+    assert done.stderr == "FINISH_REASON_STOP: 2 + 3 tokens\n"
+    [request] = fake_inference.requests["Generate"]
+    assert (request.text, request.adapter, request.sampling.max_tokens) == ("hello=", "upper", 64)
+    assert request.sampling.HasField("temperature")
+
+
+def test_refusal_is_one_plain_line(run_example, inference_server, fake_inference, fail):
+    missing = fail(grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", message="no adapter default/x")
+    fake_inference.on("Generate", missing)
+    done = run_example("--inference", inference_server.address, "--adapter", "x", "hello=")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "no adapter default/x\n")
+
+
+def test_lost_stream_says_so(run_example):
+    done = run_example("--inference", "127.0.0.1:1", "hello=")
+    assert done.returncode == 1
+    assert done.stderr.endswith("(stream lost: try again)\n")
+    assert len(done.stderr.splitlines()) == 1
