@@ -89,11 +89,20 @@ def _key_value(text: str) -> tuple[str, str]:
 
 @contextmanager
 def _upload_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that appears with the first uploaded bytes."""
+    """A bar on stderr that appears with the first uploaded bytes, if somebody looks."""
+    console = Console(stderr=True)
     columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("upload", total=None, visible=False)
-        yield lambda sent, total: bar.update(task, completed=sent, total=total, visible=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("upload", total=None)
+
+    def show(sent: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=sent, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def list_adapters(

@@ -1,0 +1,259 @@
+"""The commands against scripted servers: what they print, and how they fail."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+
+import grpc
+import pytest
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.cli.__main__ import main
+from loadout.inference.v1 import inference_pb2 as inference_pb
+
+COMMANDS = ("demo", "up", "store", "serve", "register", "adapters", "generate", "top")
+
+
+@pytest.fixture
+def run(capfd, monkeypatch, store_server, inference_server):
+    """Runs one command in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("LOADOUT_STORE", store_server.address)
+    monkeypatch.setenv("LOADOUT_INFERENCE", inference_server.address)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("store", "serve")])
+def test_help_has_examples(run, command):
+    code, out, err = run(command, "--help")
+    assert (code, err) == (0, "")
+    assert f"loadout {command}" in out
+    assert "Examples:\n" in out
+
+
+def test_no_command_shows_all_of_them(run):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    listed = out.partition("Commands:\n")[2].splitlines()
+    assert tuple(line.split()[0] for line in listed) == COMMANDS
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
+
+
+def test_version(run):
+    from importlib.metadata import version
+
+    assert run("--version") == (0, f"loadout {version('loadout')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'."),
+        (["register", "only-a-name"], "Missing argument 'URI|DIR'."),
+        (["generate", "--seed", "x", "hi"], "Invalid value for '--seed'"),
+        (["register", "n", "s3://b/p", "--label", "x"], "'x' is not KEY=VALUE"),
+        (["serve"], "Invalid value for --model: is needed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("loadout: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_register_uri(run, fake_store, registered):
+    fake_store.on("RegisterAdapter", registered)
+    code, out, err = run(
+        "register", "a", "s3://b/p", "--pin", "--label", "team=x=y", "--base-model", "m"
+    )
+    assert (code, out, err) == (0, "default/a@3 rank 8 sha256:00 at revision 41\n", "")
+    [request] = fake_store.requests["RegisterAdapter"]
+    assert (request.name, request.source_uri, request.base_model) == ("a", "s3://b/p", "m")
+    assert request.pinned
+    assert dict(request.labels) == {"team": "x=y"}
+
+
+def test_register_folder(run, fake_store, adapter_folder):
+    adapter = store_pb.Adapter(name="default/a", version=1, rank=2, digest="sha256:01")
+    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(adapter=adapter, revision=5))
+    code, out, _ = run("register", "a", str(adapter_folder))
+    assert (code, out) == (0, "default/a@1 rank 2 sha256:01 at revision 5\n")
+    [messages] = fake_store.requests["UploadAdapter"]
+    assert {m.chunk.file_name for m in messages[1:]} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_register_what_is_not_there(run, tmp_path):
+    code, out, err = run("register", "a", str(tmp_path / "nowhere"))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"loadout: {tmp_path}/nowhere is not a directory")
+    assert len(err.splitlines()) == 1
+
+
+def test_refusal_is_one_plain_line_and_1(run, fake_store, fail):
+    refusal = fail(
+        grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ADAPTER", "lora_A", message="lora_A has NaN"
+    )
+    fake_store.on("RegisterAdapter", refusal)
+    assert run("register", "a", "s3://b/p") == (1, "", "loadout: lora_A has NaN\n")
+
+
+def test_service_that_is_not_there(run):
+    code, out, err = run("adapters", "--store", "127.0.0.1:1")
+    assert (code, out) == (1, "")
+    assert "127.0.0.1:1" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_adapters_table(run, fake_store):
+    ready = store_pb.LayoutState(layout_id="l", state=store_pb.IMAGE_STATE_READY)
+    bad = store_pb.LayoutState(
+        layout_id="m", state=store_pb.IMAGE_STATE_INCOMPATIBLE, reason="rank 128"
+    )
+    adapters = [
+        store_pb.Adapter(
+            name="default/a",
+            version=3,
+            rank=8,
+            source_bytes=1500,
+            base_model="m",
+            targets=["k_proj", "q_proj"],
+            layout_states=[ready, bad],
+            pinned=True,
+        ),
+        store_pb.Adapter(name="acme/b", version=1, rank=16),
+    ]
+    fake_store.on("ListAdapters", store_pb.ListAdaptersResponse(adapters=adapters))
+    code, out, _ = run("adapters", "--filter", "tenant=acme")
+    assert code == 0
+    header, first, second = out.splitlines()
+    assert header.split() == [
+        "adapter",
+        "rank",
+        "size",
+        "base",
+        "model",
+        "targets",
+        "images",
+        "pinned",
+    ]
+    assert first.split("  ")[0] == "default/a@3"
+    for cell in ("8", "1.5 kB", "k_proj q_proj", "1 ready, 1 incompatible: rank 128", "yes"):
+        assert cell in first
+    assert second.startswith("acme/b@1")
+    assert fake_store.requests["ListAdapters"][0].filter == "tenant=acme"
+
+
+def test_no_adapters(run, fake_store):
+    fake_store.on("ListAdapters", store_pb.ListAdaptersResponse())
+    assert run("adapters") == (0, "no adapters\n", "")
+
+
+def test_generate(run, fake_inference, chunks):
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    arguments = ["--adapter", "a", "--temperature", "0", "--max-tokens", "9", "--seed", "4"]
+    code, out, err = run("generate", *arguments, "--stop", "x", "--stop", "y", "--stats", "hello=")
+    assert (code, out) == (0, "hey\n")
+    assert err == (
+        "default/a@3, ended by stop, 2 prompt tokens, 3 generated, first token after 250 ms\n"
+    )
+    [request] = fake_inference.requests["Generate"]
+    assert (request.text, request.adapter) == ("hello=", "a")
+    assert request.sampling == inference_pb.SamplingParams(
+        temperature=0, max_tokens=9, seed=4, stop=["x", "y"]
+    )
+
+
+def test_generate_chat_leaves_the_rest_to_the_server(run, fake_inference, chunks):
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    assert run("generate", "--chat", "hello") == (0, "hey\n", "")
+    [request] = fake_inference.requests["Generate"]
+    assert [(m.role, m.content) for m in request.chat.messages] == [("user", "hello")]
+    assert request.sampling == inference_pb.SamplingParams()
+
+
+def test_generate_lost_midway_keeps_what_came(run, fake_inference, chunks, fail):
+    def lose(request, context):
+        yield chunks[0]
+        fail(grpc.StatusCode.UNAVAILABLE, message="Socket closed")(request, context)
+
+    fake_inference.on("Generate", lose)
+    code, out, err = run("generate", "hello")
+    assert (code, out) == (1, "he")
+    assert err == "loadout: Socket closed\n"
+
+
+@pytest.fixture
+def metrics_address():
+    """A Prometheus endpoint with two running and one waiting request."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def running_system(fake_store, fake_inference):
+    tier = store_pb.TierStatus(used_bytes=1000, capacity_bytes=4000, images=3, hits=3, misses=1)
+    status = store_pb.GetStoreStatusResponse(adapters=7, revision=12, memory=tier)
+    fake_store.on("GetStoreStatus", status)
+    arena = inference_pb.MemoryUse(name="arena", used_bytes=50, capacity_bytes=200)
+    info = inference_pb.GetServerInfoResponse(
+        base_model="llama", dtype="float32", device="cpu", layout_id="sha256:00", memory=[arena]
+    )
+    fake_inference.on("GetServerInfo", info)
+    resident = inference_pb.ResidentAdapter(
+        names=["default/a@1"],
+        tier=inference_pb.ADAPTER_TIER_DEVICE,
+        bytes=2000,
+        rank=8,
+        running_requests=5,
+    )
+    listing = inference_pb.ListResidentAdaptersResponse(adapters=[resident])
+    fake_inference.on("ListResidentAdapters", listing)
+
+
+def test_top_once(run, running_system, metrics_address):
+    code, out, err = run("top", "--once", "--inference-metrics", metrics_address)
+    assert (code, err) == (0, "")
+    for text in (
+        "llama  float32 on cpu\n",
+        "arena  50 bytes of 200 bytes  25%",
+        "requests  2 running, 1 waiting",
+        "default/a@1",
+        "store  7 adapters, 0 layouts, revision 12",
+        "hit rate 75%",
+        "no look-ups",
+    ):
+        assert text in out
+
+
+def test_top_shows_what_answers_and_fails(run, running_system):
+    code, out, err = run("top", "--once", "--inference-metrics", "127.0.0.1:1")
+    assert code == 1
+    assert "no answer: no metrics at 127.0.0.1:1" in out
+    assert "default/a@1" in out
+    assert err.startswith("loadout: no metrics at 127.0.0.1:1")
