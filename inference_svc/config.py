@@ -5,13 +5,15 @@ The command line wins over the environment. `auto` values are decided once, by `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 1 << 20
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Config(BaseSettings):
@@ -35,8 +37,8 @@ class Config(BaseSettings):
     base_model: str = ""
     """Name under which adapters know the base model. Default: the model directory's name."""
 
-    aliases: tuple[str, ...] = ()
-    """Further names of the base model. In the environment a JSON list."""
+    aliases: Annotated[tuple[str, ...], NoDecode] = ()
+    """Further names of the base model, separated by commas."""
 
     store: str = ""
     """Address of the adapter store, host:port. Empty: serve the base model only."""
@@ -57,7 +59,7 @@ class Config(BaseSettings):
     """Where to compute. auto: CUDA if there is one."""
 
     max_model_len: int = Field(default=0, ge=0)
-    """Longest prompt plus output, in tokens. 0: as the model's config says."""
+    """Longest prompt plus output, in tokens. 0: as the model's config says, and kv_memory holds."""
 
     max_sequences: int = Field(default=64, ge=1)
     """Most requests that run at once."""
@@ -112,6 +114,13 @@ class Config(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important event that is logged."""
 
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _split_aliases(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
     @field_validator("listen", "metrics_listen")
     @classmethod
     def _check_address(cls, value: str) -> str:
@@ -163,40 +172,67 @@ def _one_line(error: ValidationError) -> str:
     return "; ".join(problems)
 
 
-def resolve(
-    config: Config, *, has_cuda: bool, model_dtype: str, model_max_len: int, free_bytes: int = 0
-) -> Config:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What decides "auto": `free_bytes` of device memory beside the weights (CUDA only)."""
+
+    has_cuda: bool
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the model's config says; `kv_elements_per_token` are the keys and values it keeps."""
+
+    dtype: str
+    max_position_embeddings: int
+    kv_elements_per_token: int
+
+
+def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
     """`config` with every "auto" decided.
 
-    `model_dtype` and `model_max_len` come from the model's config; `free_bytes` is what device
-    memory is left once the weights lie there (CUDA only). Raises ValueError when a setting asks
-    for more than there is.
+    Raises ValueError when a setting asks for what is not there.
     """
     device = config.device
     if device == "auto":
-        device = "cuda" if has_cuda else "cpu"
-    elif device == "cuda" and not has_cuda:
+        device = "cuda" if machine.has_cuda else "cpu"
+    elif device == "cuda" and not machine.has_cuda:
         raise ValueError("device is cuda, and there is none")
-    max_model_len = config.max_model_len or model_max_len
-    if max_model_len > model_max_len:
-        raise ValueError(f"max_model_len {max_model_len} exceeds the model's {model_max_len}")
-    host_memory = config.host_memory if config.host_memory is not None else 1024 * MIB
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {dtype} of the model is not supported: choose one")
+    host_memory = 1024 * MIB if config.host_memory is None else config.host_memory
+    kv_memory = config.kv_memory or _kv_memory(config, device, machine)
+    page_bytes = config.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
+    kv_tokens = kv_memory // page_bytes * config.page_size
     return config.model_copy(
         update={
             "base_model": config.base_model_names[0],
             "device": device,
-            "dtype": model_dtype if config.dtype == "auto" else config.dtype,
-            "max_model_len": max_model_len,
-            "kv_memory": ByteSize(config.kv_memory or _kv_memory(config, device, free_bytes)),
+            "dtype": dtype,
+            "max_model_len": _max_model_len(config, model, kv_tokens),
+            "kv_memory": ByteSize(kv_memory),
             "host_memory": ByteSize(0 if device == "cpu" else host_memory),
         }
     )
 
 
-def _kv_memory(config: Config, device: str, free_bytes: int) -> int:
+def _max_model_len(config: Config, model: ModelFacts, kv_tokens: int) -> int:
+    longest = model.max_position_embeddings
+    if config.max_model_len > longest:
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {longest}")
+    if max(config.max_model_len, 2) > kv_tokens:
+        raise ValueError(f"kv_memory holds {kv_tokens} tokens, less than max_model_len")
+    return config.max_model_len or min(longest, kv_tokens)
+
+
+def _kv_memory(config: Config, device: str, machine: Machine) -> int:
     if device == "cpu":
         return 512 * MIB
-    left = int(free_bytes * 0.9) - config.adapter_memory
+    left = int(machine.free_bytes * 0.9) - config.adapter_memory
     if left <= 0:
-        raise ValueError(f"adapter_memory leaves no room for pages in {free_bytes} free bytes")
+        raise ValueError(
+            f"adapter_memory leaves no room for pages in {machine.free_bytes} free bytes"
+        )
     return left

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from inference_svc.errors import InvalidRequest, UnsupportedModel
-from inference_svc.text.tokenizer import ChatMessage, Tokenizer
+from inference_svc.text.prompt import ChatMessage
+from inference_svc.text.tokenizer import Tokenizer
 
 
 def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:

@@ -1,0 +1,196 @@
+"""Turns the engine's outputs into one stream of text per request. Knows asyncio, not transport.
+
+Everything here runs on one event loop; the engine's thread only hands over, once per turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from inference_svc.core import (
+    Call,
+    Cancel,
+    Command,
+    EngineStatus,
+    Message,
+    Reply,
+    Request,
+    ResidentAdapter,
+    StepOutputs,
+    Submit,
+)
+from inference_svc.errors import DuplicateRequest, EngineFailed, ShuttingDown
+from inference_svc.generation import Delta, Generation
+from inference_svc.text.detokenizer import Decoder
+
+log = logging.getLogger(__name__)
+
+
+class EngineHandle(Protocol):
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None: ...
+    def send(self, message: Message) -> None: ...
+
+
+class Frontend:
+    """The engine as coroutines. `failed` is set when the engine has died: nothing works then."""
+
+    def __init__(self, engine: EngineHandle, decoder: Decoder) -> None:
+        self.failed = asyncio.Event()
+        self._engine = engine
+        self._decoder = decoder
+        self._loop = asyncio.get_running_loop()
+        self._generations: dict[str, Generation] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._running_ids: set[str] = set()
+        self._numbers = itertools.count(1)
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        """Starts the engine. Call it once, on the loop that everything else is called on."""
+        self._engine.start(self._on_outputs)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The request's deltas; the last one has a finish reason.
+
+        A slow reader gets several steps in one delta. Whoever leaves early, for whatever reason,
+        must close the iterator (`contextlib.aclosing`): that cancels the request. Raises
+        DuplicateRequest, ShuttingDown, EngineFailed, and what the engine answers.
+        """
+        self._admit(request)
+        # A name of our own: an id is free again as soon as its caller has left, while the engine
+        # may still have something to say about it.
+        engine_id = f"{request.request_id}#{next(self._numbers)}"
+        generation = Generation(request, self._decoder)
+        self._generations[engine_id] = generation
+        self._running_ids.add(request.request_id)
+        self._idle.clear()
+        try:
+            self._engine.send(Submit(replace(request, request_id=engine_id)))
+            while True:
+                delta = await generation.next_delta()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._running_ids.discard(request.request_id)
+            if not self._running_ids:
+                self._idle.set()
+            if self._generations.pop(engine_id, None) is not None:
+                self._engine.send(Cancel(engine_id))
+
+    def _admit(self, request: Request) -> None:
+        """Raises why a new request cannot begin."""
+        self._check_serving()
+        if request.request_id in self._running_ids:
+            raise DuplicateRequest(
+                f"a request with id {request.request_id!r} is running", subject="request_id"
+            )
+
+    def _check_serving(self) -> None:
+        if self.failed.is_set():
+            raise EngineFailed("the engine failed")
+        if self._draining:
+            raise ShuttingDown("the server is shutting down", retry_after_s=1.0)
+
+    # --- commands -------------------------------------------------------------------------------
+
+    async def load(self, digest: str, pin: bool) -> ResidentAdapter:
+        """Returns once the adapter is resident."""
+        return await self._call(Command.LOAD, digest, pin)
+
+    async def unload(self, digest: str) -> int:
+        """Returns the bytes freed, once they are free."""
+        return await self._call(Command.UNLOAD, digest)
+
+    async def pin(self, digest: str) -> ResidentAdapter:
+        return await self._call(Command.PIN, digest)
+
+    async def unpin(self, digest: str) -> ResidentAdapter:
+        return await self._call(Command.UNPIN, digest)
+
+    async def list_resident(self) -> tuple[ResidentAdapter, ...]:
+        return await self._call(Command.LIST_RESIDENT)
+
+    async def describe(self) -> EngineStatus:
+        return await self._call(Command.DESCRIBE)
+
+    async def _call(self, command: Command, digest: str = "", pin: bool = False) -> Any:
+        if self.failed.is_set():
+            raise EngineFailed("the engine failed")
+        call = Call(next(self._numbers), command, digest, pin)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._calls[call.call_id] = future
+        self._engine.send(call)
+        try:
+            return await future
+        finally:
+            self._calls.pop(call.call_id, None)
+
+    def send(self, message: Message) -> None:
+        """For messages without an answer."""
+        self._engine.send(message)
+
+    # --- drain ----------------------------------------------------------------------------------
+
+    async def drain(self, grace_s: float) -> None:
+        """Accepts nothing new; returns when nothing runs. What the grace does not suffice for
+        ends with ShuttingDown."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        if self._generations:
+            log.warning("the grace is over: ending %d requests", len(self._generations))
+        for engine_id, generation in list(self._generations.items()):
+            self._engine.send(Cancel(engine_id))
+            generation.fail(ShuttingDown("the server is shutting down", retry_after_s=1.0))
+            del self._generations[engine_id]
+
+    # --- what the engine says -------------------------------------------------------------------
+
+    def _on_outputs(self, outputs: StepOutputs) -> None:
+        """In the engine's thread."""
+        # The loop is closed only if the process ends without stopping the engine first.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: StepOutputs) -> None:
+        for output in outputs.outputs:
+            generation = self._generations.get(output.request_id)
+            if generation is None:
+                continue
+            if generation.push(output):
+                self._engine.send(Cancel(output.request_id))
+            if output.is_last:
+                del self._generations[output.request_id]
+        for reply in outputs.replies:
+            self._reply(reply)
+        if outputs.failure is not None:
+            self._fail()
+
+    def _reply(self, reply: Reply) -> None:
+        future = self._calls.pop(reply.call_id, None)
+        if future is None or future.done():
+            return
+        if reply.error is not None:
+            future.set_exception(reply.error)
+        else:
+            future.set_result(reply.result)
+
+    def _fail(self) -> None:
+        self.failed.set()
+        for generation in self._generations.values():
+            generation.fail(EngineFailed("the engine failed"))
+        self._generations.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineFailed("the engine failed"))

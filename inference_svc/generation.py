@@ -1,0 +1,101 @@
+"""One request's text in the making: tokens in, deltas out."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from inference_svc.core import FinishReason, Output, Request, Timings, TokenLogprobs, Usage
+from inference_svc.text.detokenizer import Decoder, Detokenizer
+from inference_svc.text.stop import StopMatcher
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new since the last delta; finish reason, usage and timings in the last one only."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class Generation:
+    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta.
+
+    A stop string ends the request here, but the last delta waits for the engine's word on usage
+    and timings, which follows the Cancel within a step.
+    """
+
+    def __init__(self, request: Request, decoder: Decoder) -> None:
+        self._min_tokens = request.sampling.min_tokens
+        self._detokenizer = Detokenizer(decoder)
+        self._stop = StopMatcher(request.sampling.stop)
+        self._num_tokens = 0
+        self._stopped = False
+        self._delta = Delta()
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def next_delta(self) -> Delta:
+        """Everything since the last call; waits until there is something."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    def push(self, output: Output) -> bool:
+        """Takes an output; True when a stop string is complete: the engine should cancel."""
+        if output.error is not None:
+            self.fail(output.error)
+            return False
+        was_stopped = self._stopped
+        if output.token_ids and not was_stopped:
+            self._take_tokens(output)
+            self._news.set()
+        if output.finish_reason is not None:
+            self._finish(output, output.finish_reason)
+            self._news.set()
+        return self._stopped and not (was_stopped or output.is_last)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request: the next read raises."""
+        self._error = error
+        self._news.set()
+
+    def _take_tokens(self, output: Output) -> None:
+        """Adds tokens, up to the one that completes a stop string."""
+        delta = self._delta
+        # The token that the engine stopped at is no part of the text.
+        is_end = output.finish_reason is FinishReason.STOP
+        num_shown = len(output.token_ids) - is_end
+        for index, token_id in enumerate(output.token_ids):
+            self._num_tokens += 1
+            delta.token_ids.append(token_id)
+            if output.logprobs:
+                delta.logprobs.append(output.logprobs[index])
+            if index < num_shown:
+                self._show(self._detokenizer.push(token_id))
+            if self._stopped:
+                return
+
+    def _show(self, text: str) -> None:
+        """Adds text to the delta, up to a stop string."""
+        may_stop = self._num_tokens >= self._min_tokens
+        shown, self._stopped = self._stop.push(text, may_stop=may_stop)
+        self._delta.text += shown
+
+    def _finish(self, output: Output, reason: FinishReason) -> None:
+        delta = self._delta
+        if not self._stopped:
+            self._show(self._detokenizer.flush())
+        if not self._stopped:
+            delta.text += self._stop.flush()
+        delta.finish_reason = FinishReason.STOP if self._stopped else reason
+        delta.timings = output.timings
+        if output.usage is not None:
+            delta.usage = replace(output.usage, completion_tokens=self._num_tokens)

@@ -1,0 +1,241 @@
+"""What adapter references point to: resolved at the store, cached, kept true by its watch.
+
+Knows nothing of transport: `Catalog` is the store's side, and whoever watches the store calls
+`apply`, `lost` and `reset`. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from inference_svc.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
+    InferenceError,
+    StoreUnavailable,
+)
+from inference_svc.name_cache import AdapterRecord, CachedName, NameCache
+from inference_svc.refs import parse_ref
+
+LIVE_SECONDS = 2.0
+"""The watch speaks every second; silent for longer it counts as lost, and names are asked for."""
+RETRY_SECONDS = 1.0
+"""After the store did not answer, cached names are used this long without asking again."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameEvent:
+    """A catalog change of `name`; with `name` "", a bookmark: nothing changed up to `revision`."""
+
+    revision: int
+    name: str = ""
+
+
+class Catalog(Protocol):
+    async def get_adapter(self, ref: str) -> AdapterRecord:
+        """Raises AdapterNotFound, StoreUnavailable or another InferenceError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a reference resolved to. `label` is "tenant/name@version", or the digest if asked so."""
+
+    label: str
+    tenant: str
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """What this server can serve: adapters of these base models up to this rank."""
+
+    base_models: tuple[str, ...]
+    max_lora_rank: int
+
+
+class Directory:
+    """Resolves references. Without a catalog (no store) every reference is unknown.
+
+    Entries are right while the watch is live, because the watch removes what changes. While the
+    store does not answer they keep resolving for `name_ttl_s` from when they were last known to
+    be right. `layout_id` is set by whoever registers the layout, once the store accepted it.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog | None,
+        servable: Servable,
+        name_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.layout_id = ""
+        self.revision = 0
+        self._catalog = catalog
+        self._servable = servable
+        self._name_ttl_s = name_ttl_s
+        self._clock = clock
+        self._cache = NameCache()
+        self._fetches: dict[str, asyncio.Task[AdapterRecord]] = {}
+        # Revisions of changes that answers under way may be too old to know of.
+        self._changed_at: dict[str, int] = {}
+        self._is_watched = False
+        self._right_from = 0
+        self._heard_s = float("-inf")
+        self._asked_in_vain_s = float("-inf")
+
+    # --- resolving ------------------------------------------------------------------------------
+
+    async def resolve(self, text: str, min_revision: int = 0, subject: str = "adapter") -> Binding:
+        """What `text` points to at `min_revision` or later.
+
+        Raises InvalidRequest (not a reference), AdapterNotFound, AdapterUnusable (with the
+        reason) or StoreUnavailable.
+        """
+        ref = parse_ref(text, subject)
+        record = self._known(str(ref), min_revision) or await self._ask(str(ref), min_revision)
+        try:
+            self._check_servable(record)
+        except AdapterUnusable:
+            # It may become usable without an event: in a store that compiles more, say.
+            self._cache.remove_name(record.name)
+            raise
+        label = ref.digest or f"{record.name}@{record.version}"
+        return Binding(label, record.name.partition("/")[0], record.digest, record.rank)
+
+    def names_of(self, digest: str) -> list[str]:
+        """The names, with or without version, known to point to a digest, sorted."""
+        return [ref for ref in self._cache.refs_of(digest) if ref != digest]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the watch has spoken lately, so that entries are right."""
+        return self._is_watched and self._clock() - self._heard_s < LIVE_SECONDS
+
+    def _known(self, ref: str, min_revision: int) -> AdapterRecord | None:
+        """An entry that is right at `min_revision`."""
+        entry = self._cache.get(ref)
+        if entry is None or not self.is_live:
+            return None
+        return entry.record if self._reflects(entry) >= min_revision else None
+
+    def _reflects(self, entry: CachedName) -> int:
+        """The catalog revision up to which an entry is known to be right."""
+        return max(entry.record.revision, self.revision)
+
+    async def _ask(self, ref: str, min_revision: int) -> AdapterRecord:
+        """The store's answer, or the last known one while the store does not answer."""
+        stale = self._stale(ref, min_revision)
+        if stale is not None and self._clock() - self._asked_in_vain_s < RETRY_SECONDS:
+            return stale
+        try:
+            return await self._fetch(ref, min_revision)
+        except StoreUnavailable:
+            self._asked_in_vain_s = self._clock()
+            stale = self._stale(ref, min_revision)
+            if stale is None:
+                raise
+            return stale
+
+    def _stale(self, ref: str, min_revision: int) -> AdapterRecord | None:
+        entry = self._cache.get(ref)
+        if entry is None or self._reflects(entry) < min_revision:
+            return None
+        # Whatever the watch has not removed was right when it last spoke.
+        age_s = self._clock() - max(entry.asked_s, self._heard_s)
+        return entry.record if age_s < self._name_ttl_s else None
+
+    async def _fetch(self, ref: str, min_revision: int) -> AdapterRecord:
+        """One question per reference at a time; again while the answer is older than required."""
+        for delay_s in (0.0, 0.0, 0.05, 0.2, 0.5):
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            task = self._fetches.get(ref) or self._begin_fetch(ref)
+            # A caller who gives up must not take the answer from the others.
+            record = await asyncio.shield(task)
+            if record.revision >= max(min_revision, self._changed_at.get(record.name, 0)):
+                return record
+        raise StoreUnavailable(
+            f"the store has not reached revision {min_revision}", subject="min_revision"
+        )
+
+    def _begin_fetch(self, ref: str) -> asyncio.Task[AdapterRecord]:
+        def done(task: asyncio.Task[AdapterRecord]) -> None:
+            del self._fetches[ref]
+            if not task.cancelled():
+                task.exception()  # seen, even if every caller has left
+
+        task = self._fetches[ref] = asyncio.create_task(self._fetch_once(ref))
+        task.add_done_callback(done)
+        return task
+
+    async def _fetch_once(self, ref: str) -> AdapterRecord:
+        if self._catalog is None:
+            raise AdapterNotFound("this server has no adapter store", subject="adapter")
+        asked_s = self._clock()
+        try:
+            record = await self._catalog.get_adapter(ref)
+        except StoreUnavailable:
+            raise
+        except InferenceError:
+            self._cache.remove(ref)
+            raise
+        if record.revision >= self._changed_at.get(record.name, 0):
+            self._cache.put(ref, CachedName(record, asked_s))
+        return record
+
+    def _check_servable(self, record: AdapterRecord) -> None:
+        """Raises AdapterUnusable. The store's verdict on our layout outweighs the base's name."""
+        name, servable = f"{record.name}@{record.version}", self._servable
+        verdict = record.verdicts.get(self.layout_id)
+        if verdict is None and record.base_model not in servable.base_models:
+            raise AdapterUnusable(
+                f"adapter {name} is for base model {record.base_model!r}; "
+                f"this server runs {servable.base_models[0]!r}",
+                subject="base_model",
+            )
+        if verdict is not None and not verdict.servable:
+            raise AdapterUnusable(
+                f"adapter {name} cannot be served: {verdict.reason}", subject=record.name
+            )
+        if record.rank > servable.max_lora_rank:
+            raise AdapterUnusable(
+                f"adapter {name} has rank {record.rank}, above this server's max_lora_rank "
+                f"{servable.max_lora_rank}",
+                subject="rank",
+            )
+
+    # --- what the watch says --------------------------------------------------------------------
+
+    def begin(self, revision: int) -> None:
+        """A watch starts behind `self.revision` while the catalog is at `revision`: entries are
+        right again once its events up to there have come."""
+        self._is_watched = False
+        self._right_from = revision
+
+    def apply(self, event: NameEvent) -> None:
+        """Takes the watch's next event, in order."""
+        self.revision = max(self.revision, event.revision)
+        if self.revision >= self._right_from:
+            self._is_watched = True
+            self._heard_s = self._clock()
+        if not self._fetches:
+            self._changed_at.clear()
+        if event.name:
+            self._cache.remove_name(event.name)
+            self._changed_at[event.name] = event.revision
+
+    def lost(self) -> None:
+        """The watch ended: what changes is no longer removed."""
+        self._is_watched = False
+
+    def reset(self, revision: int) -> None:
+        """The next watch starts behind `revision`, and what changed before is not known."""
+        self._cache.clear()
+        self._changed_at.clear()
+        self.revision = revision

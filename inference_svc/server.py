@@ -1,0 +1,168 @@
+"""Wires the transport around an engine, and runs it from ready to drained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.config import Config, split_address
+from inference_svc.core import LayoutAccepted
+from inference_svc.frontend import EngineHandle, Frontend
+from inference_svc.metrics import Metrics, MetricsServer
+from inference_svc.names import Directory, Servable
+from inference_svc.servicer import InferenceServicer, ServerFacts
+from inference_svc.snapshots import Snapshots
+from inference_svc.status import StatusInterceptor
+from inference_svc.store_client import CatalogClient
+from inference_svc.store_link import StoreLink
+from inference_svc.text.detokenizer import Decoder
+from inference_svc.text.prompt import Encoder, PromptEncoder
+from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+ANSWER_SECONDS = 1.0
+"""For statuses to reach their callers before connections are closed."""
+
+SERVER_OPTIONS = (
+    # Two servers on one port would each get some of the calls.
+    ("grpc.so_reuseport", 0),
+    # Clients that keep their connections alive are welcome.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class Engine(EngineHandle, Protocol):
+    @property
+    def layout(self) -> ModelLayout: ...
+    def stop(self) -> None: ...
+
+
+class TextModel(Encoder, Decoder, Protocol):
+    """Both directions of a tokenizer."""
+
+
+class InferenceServer:
+    """Listens from the start, so that a bad address shows before a model is loaded; answers from
+    `start` to `close`. `config` is resolved. Raises OSError if it cannot listen.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        if config.ready_file is not None:
+            config.ready_file.unlink(missing_ok=True)
+        self._snapshots = Snapshots()
+        self._metrics = Metrics(config.max_loras, self._snapshots.take)
+        host, port = split_address(config.metrics_listen)
+        self._metrics_server = MetricsServer(self._metrics, host, port)
+        self.metrics_address = _join(host, self._metrics_server.port)
+        self._health = health.aio.HealthServicer()
+        self._grpc = grpc.aio.server(
+            interceptors=[StatusInterceptor(self._metrics.count_rpc)], options=SERVER_OPTIONS
+        )
+        self.address = _listen(self._grpc, config.listen)
+        self._frontend: Frontend | None = None
+        self._engine: Engine | None = None
+        self._prompts: PromptEncoder | None = None
+        self._catalog: CatalogClient | None = None
+        self._link: asyncio.Task[None] | None = None
+
+    async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
+        """Starts the engine, the link to the store, and answering. The server stops the engine
+        when it closes."""
+        config = self._config
+        self._engine = engine
+        self._catalog = CatalogClient(config.store) if config.store else None
+        servable = Servable(config.base_model_names, config.max_lora_rank)
+        directory = Directory(self._catalog, servable, config.name_ttl_seconds)
+        self._frontend = Frontend(engine, text)
+        self._frontend.start()
+        self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
+        if self._catalog is not None:
+            link = StoreLink(self._catalog, directory, engine.layout, self._accept_layout)
+            self._link = asyncio.create_task(link.run())
+        servicer = InferenceServicer(facts, self._frontend, directory, self._prompts, self._metrics)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
+        health.health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        self._snapshots.follow(self._frontend, directory)
+        await self._grpc.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._metrics.info.labels(
+            facts.versions.get("loadout", ""), facts.base_model, facts.dtype, facts.device
+        ).set(1)
+        self._announce()
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serves until `stop`, then drains; the process's exit status. An engine that fails ends
+        it with 1."""
+        assert self._frontend is not None, "start comes before run"
+        failed = self._frontend.failed
+        waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await self._health.enter_graceful_shutdown()
+        if not failed.is_set():
+            log.info("draining for up to %g s", self._config.grace_seconds)
+            await self._frontend.drain(self._config.grace_seconds)
+        if failed.is_set():
+            log.error("the engine failed: ending")
+        return int(failed.is_set())
+
+    async def close(self) -> None:
+        """Frees everything, in the reverse order of use. Also after a start that failed."""
+        await self._grpc.stop(ANSWER_SECONDS)
+        self._snapshots.forget()
+        if self._link is not None:
+            self._link.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._link
+        if self._catalog is not None:
+            await self._catalog.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+        if self._prompts is not None:
+            self._prompts.close()
+        await asyncio.to_thread(self._metrics_server.close)
+
+    def _accept_layout(self, layout_id: str) -> None:
+        assert self._frontend is not None
+        self._frontend.send(LayoutAccepted(layout_id))
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    def _announce(self) -> None:
+        log.info("serving on %s, metrics on %s", self.address, self.metrics_address)
+        path = self._config.ready_file
+        if path is None:
+            return
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
+        partial.replace(path)
+
+
+def _listen(server: grpc.aio.Server, address: str) -> str:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return _join(split_address(address)[0], port)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

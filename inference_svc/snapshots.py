@@ -1,0 +1,61 @@
+"""Asks the engine how it is, from the thread of whoever scrapes the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+from inference_svc.errors import InferenceError
+from inference_svc.frontend import Frontend
+from inference_svc.metrics import Snapshot
+from inference_svc.names import Directory
+from inference_svc.refs import short_name
+
+ANSWER_SECONDS = 2.0
+"""An engine in a longer step is shown as it was at the last scrape."""
+
+
+class Snapshots:
+    """`take` may be called from any thread but the event loop's."""
+
+    def __init__(self) -> None:
+        self._source: tuple[asyncio.AbstractEventLoop, Frontend, Directory] | None = None
+        self._last: Snapshot | None = None
+
+    def follow(self, frontend: Frontend, directory: Directory) -> None:
+        """Until then there is nothing to show. Call it on the event loop."""
+        self._source = asyncio.get_running_loop(), frontend, directory
+
+    def forget(self) -> None:
+        """The engine is about to end: the last snapshot stays."""
+        self._source = None
+
+    def take(self) -> Snapshot | None:
+        source = self._source
+        if source is not None:
+            loop, frontend, directory = source
+            answer = asyncio.run_coroutine_threadsafe(_ask(frontend, directory), loop)
+            try:
+                self._last = answer.result(ANSWER_SECONDS)
+            except TimeoutError:
+                answer.cancel()
+            except InferenceError:
+                pass  # the engine has failed; the process is about to end
+        return self._last
+
+
+async def _ask(frontend: Frontend, directory: Directory) -> Snapshot:
+    status, residents = await asyncio.gather(frontend.describe(), frontend.list_resident())
+    digests = {adapter.digest for adapter in residents}
+    digests.update(status.running_digests, status.waiting_digests)
+    return Snapshot(
+        status,
+        residents,
+        {digest: _labels(directory.names_of(digest)) for digest in digests},
+        directory.is_live,
+    )
+
+
+def _labels(names: list[str]) -> list[str]:
+    """As callers write them; a version only where no unversioned name points there."""
+    unversioned = [name for name in names if "@" not in name]
+    return [short_name(name) for name in unversioned or names]

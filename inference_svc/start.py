@@ -1,0 +1,110 @@
+"""From settings to a running server: reads the model, builds the engine, serves, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from inference_svc.config import Config, Machine, ModelFacts, resolve
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.handle import EngineThread
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.server import InferenceServer
+from inference_svc.servicer import ServerFacts
+from inference_svc.store_client import ImageClient, NoStore
+from inference_svc.text.tokenizer import Tokenizer
+
+PACKAGES = ("loadout", "torch", "transformers", "grpcio")
+
+
+async def serve(config: Config) -> int:
+    """Returns the process's exit status, after SIGTERM or SIGINT.
+
+    Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met.
+    """
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    geometry = load_geometry(config.model)
+    config = resolve(config, _machine(config.model), _model_facts(geometry))
+    server = InferenceServer(config)
+    images = ImageClient(config.store) if config.store else NoStore()
+    try:
+        text = await asyncio.to_thread(Tokenizer, config.model)
+        engine = await asyncio.to_thread(EngineThread, _engine_config(config), images)
+        await server.start(engine, text, _facts(config, geometry))
+        return await server.run(stop)
+    finally:
+        await server.close()
+        images.close()
+
+
+def _machine(model: Path) -> Machine:
+    if not torch.cuda.is_available():
+        return Machine(has_cuda=False)
+    weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return Machine(has_cuda=True, free_bytes=torch.cuda.mem_get_info()[0] - weights_bytes)
+
+
+def _model_facts(geometry: ModelGeometry) -> ModelFacts:
+    return ModelFacts(
+        dtype=geometry.dtype,
+        max_position_embeddings=geometry.max_position_embeddings,
+        kv_elements_per_token=2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim,
+    )
+
+
+def _engine_config(config: Config) -> EngineConfig:
+    assert config.kv_memory is not None, "the config is resolved"
+    assert config.host_memory is not None, "the config is resolved"
+    name, *aliases = config.base_model_names
+    return EngineConfig(
+        model_dir=config.model,
+        base_model=name,
+        aliases=tuple(aliases),
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+        max_prefill_chunk=config.max_batch_tokens,
+        max_queue=config.max_queue,
+        page_size=config.page_size,
+        kv_bytes=int(config.kv_memory),
+        arena_bytes=int(config.adapter_memory),
+        host_bytes=int(config.host_memory),
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        adapter_wait_s=config.adapter_wait_seconds,
+        pull_workers=config.pull_workers,
+        prefix_cache=config.prefix_cache,
+        num_threads=config.num_threads,
+    )
+
+
+def _facts(config: Config, geometry: ModelGeometry) -> ServerFacts:
+    return ServerFacts(
+        base_model=config.base_model_names[0],
+        architecture=geometry.architecture,
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=geometry.vocab_size,
+        max_model_len=config.max_model_len,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        max_sequences=config.max_sequences,
+        max_batch_tokens=config.max_batch_tokens,
+        max_queue=config.max_queue,
+        versions={name: found for name in PACKAGES if (found := _version(name))},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""  # run from a source tree that is not installed

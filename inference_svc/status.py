@@ -1,0 +1,134 @@
+"""Errors to grpc statuses: one table, one interceptor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from inference_svc import errors
+
+log = logging.getLogger(__name__)
+
+DOMAIN = "inference.loadout"
+PACKAGE_PREFIX = "/loadout.inference."
+
+CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    errors.AdapterNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AdapterUnusable: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AdapterUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.StoreUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.CorruptImage: grpc.StatusCode.DATA_LOSS,
+    errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NoRoom: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
+    errors.EngineFailed: grpc.StatusCode.INTERNAL,
+}
+"""Every error of `errors`; what is not here is a bug and answers INTERNAL."""
+
+INTERNAL_MESSAGE = "internal error"
+"""All that a caller learns of our bugs; the log has the rest."""
+
+
+def to_status(error: Exception) -> status_pb2.Status:
+    """The status of an error with its details: ErrorInfo always, BadRequest for an argument,
+    RetryInfo when there is a time to come back."""
+    code = CODES.get(type(error)) if isinstance(error, errors.InferenceError) else None
+    if code is None or code is grpc.StatusCode.INTERNAL:
+        return status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message=INTERNAL_MESSAGE)
+    assert isinstance(error, errors.InferenceError)
+    return status_pb2.Status(
+        code=code.value[0], message=error.message, details=[_pack(d) for d in _details(error)]
+    )
+
+
+def _details(error: errors.InferenceError) -> list[Any]:
+    details: list[Any] = []
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if error.subject:
+        info.metadata["subject"] = error.subject
+    details.append(info)
+    if isinstance(error, errors.InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.subject, description=error.message
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s > 0:
+        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9))
+        delay.seconds = int(error.retry_after_s)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Answers every error of our services with its status.
+
+    `on_end(method, code)` is told how each call ended ("OK", "NOT_FOUND", ...). Our streaming
+    handlers are coroutines that write, so that one wrapper serves unary and streaming.
+    """
+
+    def __init__(self, on_end: Callable[[str, str], None]) -> None:
+        self._on_end = on_end
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        if handler is None or not method.startswith(PACKAGE_PREFIX):
+            return handler
+        name = method.rpartition("/")[2]
+        if handler.unary_unary is not None:
+            make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        else:
+            make, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        return make(
+            self._guard(name, inner),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _guard(self, name: str, inner: Handler) -> Handler:
+        async def guarded(request: Any, context: Any) -> Any:
+            code = "OK"
+            try:
+                return await inner(request, context)
+            except grpc.aio.AbortError:
+                code = context.code().name
+                raise
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
+            except Exception as error:
+                status = to_status(error)
+                code = _code_name(status.code)
+                if code == "INTERNAL":
+                    log.exception("%s failed", name)
+                await context.abort_with_status(rpc_status.to_status(status))
+            finally:
+                self._on_end(name, code)
+
+        return guarded
+
+
+def _code_name(number: int) -> str:
+    return next(code.name for code in grpc.StatusCode if code.value[0] == number)
