@@ -168,8 +168,6 @@ def _place(values: torch.Tensor, row: int, source: _Source, output: torch.Tensor
     piece = values[start - row : end - row, slice(*source.columns)]
     if source.scale != 1.0:
         piece = piece.float() * source.scale
-    if source.is_transposed:
-        piece = piece.t().contiguous()
     piece = piece.to(output.dtype)
     if not torch.stack(torch.aminmax(piece)).isfinite().all():  # both are NaN if any value is
         raise IncompatibleAdapter(
@@ -179,5 +177,7 @@ def _place(values: torch.Tensor, row: int, source: _Source, output: torch.Tensor
             reason="CAST_OVERFLOW",
         )
     begin, finish = start - source.rows[0], end - source.rows[0]
-    place = output[:, begin:finish] if source.is_transposed else output[begin:finish]
-    place.copy_(piece)
+    if source.is_transposed:
+        output[:, begin:finish].copy_(piece.t())
+    else:
+        output[begin:finish].copy_(piece)

@@ -24,7 +24,7 @@ MAX_UNROLLED_CHARS = 200_000
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-]*")
 # Read differently by the two packages (fuzzy counts, POSIX classes, set operations) or by a later
 # Python. No module path needs them.
-_AMBIGUOUS = re.compile(r"\[:|\[\^?\[|--|&&|~~|\{(?!\d{0,6},?\d{0,6}\})")
+_AMBIGUOUS = re.compile(r"\[:|\[\^?\[|--|&&|~~|\{(?!\d{0,6}(,\d{0,6})?\})")
 _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
 
@@ -66,10 +66,12 @@ def compile_pattern(key: str, source: str, before: str = "", after: str = "") ->
 
     Raises InvalidAdapter, with the config key as subject: PATTERN_TOO_LARGE or PATTERN_INVALID.
     """
-    if len(source) > MAX_PATTERN_CHARS or _unrolled_chars(source) > MAX_UNROLLED_CHARS:
-        raise _invalid(key, "PATTERN_TOO_LARGE", show(source))
+    if len(source) > MAX_PATTERN_CHARS:
+        raise _invalid(key, "PATTERN_TOO_LARGE", f"{len(source)} characters")
     if _AMBIGUOUS.search(source):
         raise _invalid(key, "PATTERN_INVALID", f"{show(source)} uses ambiguous syntax")
+    if _unrolled_chars(source) > MAX_UNROLLED_CHARS:
+        raise _invalid(key, "PATTERN_TOO_LARGE", f"the repeats of {show(source)}")
     whole = f"{before}{source}{after}"
     try:
         compiled: Any = re.compile(whole)

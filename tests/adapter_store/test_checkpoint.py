@@ -1,0 +1,303 @@
+"""Every way an adapter can be wrong, each refused by its rule and with the culprit's name."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapter_store.checkpoint import CheckpointLimits, is_adapter_file, open_checkpoint
+from adapter_store.core import DataType, TargetKind
+from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded, StoreError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
+
+
+def refusal(folder: Path, limits: CheckpointLimits | None = None) -> StoreError:
+    with pytest.raises(StoreError) as error:
+        open_checkpoint(folder, limits)
+    assert error.value.subject, "names no culprit"
+    return error.value
+
+
+def pair(**replaced: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    tensors = {A: torch.ones(4, 16), B: torch.ones(16, 4), **replaced}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def test_opens_an_adapter(make_adapter):
+    checkpoint = open_checkpoint(
+        make_adapter(("q_proj", "embed_tokens", "lm_head"), rank=4, lora_alpha=6)
+    )
+    assert list(checkpoint.targets) == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    assert checkpoint.module_names == ("embed_tokens", "lm_head", "q_proj")
+    assert (checkpoint.base_model, checkpoint.rank) == ("org/tiny", 4)
+    embedding = checkpoint.targets["model.embed_tokens"]
+    assert embedding.kind is TargetKind.EMBEDDING
+    assert (embedding.in_features, embedding.out_features) == (32, 16)
+    assert embedding.scale == 1.5
+    assert checkpoint.source_bytes == (checkpoint.folder / WEIGHTS).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dtype_name"),
+    [
+        (torch.float32, DataType.FLOAT32),
+        (torch.float16, DataType.FLOAT16),
+        (torch.bfloat16, DataType.BFLOAT16),
+    ],
+)
+def test_reads_tensors_as_saved(make_adapter, dtype, dtype_name):
+    tensors = pair(**{B: torch.randn(16, 4)})
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    checkpoint = open_checkpoint(make_adapter(("q_proj",), tensors=tensors))
+    target = checkpoint.targets["model.layers.0.self_attn.q_proj"]
+    assert torch.equal(checkpoint.read_tensor(target.a), tensors[A])
+    assert torch.equal(checkpoint.read_tensor(target.b), tensors[B])
+    assert target.a.dtype is dtype_name
+
+
+def test_keys_with_the_default_adapter_name(make_adapter):
+    renamed = {f"{Q0}.lora_A.default.weight": torch.ones(4, 16), B: torch.ones(16, 4)}
+    assert open_checkpoint(make_adapter(("q_proj",), tensors=renamed)).rank == 4
+
+
+UNKNOWN_TENSORS = {
+    "base_model.model.model.embed_tokens.base_layer.weight": "save_embedding_layers=False",
+    f"{Q0}.lora_magnitude_vector": "DoRA",
+    f"{Q0}.lora_B.bias": "lora_bias",
+    "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
+    f"{Q0}.base_layer.bias": "base weight",
+    "model.layers.0.self_attn.q_proj.lora_A.weight": "does not start with base_model.model.",
+    f"{Q0}.lora_A.other.weight": "not a LoRA weight",
+    f"{Q0}.lora_C.weight": "not a LoRA weight",
+    "base_model.model..lora_A.weight": "not a LoRA weight",
+    "base_model.model.a..b.lora_A.weight": "not a LoRA weight",
+    "base_model.model.../../etc/passwd.lora_A.weight": "not a LoRA weight",
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN_TENSORS)
+def test_tensor_that_would_stay_unused_is_refused(make_adapter, key):
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{key: torch.ones(4)})))
+    assert (error.reason, error.subject) == ("TENSOR_UNKNOWN", key)
+    assert UNKNOWN_TENSORS[key] in error.message
+
+
+def test_missing_half_is_refused_naming_the_other(make_adapter):
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{B: None})))
+    assert (error.reason, error.subject) == ("PAIR_INCOMPLETE", A)
+    assert "has no B" in error.message
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{A: None}), folder="second"))
+    assert (error.reason, error.subject) == ("PAIR_INCOMPLETE", B)
+
+
+@pytest.mark.parametrize(
+    "key", [f"{Q0}.lora_A.default.weight", f"{Q0}.lora_embedding_A", f"{Q0}.lora_embedding_B"]
+)
+def test_two_tensors_for_one_place_are_refused(make_adapter, key):
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{key: torch.ones(4, 16)})))
+    assert error.reason == "TENSOR_DUPLICATE"
+
+
+def test_module_outside_the_config_is_refused(make_adapter):
+    error = refusal(make_adapter(tensors=pair(), target_modules=["v_proj"]))
+    assert (error.reason, error.subject) == ("TARGET_NOT_SELECTED", A)
+    error = refusal(
+        make_adapter(("q_proj",), tensors=pair(), layers_to_transform=[1], folder="second")
+    )
+    assert error.reason == "TARGET_NOT_SELECTED"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "culprit"),
+    [
+        ({}, {"r": 8}, A),
+        ({B: torch.ones(16, 5)}, {}, B),
+        ({A: torch.ones(5, 16)}, {}, A),
+        ({}, {"rank_pattern": {"q_proj": 2}}, A),
+    ],
+)
+def test_rank_other_than_the_configs_is_refused(make_adapter, tensors, config, culprit):
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**tensors), **config))
+    assert (error.reason, error.subject) == ("RANK_MISMATCH", culprit)
+
+
+def test_tensor_that_is_no_matrix_is_refused(make_adapter):
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{A: torch.ones(4, 16, 1, 1)})))
+    assert (error.reason, error.subject) == ("SHAPE_INVALID", A)
+
+
+def test_adapter_without_tensors_is_refused(make_adapter):
+    error = refusal(make_adapter(("q_proj",), tensors={}))
+    assert (error.reason, error.subject) == ("NO_TARGETS", WEIGHTS)
+    assert "changes nothing" in error.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("position", [0, 63])
+def test_value_that_is_not_finite_is_refused(make_adapter, value, dtype, position):
+    b = torch.ones(64, dtype=dtype)
+    b[position] = value
+    tensors = {A: torch.ones(4, 16, dtype=dtype), B: b.view(16, 4)}
+    error = refusal(make_adapter(("q_proj",), tensors=tensors))
+    assert (error.reason, error.subject) == ("NOT_FINITE", B)
+
+
+def test_largest_values_are_finite(make_adapter):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        a = torch.full((4, 16), torch.finfo(dtype).max, dtype=dtype)
+        b = torch.full((16, 4), torch.finfo(dtype).min, dtype=dtype)
+        folder = make_adapter(("q_proj",), tensors={A: a, B: b}, folder=str(dtype))
+        assert open_checkpoint(folder).rank == 4
+
+
+def test_late_value_of_a_large_tensor_is_checked(make_adapter):
+    a = torch.ones(4, 300_000)
+    a[3, -1] = float("nan")
+    error = refusal(make_adapter(("q_proj",), tensors=pair(**{A: a})))
+    assert (error.reason, error.subject) == ("NOT_FINITE", A)
+
+
+def test_missing_files(make_adapter):
+    folder = make_adapter()
+    (folder / WEIGHTS).rename(folder / "elsewhere")
+    assert (refusal(folder).reason, refusal(folder).subject) == ("FILE_MISSING", WEIGHTS)
+    (folder / "adapter_model.bin").write_bytes(b"pickle")
+    assert refusal(folder).reason == "FILE_NOT_SAFETENSORS"
+    assert refusal(folder).subject == "adapter_model.bin"
+    (folder / CONFIG).unlink()
+    assert refusal(folder).subject == CONFIG
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_only_regular_files_are_read(make_adapter, name, kind):
+    folder = make_adapter()
+    target = folder / "original"
+    (folder / name).rename(target)
+    if kind == "link":
+        (folder / name).symlink_to(target)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        os.mkfifo(folder / name)
+    error = refusal(folder)
+    assert (error.reason, error.subject) == ("FILE_NOT_REGULAR", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "NOT_AN_OBJECT"),
+        ("{", "NOT_JSON"),
+        ('{"r": 4, "r": 8}', "DUPLICATE_KEY"),
+        ('{"r": NaN}', "NOT_JSON"),
+        ("[" * 100_000, "NESTED_TOO_DEEPLY"),
+        (" " * (1 << 20) + "{}", "FILE_TOO_LARGE"),
+    ],
+)
+def test_config_that_is_not_one_object_is_refused(make_adapter, text, reason):
+    folder = make_adapter()
+    (folder / CONFIG).write_text(text)
+    error = refusal(folder)
+    assert (error.reason, error.subject) == (reason, CONFIG)
+
+
+def test_truncated_weights(make_adapter):
+    folder = make_adapter()
+    size = (folder / WEIGHTS).stat().st_size
+    os.truncate(folder / WEIGHTS, size - 1)
+    assert refusal(folder).reason == "TENSOR_OUT_OF_FILE"
+
+
+def test_limits(make_adapter):
+    folder = make_adapter()
+    error = refusal(folder, CheckpointLimits(max_source_bytes=100))
+    assert isinstance(error, LimitExceeded)
+    assert refusal(folder, CheckpointLimits(max_tensors=3)).reason == "TOO_MANY_TENSORS"
+    assert refusal(folder, CheckpointLimits(max_header_bytes=99)).reason == "HEADER_TOO_LARGE"
+    assert refusal(folder, CheckpointLimits(max_rank=3)).reason == "RANK_TOO_LARGE"
+
+
+def shard(folder: Path, weight_map: dict[str, str] | None = None) -> dict[str, str]:
+    """Splits the single file in two with an index, as `save_pretrained` of large models does."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    index = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"adapter_model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
+    (folder / WEIGHTS).unlink()
+    text = json.dumps({"metadata": {}, "weight_map": weight_map or index})
+    (folder / f"{WEIGHTS}.index.json").write_text(text)
+    return index
+
+
+def test_sharded_is_the_same_adapter(make_adapter):
+    folder = make_adapter()
+    single = open_checkpoint(folder)
+    shard(folder)
+    sharded = open_checkpoint(folder)
+    assert sharded.digest == single.digest
+    name = "model.layers.1.self_attn.v_proj"
+    for old, new in (
+        (single.targets[name].a, sharded.targets[name].a),
+        (single.targets[name].b, sharded.targets[name].b),
+    ):
+        assert (old.key, old.shape) == (new.key, new.shape)
+    assert sharded.read_tensor(sharded.targets[name].b).shape == (8, 4)
+
+
+def test_index_must_agree_with_the_shards(make_adapter):
+    folder = make_adapter()
+    index = shard(folder)
+    index_file = folder / f"{WEIGHTS}.index.json"
+    first = min(index)
+    for weight_map, reason in (
+        ({**index, first: f"../{index[first]}"}, "INDEX_INVALID"),
+        ({**index, first: "adapter_config.json"}, "INDEX_INVALID"),
+        ({}, "INDEX_INVALID"),
+        ({k: v for k, v in index.items() if k != first}, "INDEX_MISMATCH"),
+        ({**index, "base_model.model.x": index[first]}, "INDEX_MISMATCH"),
+        ({**index, first: "adapter_model-00009-of-00009.safetensors"}, "INDEX_MISMATCH"),
+    ):
+        index_file.write_text(json.dumps({"weight_map": weight_map}))
+        assert refusal(folder).reason == reason
+    (folder / WEIGHTS).touch()
+    assert refusal(folder).reason == "FILES_AMBIGUOUS"
+
+
+def test_reopened_blob_is_not_read_but_its_structure_is_checked(make_adapter):
+    folder = make_adapter()
+    first = open_checkpoint(folder)
+    again = open_checkpoint(folder, digest=first.digest)
+    assert (first.is_verified, again.is_verified) == (True, False)
+    assert again.targets == first.targets
+    os.truncate(folder / WEIGHTS, 8)
+    with pytest.raises(InvalidAdapter):
+        open_checkpoint(folder, digest=first.digest)
+    with pytest.raises(CorruptData):
+        again.read_tensor(next(iter(again.targets.values())).a)
+
+
+def test_files_that_belong_to_an_adapter():
+    assert all(
+        map(
+            is_adapter_file,
+            (CONFIG, WEIGHTS, f"{WEIGHTS}.index.json", "adapter_model-00001-of-00002.safetensors"),
+        )
+    )
+    assert not any(map(is_adapter_file, ("README.md", "adapter_model.bin", f"../{CONFIG}")))
