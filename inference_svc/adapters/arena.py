@@ -70,7 +70,7 @@ class Arena:
     def memory(self) -> memoryview:
         """The arena's bytes, writable from pull threads; only on a CPU."""
         assert self.device.type == "cpu"
-        return memoryview(self._bytes.numpy())
+        return memoryview(self._bytes.numpy().data)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
         """Carries out `changes` in order, on the stream that computes."""

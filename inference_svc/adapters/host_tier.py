@@ -15,4 +15,4 @@ class HostTier:
     def __init__(self, num_bytes: int, pin_memory: bool) -> None:
         self.slab = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         self.slots = Slots(num_bytes, MAX_HOST_IMAGES)
-        self.memory = memoryview(self.slab.numpy())
+        self.memory = memoryview(self.slab.numpy().data)

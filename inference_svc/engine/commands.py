@@ -31,17 +31,15 @@ class Commands:
         """The reply, or None when it follows from `poll`."""
         try:
             if call.command is Command.LOAD:
-                return self._load(call, now_s)
+                self.residency.want(call.digest, now_s)
+                self._loads.append(_PendingLoad(call, now_s))
+                return None
             if call.command is Command.UNLOAD:
                 self._unloads.append((call, self.residency.unload(call.digest)))
                 return None
             return Reply(call.call_id, self._answer(call))
         except InferenceError as error:
             return Reply(call.call_id, error=error)
-
-    def _load(self, call: Call, now_s: float) -> None:
-        self.residency.want(call.digest, now_s)
-        self._loads.append(_PendingLoad(call, now_s))
 
     def _answer(self, call: Call) -> object:
         device = self.residency.device

@@ -1,0 +1,125 @@
+"""A request's greedy tokens are the same alone and in any company, whatever memory does."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+NUM_TOKENS = 24
+NUM_MIXES = 10
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks-of-1": {"max_prefill_chunk": 1},
+    "chunks-of-7": {"max_prefill_chunk": 7, "max_batch_tokens": 70},
+    "no-prefix-cache": {"prefix_cache": False},
+    # Room for about two sequences: others are preempted and recomputed.
+    "preemption": {"kv_bytes": 96 << 10, "max_model_len": 96},
+    "preemption-no-prefix-cache": {
+        "kv_bytes": 96 << 10,
+        "max_model_len": 96,
+        "prefix_cache": False,
+    },
+    # Room for the largest image and a half.
+    "small-arena": {"arena_bytes": 360 << 10},
+    "two-slots": {"max_loras": 2},
+    "host-tier": {"arena_bytes": 360 << 10, "host_bytes": 2 << 20},
+    "small-host-tier": {"arena_bytes": 360 << 10, "host_bytes": 360 << 10},
+}
+
+
+def requests(names: list[str]) -> list[tuple[str, list[int]]]:
+    """Ten requests: the base twice, each adapter, and one prefix shared by two of one adapter."""
+    rng = random.Random(5)
+    adapters = ["", *names, "", names[0]]
+    prompts = [
+        [rng.randrange(3, 128) for _ in range(rng.choice([3, 20, 41, 64]))] for _ in adapters
+    ]
+    prompts[-1] = prompts[1] + prompts[-1][:5]
+    return list(zip(adapters, prompts, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, list[int]]:
+    """Each request's tokens when nothing else runs; filled by the first test that needs them."""
+    return {}
+
+
+def run_alone(start: Callable, alone: dict[int, list[int]]) -> dict[int, list[int]]:
+    if not alone:
+        running = start()
+        for index, (adapter, prompt) in enumerate(requests(list(running.digests))):
+            running.submit(f"{index}", prompt, adapter, max_tokens=NUM_TOKENS)
+            alone[index] = running.result(f"{index}")[0]
+    return alone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_alone_and_in_any_mix_the_same_tokens(
+    case: str, start: Callable, alone: dict[int, list[int]]
+) -> None:
+    expected = run_alone(start, alone)
+    running = start(**CASES[case])
+    asked = requests(list(running.digests))
+    for mix in range(NUM_MIXES):
+        rng = random.Random(mix)
+        order = rng.sample(range(len(asked)), rng.randint(4, len(asked)))
+        for index in order:
+            adapter, prompt = asked[index]
+            running.submit(f"{mix}-{index}", prompt, adapter, max_tokens=NUM_TOKENS)
+            time.sleep(rng.choice([0.0, 0.0, 0.004]))
+        for index in order:
+            tokens, last = running.result(f"{mix}-{index}")
+            assert last.error is None
+            assert tokens == expected[index], (mix, index)
+    check_case_happened(case, running)
+    running.check_idle()
+
+
+def check_case_happened(case: str, running: Any) -> None:
+    """A case that did not do what its name says proves nothing."""
+    built = running.engine.built
+    if case.startswith("preemption"):
+        assert built.engine.scheduler.num_preemptions > 0
+    if case in ("small-arena", "two-slots", "host-tier", "small-host-tier"):
+        assert built.residency.device.num_evictions > 0
+    if case == "host-tier":
+        assert built.residency.counters.host_hits > 0
+    if case == "small-host-tier":
+        assert built.residency.host.slots.num_evictions > 0
+
+
+def test_without_adapters_the_lora_path_is_not_entered(start: Callable) -> None:
+    from kernels.lora import num_calls
+
+    running = start()
+    running.submit("load", [5, 6], "r16", max_tokens=1)
+    running.result("load")
+    before, steps = num_calls(), running.engine.built.engine.runner.num_lora_steps
+    assert before > 0
+    for index in range(4):
+        running.submit(f"{index}", [5 + index] * 9, "", max_tokens=8)
+    for index in range(4):
+        running.result(f"{index}")
+    assert num_calls() == before
+    assert running.engine.built.engine.runner.num_lora_steps == steps
+
+
+def test_seeded_sampling_is_the_same_in_any_company(start: Callable) -> None:
+    """Also when preempted: the counter is the position, not the step."""
+    drawn = {}
+    for case in ("plain", "preemption"):
+        running = start(**CASES[case])
+        names = list(running.digests)
+        for index, (adapter, prompt) in enumerate(requests(names)):
+            running.submit(
+                f"{index}", prompt, adapter, max_tokens=16, temperature=0.9, top_p=0.95, seed=index
+            )
+            if case == "plain":
+                running.result(f"{index}")
+        drawn[case] = [running.result(f"{index}")[0] for index in range(len(names) + 3)]
+    assert drawn["plain"] == drawn["preemption"]

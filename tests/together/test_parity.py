@@ -1,0 +1,85 @@
+"""Our engine against transformers + peft: the same logits, the same greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inference_svc.core import Sequence
+from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.settle import SampledToken
+
+KINDS = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+class RecordingSampler(Sampler):
+    """Keeps each sequence's logits, in order of position."""
+
+    def __init__(self, eos_token_ids: Any) -> None:
+        super().__init__(eos_token_ids)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+        for row, sequence in enumerate(sequences):
+            self.logits.setdefault(sequence.request.request_id, []).append(logits[row].clone())
+        return super().sample(logits, sequences)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [(7, 33, 1, 18, 50, 5, 26, 12)[i % 8] for i in range(count)]
+    return [torch.randint(3, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def relative_rms(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got - expected).square().mean() / expected.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_batch_has_the_oracles_logits(
+    kind: str, dtype: str, start: Callable, zoos: Callable
+) -> None:
+    """Base and seven adapters of ranks 1 to 64 together, prefilled and decoded; every position's
+    logits against the oracle's, given the same tokens."""
+    running = start(kind, dtype=dtype)
+    recorder = RecordingSampler(running.engine.geometry.eos_token_ids)
+    running.engine.built.engine.runner._sampler = recorder
+    adapters = ["", *running.digests]
+    asked = prompts(len(adapters))
+    for name, prompt in zip(adapters, asked, strict=True):
+        running.submit(name or "base", prompt, name, max_tokens=64 if dtype == "float32" else 16)
+    for name, prompt in zip(adapters, asked, strict=True):
+        tokens, last = running.result(name or "base")
+        assert last.error is None
+        expected = zoos(kind).logits(name, prompt + tokens[:-1], getattr(torch, dtype))
+        got = torch.stack(recorder.logits[name or "base"])
+        error = relative_rms(got, expected[len(prompt) - 1 :])
+        assert error <= (1e-4 if dtype == "float32" else 2e-2), (name, error)
+    running.check_idle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_batch_has_the_oracles_greedy_tokens(
+    kind: str, start: Callable, zoos: Callable
+) -> None:
+    running = start(kind)
+    adapters = ["", *running.digests, ""]
+    asked = prompts(len(adapters), seed=1)
+    for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
+        running.submit(str(index), prompt, name)
+    for index, (name, prompt) in enumerate(zip(adapters, asked, strict=True)):
+        tokens, _last = running.result(str(index))
+        assert tokens == zoos(kind).greedy(name, prompt, 64), name or "base"
+
+
+def test_adapters_change_what_the_model_says(zoos: Callable) -> None:
+    """Without this, the parity above could hold for adapters that do nothing."""
+    zoo = zoos("llama")
+    prompt = prompts(2)[1]
+    base = zoo.logits("", prompt, torch.float32)
+    for name in zoo.adapter_dirs:
+        assert relative_rms(zoo.logits(name, prompt, torch.float32), base) > 0.02, name
