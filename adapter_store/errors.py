@@ -2,7 +2,7 @@
 
 StoreError
  ├─ InvalidArgument      the caller's argument, named by `field`
- ├─ InvalidAdapter       the adapter's own content, named by `subject` (a file, tensor or config key)
+ ├─ InvalidAdapter       the adapter's own content, named by `subject` (file, tensor or key)
  ├─ IncompatibleAdapter  valid, but not servable under a layout
  ├─ NotFound             no such adapter, version, digest or layout
  ├─ Conflict             the name points elsewhere than the caller required
@@ -10,6 +10,7 @@ StoreError
  ├─ LimitExceeded        a size or count limit of this store
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
+ ├─ Draining             this store is shutting down: ask again elsewhere, or later
  └─ CorruptData          bytes of our own that fail their hash
 """
 
@@ -67,6 +68,10 @@ class RevisionTooOld(StoreError):
 
 class SourceUnavailable(StoreError):
     reason = "SOURCE_UNAVAILABLE"
+
+
+class Draining(StoreError):
+    reason = "DRAINING"
 
 
 class CorruptData(StoreError):

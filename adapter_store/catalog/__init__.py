@@ -66,7 +66,7 @@ class Catalog:
         self._engine = schema.open_engine(path)
         self._writer = self._engine.execution_options(immediate=True)
         self._write_lock = threading.Lock()
-        self._listeners: list[Callable[[int], None]] = []
+        self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         schema.metadata.create_all(self._engine)
         with self._write() as conn:
             _check_schema_version(conn)
@@ -75,8 +75,8 @@ class Catalog:
     def close(self) -> None:
         self._engine.dispose()
 
-    def on_change(self, listener: Callable[[int], None]) -> None:
-        """Calls `listener` with the new revision after each commit that has events."""
+    def on_change(self, listener: Callable[[list[AdapterEvent]], None]) -> None:
+        """Calls `listener` with the events of each commit, in commit order, from its thread."""
         self._listeners.append(listener)
 
     # Names
@@ -93,12 +93,17 @@ class Catalog:
             made.append(names.remove(conn, name, version, self._clock()))
             return made[-1].revision
 
-    def set_pinned(self, ref: AdapterRef, pinned: bool) -> tuple[AdapterRecord, int]:
+    def set_pinned(
+        self, ref: AdapterRef, pinned: bool, max_pinned_bytes: int
+    ) -> tuple[AdapterRecord, int]:
+        """Pins or unpins a version. Raises NotFound, LimitExceeded."""
         with self._change() as (conn, made):
             record = records.find(conn, ref)
             event = names.set_pinned(conn, record, pinned, self._clock())
             if event is not None:
                 made.append(event)
+            if pinned:
+                verdicts.check_pinned_bytes(conn, max_pinned_bytes)
             found = AdapterRef(record.name, record.version)
             return records.find(conn, found), events.revision(conn)
 
@@ -121,10 +126,10 @@ class Catalog:
         token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
         return found[:limit], token, revision
 
-    def pinned_digests(self) -> set[str]:
-        query = select(schema.versions.c.digest).where(schema.versions.c.pinned.is_(True))
+    def pinned_keys(self) -> list[ImageKey]:
+        """Every image of every pinned version."""
         with self._read() as conn:
-            return set(conn.scalars(query))
+            return verdicts.pinned_keys(conn)
 
     # History
 
@@ -150,10 +155,6 @@ class Catalog:
     def layout_ids(self) -> list[str]:
         with self._read() as conn:
             return list(conn.scalars(select(schema.layouts.c.layout_id)))
-
-    def layouts_of(self, base_model: str) -> list[str]:
-        with self._read() as conn:
-            return verdicts.layouts_of(conn, base_model)
 
     def verdict(self, key: ImageKey) -> LayoutVerdict:
         with self._read() as conn:
@@ -241,7 +242,7 @@ class Catalog:
                 self._trim_history(conn, made)
             if made:
                 for listener in self._listeners:
-                    listener(made[-1].revision)
+                    listener(made)
 
     def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
         if any(event.revision % _TRIM_EVERY == 0 for event in made):

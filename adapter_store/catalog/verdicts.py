@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, delete, insert, or_, select
+from sqlalchemy import Connection, Select, and_, delete, func, insert, or_, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from adapter_store.catalog.records import to_micros
@@ -20,6 +20,7 @@ from adapter_store.catalog.schema import (
     versions,
 )
 from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.errors import LimitExceeded
 
 ImageKey = tuple[str, str]
 """(digest, layout_id)"""
@@ -53,12 +54,6 @@ def add_layout(
 def layout_body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
     body = conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
     return None if body is None else json.loads(body)
-
-
-def layouts_of(conn: Connection, base_model: str) -> list[str]:
-    """Every layout that serves this base model."""
-    query = select(layout_bases.c.layout_id).where(layout_bases.c.base_model == base_model)
-    return list(conn.scalars(query.order_by(layout_bases.c.layout_id)))
 
 
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
@@ -107,6 +102,30 @@ def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -
         .limit(limit)
     )
     return list(conn.scalars(query))
+
+
+def pinned_keys(conn: Connection) -> list[ImageKey]:
+    """Every image of every pinned version."""
+    query = (
+        select(versions.c.digest, layout_bases.c.layout_id)
+        .distinct()
+        .join(layout_bases, layout_bases.c.base_model == versions.c.base_model)
+        .where(versions.c.pinned.is_(True))
+    )
+    return [(row.digest, row.layout_id) for row in conn.execute(query)]
+
+
+def check_pinned_bytes(conn: Connection, max_bytes: int) -> None:
+    """Raises LimitExceeded if the pinned images that have been compiled are more than this."""
+    pinned = select(versions.c.digest).where(versions.c.pinned.is_(True))
+    query = select(func.sum(images.c.image_bytes)).where(images.c.digest.in_(pinned))
+    num_bytes = conn.scalar(query) or 0
+    if num_bytes > max_bytes:
+        raise LimitExceeded(
+            f"ref: the pinned images would take {num_bytes} of {max_bytes} bytes of memory",
+            subject="ref",
+            reason="PINNED_BYTES",
+        )
 
 
 def has_record(conn: Connection, digest: str, deleted_after: datetime, layout_id: str = "") -> bool:

@@ -1,0 +1,74 @@
+"""Compiling ahead: images are made before anybody pulls them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Executor
+
+from adapter_store.catalog import Catalog, ImageKey
+from adapter_store.images import Images
+
+logger = logging.getLogger(__name__)
+
+PAGE_DIGESTS = 500
+
+
+class Ahead:
+    """Lives on the event loop. Everything wanted is made in turn, `num_workers` at a time."""
+
+    def __init__(
+        self, catalog: Catalog, images: Images, executor: Executor, num_workers: int
+    ) -> None:
+        self._catalog = catalog
+        self._images = images
+        self._executor = executor
+        # Scans wait when the workers are busy, so what is queued stays small.
+        self._keys: asyncio.Queue[ImageKey] = asyncio.Queue()
+        self._scans: asyncio.Queue[str] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._make()) for _ in range(num_workers)]
+        self._tasks.append(asyncio.create_task(self._scan()))
+
+    def want(self, keys: Iterable[ImageKey]) -> None:
+        for key in keys:
+            self._keys.put_nowait(key)
+
+    def want_layout(self, layout_id: str) -> None:
+        """Everything that names point to now and that this layout's base model serves."""
+        self._scans.put_nowait(layout_id)
+
+    async def idle(self) -> None:
+        """Returns when all that was wanted so far is made, or has failed."""
+        await self._scans.join()
+        await self._keys.join()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _make(self) -> None:
+        while True:
+            key = await self._keys.get()
+            try:
+                await self._images.prepare(key)
+            finally:
+                self._keys.task_done()
+
+    async def _scan(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            layout_id = await self._scans.get()
+            try:
+                digest = ""
+                while digests := await loop.run_in_executor(
+                    self._executor, self._catalog.unsettled, layout_id, digest, PAGE_DIGESTS
+                ):
+                    self.want((digest, layout_id) for digest in digests)
+                    digest = digests[-1]
+                    await self._keys.join()
+            except Exception:
+                logger.exception("looking for images to compile ahead failed")
+            finally:
+                self._scans.task_done()

@@ -1,0 +1,225 @@
+"""Between the contract's messages and the store's own words. Pure functions, nothing decided."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from adapter_store.core import (
+    AdapterEvent,
+    AdapterRecord,
+    DataType,
+    EventKind,
+    ImageState,
+    Layout,
+    LayoutVerdict,
+    Segment,
+    SegmentKind,
+    Target,
+    TargetKind,
+)
+from adapter_store.errors import InvalidArgument
+from adapter_store.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
+from adapter_store.refs import parse_name, parse_sha256
+from adapter_store.registration import Registration
+from adapter_store.sources.upload import FileChunk
+from adapter_store.tiers import TierCounts
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+_STATES = {
+    ImageState.PENDING: pb.IMAGE_STATE_PENDING,
+    ImageState.COMPILING: pb.IMAGE_STATE_COMPILING,
+    ImageState.READY: pb.IMAGE_STATE_READY,
+    ImageState.INCOMPATIBLE: pb.IMAGE_STATE_INCOMPATIBLE,
+}
+_EVENT_KINDS = {
+    EventKind.REGISTERED: pb.EVENT_KIND_REGISTERED,
+    EventKind.UPDATED: pb.EVENT_KIND_UPDATED,
+    EventKind.DELETED: pb.EVENT_KIND_DELETED,
+    EventKind.PINNED: pb.EVENT_KIND_PINNED,
+    EventKind.UNPINNED: pb.EVENT_KIND_UNPINNED,
+    EventKind.BOOKMARK: pb.EVENT_KIND_BOOKMARK,
+}
+_SEGMENT_KINDS = {
+    SegmentKind.A: pb.SEGMENT_KIND_A,
+    SegmentKind.B: pb.SEGMENT_KIND_B,
+    SegmentKind.MAGNITUDE: pb.SEGMENT_KIND_MAGNITUDE,
+    SegmentKind.BIAS: pb.SEGMENT_KIND_BIAS,
+}
+_DATA_TYPES = {
+    pb.DATA_TYPE_FLOAT32: DataType.FLOAT32,
+    pb.DATA_TYPE_FLOAT16: DataType.FLOAT16,
+    pb.DATA_TYPE_BFLOAT16: DataType.BFLOAT16,
+}
+_TARGET_KINDS = {
+    pb.TARGET_KIND_LINEAR: TargetKind.LINEAR,
+    pb.TARGET_KIND_EMBEDDING: TargetKind.EMBEDDING,
+}
+
+
+def from_registration(message: pb.RegisterAdapterRequest | pb.UploadMeta) -> Registration:
+    """Raises InvalidArgument naming the field."""
+    return Registration(
+        name=parse_name(message.name),
+        base_model=message.base_model,
+        expected_digest=_optional_digest(message.expected_digest, "expected_digest"),
+        if_current_digest=_optional_digest(message.if_current_digest, "if_current_digest"),
+        pinned=message.pinned,
+        labels=dict(message.labels),
+    )
+
+
+async def from_upload(
+    requests: AsyncIterator[pb.UploadAdapterRequest],
+) -> tuple[Registration, AsyncIterator[FileChunk]]:
+    """The meta that opens an upload, and its chunks as they arrive. Raises InvalidArgument."""
+    async for request in requests:
+        if request.WhichOneof("part") != "meta":
+            break
+        return from_registration(request.meta), _from_chunks(requests)
+    raise InvalidArgument("part: an upload starts with its meta", subject="part")
+
+
+async def _from_chunks(
+    requests: AsyncIterator[pb.UploadAdapterRequest],
+) -> AsyncIterator[FileChunk]:
+    async for request in requests:
+        if request.WhichOneof("part") != "chunk":
+            raise InvalidArgument("part: after the meta only chunks may follow", subject="part")
+        chunk = request.chunk
+        yield FileChunk(chunk.file_name, chunk.offset, chunk.data)
+
+
+def from_layout(message: pb.ModelLayout) -> Layout:
+    """The layout, its image format still open (0). Raises InvalidArgument naming the field."""
+    dtype = _DATA_TYPES.get(message.dtype)
+    if dtype is None:
+        raise InvalidArgument(f"layout.dtype: {message.dtype} is not known", subject="layout.dtype")
+    return Layout(
+        base_model=message.base_model,
+        aliases=tuple(message.aliases),
+        config_sha256=message.config_sha256,
+        dtype=dtype,
+        image_format=0,
+        targets=tuple(_from_target(i, target) for i, target in enumerate(message.targets)),
+    )
+
+
+def _from_target(index: int, message: pb.Target) -> Target:
+    kind = _TARGET_KINDS.get(message.kind)
+    if kind is None:
+        field = f"layout.targets[{index}].kind"
+        raise InvalidArgument(f"{field}: {message.kind} is not known", subject=field)
+    return Target(
+        name=message.name,
+        layer=message.layer if message.HasField("layer") else None,
+        group=message.group,
+        kind=kind,
+        in_features=message.in_features,
+        out_features=message.out_features,
+        experts=message.experts or 1,
+        in_slice=_from_slice(message.in_slice) if message.HasField("in_slice") else None,
+        out_slice=_from_slice(message.out_slice) if message.HasField("out_slice") else None,
+    )
+
+
+def _from_slice(message: pb.Slice) -> tuple[int, int]:
+    return message.start, message.end
+
+
+def _optional_digest(text: str, field: str) -> str:
+    return parse_sha256(text, field) if text else ""
+
+
+def to_adapter(record: AdapterRecord) -> pb.Adapter:
+    return pb.Adapter(
+        name=str(record.name),
+        version=record.version,
+        digest=record.digest,
+        source_uri=record.source_uri,
+        base_model=record.base_model,
+        rank=record.rank,
+        targets=record.targets,
+        source_bytes=record.source_bytes,
+        labels=record.labels,
+        create_time=_to_timestamp(record.create_time),
+        update_time=_to_timestamp(record.update_time),
+        pinned=record.pinned,
+        layout_states=[_to_layout_state(verdict) for verdict in record.verdicts],
+    )
+
+
+def _to_layout_state(verdict: LayoutVerdict) -> pb.LayoutState:
+    return pb.LayoutState(
+        layout_id=verdict.layout_id,
+        state=_STATES[verdict.state],
+        reason=verdict.reason,
+        image_bytes=verdict.image_bytes,
+    )
+
+
+def to_event(event: AdapterEvent) -> pb.WatchAdaptersResponse:
+    return pb.WatchAdaptersResponse(
+        event=pb.AdapterEvent(
+            revision=event.revision,
+            kind=_EVENT_KINDS[event.kind],
+            name=event.name,
+            version=event.version,
+            digest=event.digest,
+            time=_to_timestamp(event.time),
+        )
+    )
+
+
+def to_pull_response(message: PullMessage) -> pb.PullAdapterResponse:
+    match message:
+        case ImageChunk(offset, data):
+            return pb.PullAdapterResponse(chunk=pb.ImageChunk(offset=offset, data=data))
+        case LayerEnd(part, end_offset, sha256):
+            end = pb.LayerEnd(part=part, end_offset=end_offset, sha256=sha256)
+            return pb.PullAdapterResponse(layer_end=end)
+        case ImageTrailer(sha256):
+            return pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=sha256))
+        case ImageHeader():
+            return pb.PullAdapterResponse(header=_to_header(message))
+
+
+def _to_header(header: ImageHeader) -> pb.ImageHeader:
+    return pb.ImageHeader(
+        image_id=header.image_id,
+        digest=header.digest,
+        layout_id=header.layout_id,
+        image_format=header.image_format,
+        total_bytes=header.total_bytes,
+        segments=[_to_segment(segment) for segment in header.segments],
+        offset=header.offset,
+    )
+
+
+def _to_segment(segment: Segment) -> pb.Segment:
+    return pb.Segment(
+        target=segment.target,
+        kind=_SEGMENT_KINDS[segment.kind],
+        rank=segment.rank,
+        offset=segment.offset,
+        length_bytes=segment.length_bytes,
+    )
+
+
+def to_tier_status(counts: TierCounts) -> pb.TierStatus:
+    return pb.TierStatus(
+        used_bytes=counts.used_bytes,
+        capacity_bytes=counts.capacity_bytes,
+        images=counts.images,
+        hits=counts.hits,
+        misses=counts.misses,
+        evictions=counts.evictions,
+    )
+
+
+def _to_timestamp(time: datetime) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromDatetime(time)
+    return timestamp

@@ -1,0 +1,198 @@
+"""Registering an adapter: fetch, check, keep as a blob, record. Blocking; durable in the end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adapter_store.blobs import Blobs
+from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.catalog.filters import check_labels
+from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.core import AdapterName, AdapterRecord, AdapterRef
+from adapter_store.errors import (
+    Conflict,
+    CorruptData,
+    InvalidAdapter,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PreconditionFailed,
+)
+from adapter_store.metrics import Metrics
+from adapter_store.sources import FetchLimits, Sources, Staging
+from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
+
+logger = logging.getLogger(__name__)
+
+MAX_BASE_MODEL_CHARS = 512
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a caller asks for, besides the files. Empty strings: not asked for."""
+
+    name: AdapterName
+    base_model: str = ""
+    expected_digest: str = ""
+    if_current_digest: str = ""
+    pinned: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Registrar:
+    """Thread-safe. `stopping` ends what is being fetched with Draining."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        blobs: Blobs,
+        sources: Sources,
+        metrics: Metrics,
+        fetch_limits: FetchLimits,
+        checkpoint_limits: CheckpointLimits,
+        stopping: threading.Event,
+    ) -> None:
+        self._catalog = catalog
+        self._blobs = blobs
+        self._sources = sources
+        self._metrics = metrics
+        self._fetch_limits = fetch_limits
+        self._checkpoint_limits = checkpoint_limits
+        self._stopping = stopping
+
+    def check(self, asked: Registration) -> None:
+        """What can be refused before anything is fetched. Raises InvalidArgument, Conflict."""
+        check_labels(asked.labels)
+        if len(asked.base_model) > MAX_BASE_MODEL_CHARS or not asked.base_model.isprintable():
+            raise InvalidArgument(
+                f"base_model: longer than {MAX_BASE_MODEL_CHARS} or not printable",
+                subject="base_model",
+            )
+        if asked.if_current_digest:
+            try:
+                current = self._catalog.get(AdapterRef(name=asked.name))[0].digest
+            except NotFound:
+                current = "nothing"
+            if current != asked.if_current_digest:
+                raise Conflict(
+                    f"if_current_digest: {asked.name} points to {current}",
+                    subject="if_current_digest",
+                )
+
+    def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
+        """Fetches and records. Gives the record and the revision at which it is current.
+
+        Raises what Source.fetch and open_checkpoint raise, PreconditionFailed if the content is
+        not as expected, and Conflict.
+        """
+        staging = self._stage()
+        try:
+            with _disk_full_translated():
+                self._sources.fetch(source_uri, staging)
+            return self._record(asked, staging, source_uri)
+        finally:
+            self._unstage(staging)
+
+    def open_upload(self) -> Upload:
+        """A place for chunks; then call `finish_upload` or `abandon_upload`."""
+        return Upload(self._stage())
+
+    def write_upload(self, upload: Upload, chunk: FileChunk) -> None:
+        with _disk_full_translated():
+            upload.write(chunk)
+
+    def finish_upload(self, asked: Registration, upload: Upload) -> tuple[AdapterRecord, int]:
+        """Records what was uploaded, as `register`."""
+        try:
+            with _disk_full_translated():
+                upload.finish()
+            return self._record(asked, upload.staging, UPLOAD_URI)
+        finally:
+            self.abandon_upload(upload)
+
+    def abandon_upload(self, upload: Upload) -> None:
+        upload.abandon()
+        self._unstage(upload.staging)
+
+    def _stage(self) -> Staging:
+        return Staging(self._blobs.stage(), self._fetch_limits, self._stopping)
+
+    def _unstage(self, staging: Staging) -> None:
+        self._metrics.fetched_bytes.inc(staging.total_bytes)
+        shutil.rmtree(staging.folder, ignore_errors=True)
+
+    def _record(
+        self, asked: Registration, staging: Staging, source_uri: str
+    ) -> tuple[AdapterRecord, int]:
+        checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
+        new = _new_version(asked, checkpoint, source_uri)
+        with self._blobs.guard(new.digest), _disk_full_translated():
+            self._keep(staging.folder, new.digest)
+            record, revision = self._catalog.register(new, asked.if_current_digest)
+        logger.info(
+            "adapter registered",
+            extra={
+                "adapter": f"{record.name}@{record.version}",
+                "digest": record.digest,
+                "revision": revision,
+                "source_uri": source_uri,
+            },
+        )
+        return record, revision
+
+    def _keep(self, folder: Path, digest: str) -> None:
+        """Makes the folder the blob. One kept before stays, unless it has been damaged since."""
+        kept = self._blobs.path(digest)
+        if kept.is_dir() and not self._is_intact(kept, digest):
+            logger.warning("replacing a damaged blob", extra={"digest": digest})
+            self._blobs.set_aside(digest)
+        self._blobs.keep(folder, digest)
+
+    def _is_intact(self, kept: Path, digest: str) -> bool:
+        try:
+            return open_checkpoint(kept, self._checkpoint_limits).digest == digest
+        except (InvalidAdapter, CorruptData):
+            return False
+
+
+def _new_version(asked: Registration, checkpoint: Checkpoint, source_uri: str) -> NewVersion:
+    base_model = asked.base_model or checkpoint.base_model
+    if not base_model:
+        raise InvalidArgument(
+            "base_model: name it, adapter_config.json does not", subject="base_model"
+        )
+    if asked.expected_digest and checkpoint.digest != asked.expected_digest:
+        raise PreconditionFailed(
+            f"expected_digest: the content has digest {checkpoint.digest}",
+            subject="expected_digest",
+            reason="DIGEST_MISMATCH",
+        )
+    return NewVersion(
+        name=asked.name,
+        digest=checkpoint.digest,
+        base_model=base_model,
+        source_uri=source_uri,
+        rank=checkpoint.rank,
+        targets=checkpoint.module_names,
+        source_bytes=checkpoint.source_bytes,
+        pinned=asked.pinned,
+        labels=asked.labels,
+    )
+
+
+@contextmanager
+def _disk_full_translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _DISK_FULL:
+            raise LimitExceeded("this store's disk is full", reason="DISK_FULL") from exc
+        raise

@@ -1,0 +1,153 @@
+"""file:// sources: folders under allow-listed roots, read as if somebody wanted to lead us out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from adapter_store.errors import (
+    InvalidArgument,
+    NotFound,
+    PreconditionFailed,
+    SourceUnavailable,
+)
+from adapter_store.sources.staging import READ_BYTES, Staging, choose_files
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Fingerprint(NamedTuple):
+    """Tells a file that was written to or replaced from one that was not."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Fingerprint:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class LocalSource:
+    """Reads folders that lie, with all links resolved, under one of `roots`."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = tuple(root.resolve() for root in roots)
+
+    def fetch(self, uri: str, staging: Staging) -> None:
+        path = path_of(uri)
+        with _translated(uri):
+            folder = self._resolve(path, uri)
+            with self._open(folder, uri, _FOLDER_FLAGS) as fd:
+                names = choose_files(os.listdir(fd), uri)
+            seen = {name: self._copy(folder / name, uri, staging) for name in names}
+            for name, fingerprint in seen.items():
+                now = os.stat(folder / name)
+                if Fingerprint.of(now) != fingerprint:
+                    raise _changed(uri, name)
+
+    def _copy(self, path: Path, uri: str, staging: Staging) -> Fingerprint:
+        resolved = self._resolve(path, uri)
+        with self._open(resolved, uri, _FILE_FLAGS) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidArgument(
+                    f"source_uri: {uri}: {path.name} is not a regular file", subject=path.name
+                )
+            fingerprint = Fingerprint.of(status)
+            with staging.create(path.name, fingerprint.size_bytes) as file:
+                while data := os.read(fd, READ_BYTES):
+                    file.write(data)
+                if (
+                    Fingerprint.of(os.fstat(fd)) != fingerprint
+                    or file.size_bytes != fingerprint.size_bytes
+                ):
+                    raise _changed(uri, path.name)
+        return fingerprint
+
+    def _resolve(self, path: Path, uri: str) -> Path:
+        """The real place of `path`. Raises InvalidArgument unless a root holds it."""
+        try:
+            resolved = path.resolve()
+        except RuntimeError:  # a loop of links
+            resolved = None
+        if resolved is None or self._root_of(resolved) is None:
+            raise InvalidArgument(
+                f"source_uri: {uri}: {path.name} does not lie in one of the folders that this "
+                "store may read (source_roots)",
+                subject="source_uri",
+                reason="SOURCE_NOT_ALLOWED",
+            )
+        return resolved
+
+    def _root_of(self, resolved: Path) -> Path | None:
+        return next((root for root in self._roots if resolved.is_relative_to(root)), None)
+
+    @contextmanager
+    def _open(self, resolved: Path, uri: str, flags: int) -> Iterator[int]:
+        """Opens a resolved path component by component, following no link: one that was put in
+        after the path was resolved cannot lead out of the root."""
+        root = self._root_of(resolved)
+        assert root is not None
+        parts = resolved.relative_to(root).parts
+        fd = os.open(root, _FOLDER_FLAGS)
+        try:
+            for index, part in enumerate(parts):
+                last = index == len(parts) - 1
+                inner = os.open(part, flags if last else _FOLDER_FLAGS, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def path_of(uri: str) -> Path:
+    """The absolute path of a file:// URI. Raises InvalidArgument."""
+    parts = urlsplit(uri)
+    path = unquote(parts.path)
+    if (
+        parts.scheme != "file"
+        or parts.netloc not in ("", "localhost")
+        or parts.query
+        or parts.fragment
+        or not path.startswith("/")
+        or "\0" in path
+    ):
+        raise InvalidArgument(
+            f"source_uri: {uri} is not of the form file:///absolute/path", subject="source_uri"
+        )
+    return Path(path)
+
+
+def _changed(uri: str, name: str) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"source_uri: {uri}: {name} changed while it was read",
+        subject=name,
+        reason="SOURCE_CHANGED",
+    )
+
+
+@contextmanager
+def _translated(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise NotFound(
+            f"source_uri: {uri} does not exist", subject="source_uri", reason="SOURCE_NOT_FOUND"
+        ) from exc
+    except NotADirectoryError as exc:
+        raise InvalidArgument(f"source_uri: {uri} is not a folder", subject="source_uri") from exc
+    except PermissionError as exc:
+        raise PreconditionFailed(
+            f"source_uri: this store may not read {uri}",
+            subject="source_uri",
+            reason="SOURCE_ACCESS_DENIED",
+        ) from exc

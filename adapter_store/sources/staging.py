@@ -1,0 +1,146 @@
+"""Where an adapter's files arrive: capped while they are written, durable when they are closed."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from adapter_store.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, is_adapter_file
+from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, LimitExceeded
+
+READ_BYTES = 4 << 20
+"""Sources are read in steps of this size."""
+
+MAX_FILES = 256
+
+_PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    max_adapter_bytes: int
+    max_file_bytes: int
+
+
+class StagedFile:
+    """A file being written. Leaving the context makes it durable, unless an error is passing."""
+
+    def __init__(self, staging: Staging, path: Path) -> None:
+        self._staging = staging
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self.name = path.name
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Raises LimitExceeded before the first byte over a limit is written."""
+        self._staging.count(self.name, self.size_bytes, len(data))
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        self.size_bytes += len(data)
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+class Staging:
+    """A folder for one adapter on its way in. Not thread-safe; its maker removes the folder.
+
+    Once `stopping` is set, writing ends with Draining.
+    """
+
+    def __init__(
+        self, folder: Path, limits: FetchLimits, stopping: threading.Event | None = None
+    ) -> None:
+        self.folder = folder
+        self._stopping = stopping or threading.Event()
+        self.total_bytes = 0
+        self._limits = limits
+
+    def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
+        """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
+        self._check(name, expected_bytes, self.total_bytes + expected_bytes)
+        return StagedFile(self, self.folder / check_file_name(name, name))
+
+    def count(self, name: str, size_bytes: int, new_bytes: int) -> None:
+        """Accounts for `new_bytes` more of a file that has `size_bytes`; kept or not."""
+        if self._stopping.is_set():
+            raise Draining("this store is shutting down")
+        self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
+        self.total_bytes += new_bytes
+
+    def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
+        if file_bytes > self._limits.max_file_bytes:
+            raise LimitExceeded(
+                f"{name}: {file_bytes} bytes or more are over this store's limit of "
+                f"{self._limits.max_file_bytes} bytes for one file",
+                subject=name,
+            )
+        if total_bytes > self._limits.max_adapter_bytes:
+            raise LimitExceeded(
+                f"{name}: with it the adapter has {total_bytes} bytes or more, over this store's "
+                f"limit of {self._limits.max_adapter_bytes}",
+                subject=name,
+            )
+
+
+def check_file_name(name: str, subject: str) -> str:
+    """A plain name that cannot lead out of a folder. Raises InvalidArgument."""
+    if not _PLAIN_NAME.fullmatch(name):
+        raise InvalidArgument(f"{name[:160]!r} is not a plain file name", subject=subject)
+    return name
+
+
+def choose_files(names: Iterable[str], where: str) -> list[str]:
+    """Which of a folder's files make up the adapter; `where` names the folder in errors.
+
+    Raises InvalidAdapter if there is no config, or no safetensors weights.
+    """
+    available = set(names)
+    chosen = sorted(name for name in available if is_adapter_file(name))
+    if CONFIG_FILE not in chosen:
+        raise InvalidAdapter(
+            f"{where}: {CONFIG_FILE} is missing", subject=CONFIG_FILE, reason="FILE_MISSING"
+        )
+    if len(chosen) == 1:
+        pickle = min((name for name in available if _PICKLE.fullmatch(name)), default=None)
+        if pickle is not None:
+            raise InvalidAdapter(
+                f"{where}: {pickle} is a pickle, which can run code when it is read; "
+                f"save the adapter as {WEIGHTS_FILE}",
+                subject=pickle,
+                reason="FILE_NOT_SAFETENSORS",
+            )
+        raise InvalidAdapter(
+            f"{where}: {WEIGHTS_FILE} is missing", subject=WEIGHTS_FILE, reason="FILE_MISSING"
+        )
+    if len(chosen) > MAX_FILES:
+        raise LimitExceeded(
+            f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
+        )
+    return chosen

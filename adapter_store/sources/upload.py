@@ -1,0 +1,88 @@
+"""Uploads: an adapter whose files the caller sends."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from adapter_store.checkpoint_files import is_adapter_file
+from adapter_store.errors import InvalidArgument, LimitExceeded
+from adapter_store.sources.staging import (
+    MAX_FILES,
+    StagedFile,
+    Staging,
+    check_file_name,
+    choose_files,
+)
+
+UPLOAD_URI = "upload://"
+"""What is recorded as the source of an upload."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileChunk:
+    """Bytes of one file from `offset`. The chunks of a file come in order."""
+
+    file_name: str
+    offset: int
+    data: bytes = field(repr=False)
+
+
+class Upload:
+    """Writes chunks into a staging folder. Blocks; thread-safe, one chunk at a time.
+
+    Ends with `finish` or `abandon`; the folder stays for whoever made it.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._files: dict[str, StagedFile] = {}
+        self._is_open = True
+
+    def write(self, chunk: FileChunk) -> None:
+        """Raises InvalidArgument (bad name, offset out of order) and LimitExceeded."""
+        with self._lock:
+            if self._is_open:
+                self._write(chunk)
+
+    def finish(self) -> None:
+        """Makes the files durable. Raises InvalidAdapter if they do not make up an adapter."""
+        with self._lock:
+            choose_files(self._sizes, "upload")
+            for file in self._files.values():
+                file.close()
+            self._is_open = False
+
+    def abandon(self) -> None:
+        """Closes what is open; later writes do nothing."""
+        with self._lock:
+            self._is_open = False
+            for file in self._files.values():
+                file.abandon()
+
+    def _write(self, chunk: FileChunk) -> None:
+        name = check_file_name(chunk.file_name, "chunk.file_name")
+        if name not in self._sizes:
+            self._open(name)
+        if chunk.offset != self._sizes[name]:
+            raise InvalidArgument(
+                f"chunk.offset: {name} goes on at {self._sizes[name]}, not at {chunk.offset}",
+                subject="chunk.offset",
+            )
+        if name in self._files:
+            self._files[name].write(chunk.data)
+        else:
+            self.staging.count(name, chunk.offset, len(chunk.data))
+        self._sizes[name] += len(chunk.data)
+
+    def _open(self, name: str) -> None:
+        if len(self._sizes) == MAX_FILES:
+            raise LimitExceeded(
+                f"chunk.file_name: {name} is one file more than {MAX_FILES}",
+                subject="chunk.file_name",
+            )
+        if is_adapter_file(name):
+            self._files[name] = self.staging.create(name)
+        self._sizes[name] = 0

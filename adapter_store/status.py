@@ -1,0 +1,145 @@
+"""Errors as gRPC statuses: one table, one interceptor.
+
+Every answer that is not OK carries a google.rpc.Status with an ErrorInfo (a stable reason and the
+culprit), and for the caller's own mistakes a BadRequest naming the field, file or tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from adapter_store import errors
+from adapter_store.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "adapter_store.loadout"
+UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
+
+CODES: dict[type[errors.StoreError], int] = {
+    errors.InvalidArgument: code_pb2.INVALID_ARGUMENT,
+    errors.InvalidAdapter: code_pb2.INVALID_ARGUMENT,
+    errors.IncompatibleAdapter: code_pb2.FAILED_PRECONDITION,
+    errors.PreconditionFailed: code_pb2.FAILED_PRECONDITION,
+    errors.NotFound: code_pb2.NOT_FOUND,
+    errors.Conflict: code_pb2.ABORTED,
+    errors.LimitExceeded: code_pb2.RESOURCE_EXHAUSTED,
+    errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
+    errors.SourceUnavailable: code_pb2.UNAVAILABLE,
+    errors.Draining: code_pb2.UNAVAILABLE,
+    errors.CorruptData: code_pb2.DATA_LOSS,
+}
+
+
+def to_status(error: errors.StoreError) -> status_pb2.Status:
+    """The status of an error, with its details."""
+    code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+    details: list[Any] = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason,
+            domain=ERROR_DOMAIN,
+            metadata={"subject": error.subject} if error.subject else {},
+        )
+    ]
+    if code == code_pb2.INVALID_ARGUMENT:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.subject, description=error.message, reason=error.reason
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    return status_pb2.Status(code=code, message=error.message, details=[_pack(d) for d in details])
+
+
+def _pack(detail: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _unknown() -> status_pb2.Status:
+    return status_pb2.Status(code=code_pb2.INTERNAL, message=UNKNOWN_ERROR_TEXT)
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Answers every error of a handler with its status, and counts every call."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method.rpartition("/")[2]
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        behaviour = getattr(handler, kind)
+        wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
+        return getattr(grpc, f"{kind}_rpc_method_handler")(
+            wrap(method, behaviour),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _wrap_unary(self, method: str, behaviour: Callable[..., Awaitable[Any]]) -> Any:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with self._watched(method, context):
+                return await behaviour(request, context)
+
+        return answer
+
+    def _wrap_stream(self, method: str, behaviour: Callable[..., AsyncGenerator[Any]]) -> Any:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
+            async with self._watched(method, context), aclosing(behaviour(request, context)) as rs:
+                async for response in rs:
+                    yield response
+
+        return answer
+
+    @asynccontextmanager
+    async def _watched(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        start = time.monotonic()
+        code = "OK"
+        try:
+            yield
+        except grpc.aio.AbortError:
+            code = str(context.code())
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
+        except errors.StoreError as error:
+            status = to_status(error)
+            code = code_pb2.Code.Name(status.code)
+            logger.info(
+                "call refused",
+                extra={"method": method, "code": code, "reason": error.reason, "why": str(error)},
+            )
+            await _abort(context, status)
+        except Exception:
+            code = "INTERNAL"
+            logger.exception("call failed", extra={"method": method})
+            await _abort(context, _unknown())
+        finally:
+            self._metrics.requests.labels(method, code).inc()
+            self._metrics.request_seconds.labels(method).observe(time.monotonic() - start)
+
+
+async def _abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
+    rich = rpc_status.to_status(status)
+    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    raise AssertionError("abort returned")
