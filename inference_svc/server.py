@@ -10,7 +10,7 @@ import os
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from inference_svc.adapters.layout import ModelLayout
@@ -94,7 +94,7 @@ class InferenceServer:
             self._link = asyncio.create_task(link.run())
         servicer = InferenceServicer(facts, self._frontend, directory, self._prompts, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
-        health.health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         self._snapshots.follow(self._frontend, directory)
