@@ -22,6 +22,9 @@ from .plan import ITEM_NOTHING, ITEM_TOKEN
 NOTHING = tl.constexpr(ITEM_NOTHING)
 TOKEN = tl.constexpr(ITEM_TOKEN)
 
+# Their values change from layer to layer and from step to step: none is worth a compilation.
+VARYING = ("first_target", "num_tokens")
+
 
 @triton.jit
 def load_item(items):
@@ -102,7 +105,7 @@ def shrink_tile(
         i_r += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def shrink_kernel(
     y, x, arena, rows, items, first_target, num_tokens, x_stride,
     TARGET_STEPS: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,
@@ -211,7 +214,7 @@ def expand_tile(
     tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def expand_kernel(
     out, y, token_ids, arena, rows, items, first_target, num_tokens, out_stride,
     TARGET_STEPS: tl.constexpr, TABLE_TARGETS: tl.constexpr, GRANULE: tl.constexpr,

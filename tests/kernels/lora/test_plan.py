@@ -1,0 +1,125 @@
+"""LoraPlan.build: who computes what, from rows of slots and lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.lora import BASE_SLOT, LoraGroup, LoraPlan, LoraTable, TableEntry
+from kernels.lora.plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
+
+MAX_LORAS = 6
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Slot s has targets 0 .. s - 1, at rank s + 1; slot 0 has none."""
+    table = LoraTable.create(MAX_LORAS, MAX_LORAS, torch.zeros(4096), "cpu")
+    for slot in range(MAX_LORAS):
+        table.set_row(slot, [TableEntry(target, 0, 2, slot + 1, 8, 8) for target in range(slot)])
+    return table
+
+
+@st.composite
+def batches(draw):
+    """(slots, lengths) of a batch: rows of one slot are neighbours, in any order of slots."""
+    order = draw(st.permutations(range(BASE_SLOT, MAX_LORAS)))
+    lengths = st.lists(st.integers(1, 2 * TILE_TOKENS + 2) | st.just(1), max_size=5)
+    rows = [(slot, length) for slot in order for length in draw(lengths)]
+    return [slot for slot, _ in rows], [length for _, length in rows]
+
+
+def token_slots(slots, lengths):
+    return [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+
+
+@given(batch=batches())
+def test_segments_cover_exactly_the_adapter_tokens(table, batch):
+    plan = LoraPlan.build(*batch, table, "cpu")
+    expected = token_slots(*batch)
+    covered = [BASE_SLOT] * plan.num_tokens
+    end = 0
+    for segment in plan.segments:
+        assert end <= segment.start < segment.end
+        covered[segment.start : segment.end] = [segment.slot] * (segment.end - segment.start)
+        end = segment.end
+    assert covered == expected == plan.token_slots.tolist()
+    slots = [segment.slot for segment in plan.segments]
+    assert BASE_SLOT not in slots
+    assert len(slots) == len(set(slots)), "one segment per slot, as its rows are neighbours"
+
+
+@given(batch=batches())
+def test_items_cover_the_same_tokens(table, batch):
+    plan = LoraPlan.build(*batch, table, "cpu")
+    covered = [BASE_SLOT] * plan.num_tokens
+    for start, num_tokens, slot, kind in plan.items.tolist():
+        assert covered[start : start + num_tokens] == [BASE_SLOT] * num_tokens, "no overlap"
+        assert 1 <= num_tokens <= (TILE_TOKENS if kind == ITEM_TILE else 1)
+        covered[start : start + num_tokens] = [slot] * num_tokens
+    assert covered == token_slots(*batch)
+    assert plan.has_tiles == (ITEM_TILE in plan.items[:, 3].tolist())
+
+
+@given(batch=batches())
+def test_rows_of_one_token_are_items_of_their_own(table, batch):
+    plan = LoraPlan.build(*batch, table, "cpu")
+    single = {start for start, _, _, kind in plan.items.tolist() if kind == ITEM_TOKEN}
+    start = 0
+    expected = set()
+    for slot, length in zip(*batch, strict=True):
+        if length == 1 and slot != BASE_SLOT:
+            expected.add(start)
+        start += length
+    assert single == expected
+
+
+@given(batch=batches())
+def test_host_facts_are_those_of_the_slots_in_use(table, batch):
+    plan = LoraPlan.build(*batch, table, "cpu")
+    used = max((slot for slot in batch[0]), default=0)
+    assert plan.targets == frozenset(range(max(used, 0)))
+    assert plan.max_rank == (used + 1 if used > 0 else 0)
+    assert plan.has_adapters == (used > 0)
+    assert plan.has_group(LoraGroup((0, 5), 8, (0, 8), (8, 8))) == plan.has_adapters
+    assert plan.has_group(LoraGroup((4,), 8, (0,), (8,))) == (used > 4)
+
+
+@given(batch=batches(), spare=st.integers(0, 9))
+def test_a_captured_plan_holds_every_batch_of_its_size(table, batch, spare):
+    plan = LoraPlan.build(*batch, table, "cpu")
+    num_tokens = plan.num_tokens + spare
+    captured = LoraPlan.for_capture(num_tokens, table, "cpu", max_rows=len(batch[0]) + 1)
+    addresses = captured.items.data_ptr(), captured.token_slots.data_ptr()
+    captured.copy_from(LoraPlan.build([0], [num_tokens], table, "cpu"))
+    captured.copy_from(plan)
+    assert (captured.items.data_ptr(), captured.token_slots.data_ptr()) == addresses
+    assert torch.equal(captured.items[: len(plan.items)], plan.items)
+    assert (captured.items[len(plan.items) :] == ITEM_NOTHING).all()
+    assert captured.token_slots.tolist() == plan.token_slots.tolist() + [BASE_SLOT] * spare
+
+
+def test_padding_is_base(table):
+    plan = LoraPlan.build([3, 3, 5], [1, 1, 1], table, "cpu", num_tokens=8)
+    assert plan.num_tokens == 8
+    assert plan.token_slots.tolist() == [3, 3, 5] + [BASE_SLOT] * 5
+    assert plan.segments == ((0, 2, 3), (2, 3, 5))
+
+
+def test_a_decode_graph_refuses_longer_rows(table):
+    captured = LoraPlan.for_capture(8, table, "cpu")
+    assert captured.has_adapters, "capture records every launch"
+    captured.copy_from(LoraPlan.build([3, BASE_SLOT], [1, 7], table, "cpu"))
+    with pytest.raises(AssertionError, match="decode graph"):
+        captured.copy_from(LoraPlan.build([3], [2], table, "cpu"))
+
+
+def test_neighbouring_longer_rows_share_tiles(table):
+    plan = LoraPlan.build([1, 1, 1], [TILE_TOKENS - 1, 3, 1], table, "cpu")
+    assert plan.items.tolist() == [
+        [0, TILE_TOKENS, 1, ITEM_TILE],
+        [TILE_TOKENS, 2, 1, ITEM_TILE],
+        [TILE_TOKENS + 2, 1, 1, ITEM_TOKEN],
+    ]

@@ -1,0 +1,116 @@
+"""The Triton kernels, run by Triton's interpreter, against the definition.
+
+The interpreter takes milliseconds per program, so the sweep is thinner than the CPU's; it cannot
+multiply bfloat16 tiles, so bfloat16 is left to the GPU tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.lora import BASE_SLOT, reference
+from kernels.lora.plan import TILE_TOKENS, LoraPlan
+
+DTYPES = [torch.float32, torch.float16]
+MIXED_SLOTS = [BASE_SLOT, 0, 1, 1, 2, 3, 4, 5, BASE_SLOT]
+MIXED_LENGTHS = [5, 7, 1, TILE_TOKENS + 3, 1, 2, 1, 3, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("popularity", "num_rows", "mixed"),
+    [
+        ("distinct", 1, False),
+        ("distinct", 7, True),
+        ("distinct", 16, False),
+        ("uniform", 3, False),
+        ("uniform", 16, True),
+        ("zipf:1.5", 7, False),
+        ("zipf:1.5", 33, True),
+        ("identical", 2, False),
+        ("identical", 16, True),
+        ("skewed", 16, False),
+        ("skewed", 33, True),
+        ("empty", 7, True),
+    ],
+)
+def test_decode(
+    make_adapters, slots_of, interpreter, assert_close, ratio_of, popularity, num_rows, mixed, dtype
+):
+    adapters = make_adapters(dtype)
+    plan = adapters.plan(slots_of(popularity, num_rows, mixed))
+    x, out = adapters.inputs(plan)
+    got = interpreter.add_lora(adapters, out, x, plan)
+    assert_close("out", adapters.expected(out, x, plan), got, ratio_of(dtype))
+    base = plan.token_slots == BASE_SLOT
+    assert torch.equal(got[base], out[base]), "base rows stay bitwise"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("in_features", "out_features"),
+    [(64, (128,)), (1, (1,)), (70, (96, 33, 40)), (1100, (129, 5))],
+    ids=str,
+)
+def test_prefill_and_decode_in_one_plan(
+    make_adapters, interpreter, assert_close, ratio_of, in_features, out_features, dtype
+):
+    adapters = make_adapters(dtype, in_features, out_features)
+    plan = adapters.plan(MIXED_SLOTS, MIXED_LENGTHS)
+    x, out = adapters.inputs(plan)
+    got = interpreter.add_lora(adapters, out, x, plan)
+    assert_close("out", adapters.expected(out, x, plan), got, ratio_of(dtype))
+    base = plan.token_slots == BASE_SLOT
+    assert torch.equal(got[base], out[base]), "base rows stay bitwise"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(make_adapters, interpreter, assert_close, ratio_of, dtype):
+    adapters = make_adapters(dtype)
+    table = adapters.table
+    plan = adapters.plan(MIXED_SLOTS, MIXED_LENGTHS)
+    token_ids = torch.arange(plan.num_tokens) * 7 % adapters.vocab
+    out = torch.randn(plan.num_tokens, adapters.group.out_features[0]).to(dtype)
+    expected = out.clone()
+    reference.add_lora_embedding(expected, token_ids, table.arena, table, plan, 0)
+    got = interpreter.add_lora_embedding(adapters, out, token_ids, plan)
+    assert_close("out", expected, got, ratio_of(dtype))
+
+
+@pytest.mark.parametrize("length", [1, 3], ids=["token", "tile"])
+def test_a_row_is_the_same_bits_in_any_batch(make_adapters, interpreter, length):
+    adapters = make_adapters(torch.float32, 1100, (40,))
+    alone = adapters.plan([4], [length])
+    x, out = adapters.inputs(alone)
+    expected = interpreter.add_lora(adapters, out, x, alone)
+    assert not torch.equal(expected, out)
+    mix = adapters.plan([BASE_SLOT, 0, 4, 4, 4, 5], [1, 2, 1, length, 2, 1])
+    mixed_x, mixed_out = adapters.inputs(mix, seed=2)
+    mixed_x[4 : 4 + length], mixed_out[4 : 4 + length] = x, out
+    got = interpreter.add_lora(adapters, mixed_out, mixed_x, mix)
+    assert torch.equal(got[4 : 4 + length], expected)
+
+
+def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
+    """Chunks are added in one order, whether by one program or by many and then in expand."""
+    adapters = make_adapters(torch.float32, 1100, (40,))
+    plan = adapters.plan([0, 2, 4], [1, 3, 1])
+    x, out = adapters.inputs(plan)
+    split = interpreter.add_lora(adapters, out, x, plan)
+    whole = interpreter.add_lora(adapters, out, x, plan, MAX_SPLIT_TOKENS=0)
+    assert not torch.equal(split, out)
+    assert torch.equal(split, whole)
+
+
+@pytest.mark.parametrize("max_rows", [0, 4], ids=["decode", "any"])
+def test_a_captured_plan_equals_an_exact_one(make_adapters, interpreter, max_rows):
+    adapters = make_adapters(torch.float32)
+    plan = adapters.plan([1, 4, 5], [1, 1, 1] if max_rows == 0 else [1, 3, 1])
+    captured = LoraPlan.for_capture(plan.num_tokens + 3, adapters.table, "cpu", max_rows)
+    captured.copy_from(plan)
+    x, out = adapters.inputs(captured)
+    got = interpreter.add_lora(adapters, out, x, captured)
+    n = plan.num_tokens
+    assert torch.equal(got[:n], interpreter.add_lora(adapters, out[:n], x[:n], plan))
+    assert torch.equal(got[n:], out[n:])

@@ -1,0 +1,74 @@
+"""The kernels compile for sm_80 and sm_90 without a GPU, and load A and B 16 bytes at a time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from kernels.lora import triton_ops
+
+TOKENS, TILES = [1] * 8, [100, 1]
+THREADS = 4 * 32
+
+
+def vector_bytes(ptx: str) -> int:
+    """Bytes that one program's 16-byte loads of global memory bring, all threads together."""
+    direct = re.findall(r"ld\.global(?:\.\w+)*\.v4\.[bfu]32", ptx)
+    staged = re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx)
+    return 16 * THREADS * (len(direct) + len(staged))
+
+
+def num_element_loads(ptx: str) -> int:
+    """Loads of a single 16-bit element: what weights cost whose alignment is not proven."""
+    return len(re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", ptx))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
+def test_tokens_load_vectors(compiler, capability, dtype):
+    ptx = compiler.call("compile_ptx", capability, dtype, 4096, (4096, 1024, 1024), TOKENS)
+    b_block = triton_ops.BLOCK_R * triton_ops.BLOCK_N * dtype.itemsize
+    a_block = triton_ops.BLOCK_R * triton_ops.CHUNK * dtype.itemsize
+    assert vector_bytes(ptx["shrink"]) >= a_block
+    assert num_element_loads(ptx["shrink"]) == 0
+    assert vector_bytes(ptx["expand"]) >= b_block
+    assert num_element_loads(ptx["expand"]) == 1, "only the thread's element of out"
+    assert vector_bytes(ptx["embedding"]) >= b_block
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
+def test_tiles_load_vectors_and_use_tensor_cores(compiler, capability, dtype):
+    ptx = compiler.call("compile_ptx", capability, dtype, 4096, (4096, 1024, 1024), TILES)
+    b_block = triton_ops.TILE_BLOCK_R * triton_ops.BLOCK_N * dtype.itemsize
+    a_block = triton_ops.TILE_BLOCK_R * triton_ops.TILE_BLOCK_K * dtype.itemsize
+    assert "cp.async" in ptx["shrink"], "the loads of the inner loop overlap its products"
+    assert vector_bytes(ptx["shrink"]) >= a_block
+    assert num_element_loads(ptx["shrink"]) == 0
+    assert vector_bytes(ptx["expand"]) >= b_block
+    assert num_element_loads(ptx["expand"]) == 1, "only a token's element of out"
+    assert vector_bytes(ptx["embedding"]) >= b_block
+    for kernel in ptx.values():
+        assert re.search(r"wgmma\.mma_async|mma\.sync", kernel)
+
+
+def test_widths_that_no_vector_divides_load_elements(compiler):
+    """The check can fail: rows of odd length cannot all start on 16 bytes."""
+    ptx = compiler.call("compile_ptx", 80, torch.bfloat16, 4095, (1023,), TOKENS)
+    assert vector_bytes(ptx["shrink"]) == 0
+    assert num_element_loads(ptx["shrink"]) >= 16
+    assert num_element_loads(ptx["expand"]) >= 16
+
+
+def test_fp32_compiles_without_reduced_precision(compiler):
+    ptx = compiler.call("compile_ptx", 90, torch.float32, 1024, (1024,), TILES)
+    assert not any("tf32" in kernel for kernel in ptx.values())
+
+
+def test_layers_and_decode_steps_share_one_compilation(compiler):
+    steps = [[1], [1] * 3, [1] * 16]
+    args = (80, torch.bfloat16, 1024, (1024, 256, 256))
+    num = compiler.call("count_compilations", *args, first_targets=[1, 7, 16], steps=steps)
+    assert num == 2, "one shrink and one expand"

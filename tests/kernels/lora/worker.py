@@ -1,0 +1,157 @@
+"""Runs the Triton operations in a process of their own; requests and answers are pickles.
+
+Started by a fixture, with TRITON_INTERPRET set or not: Triton reads it once, when imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.lora import LoraGroup, LoraPlan, LoraTable, triton_kernels, triton_ops
+
+
+def add_lora(
+    out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
+    **settings: int,
+) -> torch.Tensor:  # fmt: skip
+    """The new `out`; `settings` override constants of `triton_ops` for this call."""
+    before = {name: getattr(triton_ops, name) for name in settings}
+    vars(triton_ops).update(settings)
+    try:
+        triton_ops.add_lora(out, x, table.arena, table, plan, group)
+    finally:
+        vars(triton_ops).update(before)
+    return out
+
+
+def add_lora_embedding(
+    out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
+) -> torch.Tensor:
+    triton_ops.add_lora_embedding(out, token_ids, table.arena, table, plan, target)
+    return out
+
+
+class NoDevice:
+    """Stands for a driver where there is no GPU: enough for a launch to be compiled."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+class CompileOnly:
+    """A kernel whose launches only compile, specialised exactly as the launch would be."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.compiled: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.compiled.append(self.kernel.run(*args, grid=grid, warmup=True, **kwargs))
+
+        return launch
+
+
+def compile_launches(
+    capability: int,
+    dtype: torch.dtype,
+    in_features: int,
+    out_features: tuple[int, ...],
+    row_lengths: list[int],
+    first_target: int = 1,
+) -> dict[str, Any]:
+    """What add_lora and add_lora_embedding launch for such a step on sm_`capability`, compiled."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(capability))
+    arena = torch.zeros(1024, dtype=dtype)
+    table = LoraTable.create(4, 224, arena, "cpu", max_rank=64)
+    plan = LoraPlan.build([0] * len(row_lengths), row_lengths, table, "cpu")
+    offsets = tuple(sum(out_features[:k]) for k in range(len(out_features)))
+    targets = tuple(range(first_target, first_target + len(offsets)))
+    group = LoraGroup(targets, in_features, offsets, out_features)
+    x = torch.zeros(plan.num_tokens, in_features, dtype=dtype)
+    out = torch.zeros(plan.num_tokens, group.out_end, dtype=dtype)
+    kernels = {name: getattr(triton_kernels, name) for name in ("shrink_kernel", "expand_kernel")}
+    shrink, expand = (CompileOnly(kernel) for kernel in kernels.values())
+    vars(triton_kernels).update(shrink_kernel=shrink, expand_kernel=expand)
+    try:
+        triton_ops.add_lora(out, x, arena, table, plan, group)
+        triton_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+    finally:
+        vars(triton_kernels).update(kernels)
+    compiled = {"shrink": shrink.compiled[0]}
+    compiled["expand"], compiled["embedding"] = expand.compiled
+    return compiled
+
+
+def compile_ptx(*args: Any) -> dict[str, str]:
+    return {name: kernel.asm["ptx"] for name, kernel in compile_launches(*args).items()}
+
+
+def count_compilations(*args: Any, first_targets: list[int], steps: list[list[int]]) -> int:
+    """Different shrink and expand kernels over layers and steps, given by their row lengths."""
+    launches = [
+        compile_launches(*args, row_lengths, first_target)
+        for first_target in first_targets
+        for row_lengths in steps
+    ]
+    return len({id(launch[name]) for launch in launches for name in ("shrink", "expand")})
+
+
+OPERATIONS = {
+    f.__name__: f for f in (add_lora, add_lora_embedding, compile_ptx, count_compilations)
+}
+
+
+def poison_memory() -> None:
+    """As in the tests' own process: see tests/kernels/conftest.py."""
+    path = Path(__file__).parents[1] / "conftest.py"
+    spec = importlib.util.spec_from_file_location("kernels_conftest", path)
+    assert spec is not None
+    assert spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    torch.empty = conftest.poisoned(torch.empty)
+
+
+def main() -> None:
+    # What libraries print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    poison_memory()
+    while True:
+        try:
+            operation, args, kwargs = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = (True, OPERATIONS[operation](*args, **kwargs))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
