@@ -9,8 +9,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("loadout", "adapter_store", "inference_svc", "kernels")
 TRANSPORT = {"server", "servicer", "convert", "status", "store_client"}
@@ -52,57 +50,53 @@ def starts(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-def module_params() -> list:
-    return [pytest.param(name, path, id=name) for name, path in sorted(modules().items())]
+def test_services_share_only_the_stubs() -> None:
+    for name, path in modules().items():
+        service = name.split(".")[0]
+        others = {"inference_svc": "adapter_store", "adapter_store": "inference_svc"}
+        for imported in imports(path):
+            if service in others:
+                assert not starts(imported, others[service]), f"{name} imports {imported}"
+                if starts(imported, "loadout"):
+                    assert re.match(r"loadout\.\w+\.v1", imported), f"{name} imports {imported}"
+            if service == "kernels":
+                assert not starts(imported, "loadout", *others), f"{name} imports {imported}"
+            if service == "loadout":
+                assert not starts(imported, *others), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize(("name", "path"), module_params())
-def test_services_share_only_the_stubs(name: str, path: Path) -> None:
-    service = name.split(".")[0]
-    others = {"inference_svc": "adapter_store", "adapter_store": "inference_svc"}
-    for imported in imports(path):
-        if service in others:
-            assert not starts(imported, others[service]), f"{name} imports {imported}"
-            if starts(imported, "loadout"):
-                assert re.match(r"loadout\.\w+\.v1", imported), f"{name} imports {imported}"
-        if service == "kernels":
-            assert not starts(imported, "loadout", *others), f"{name} imports {imported}"
-        if service == "loadout":
-            assert not starts(imported, *others), f"{name} imports {imported}"
+def test_words_import_nothing_of_ours() -> None:
+    for name, path in modules().items():
+        if re.fullmatch(r"(inference_svc|adapter_store)\.(core|errors|config)", name):
+            ours = [imported for imported in imports(path) if starts(imported, *PACKAGES)]
+            assert not ours, f"{name} imports {ours}"
 
 
-@pytest.mark.parametrize(("name", "path"), module_params())
-def test_words_import_nothing_of_ours(name: str, path: Path) -> None:
-    if re.fullmatch(r"(inference_svc|adapter_store)\.(core|errors|config)", name):
-        ours = [imported for imported in imports(path) if starts(imported, *PACKAGES)]
-        assert not ours, f"{name} imports {ours}"
+def test_grpc_stops_at_the_transport() -> None:
+    for name, path in modules().items():
+        if starts(name, "loadout") or name.split(".")[-1] in TRANSPORT:
+            continue
+        found = [imported for imported in imports(path) if GRPC.search(imported)]
+        assert not found, f"{name} imports {found}"
 
 
-@pytest.mark.parametrize(("name", "path"), module_params())
-def test_grpc_stops_at_the_transport(name: str, path: Path) -> None:
-    if starts(name, "loadout") or name.split(".")[-1] in TRANSPORT:
-        return
-    found = [imported for imported in imports(path) if GRPC.search(imported)]
-    assert not found, f"{name} imports {found}"
+def test_triton_lives_under_kernels_and_policy_has_no_tensors() -> None:
+    for name, path in modules().items():
+        for imported in imports(path):
+            if not starts(name, "kernels"):
+                assert not starts(imported, "triton"), f"{name} imports {imported}"
+            if name.split(".")[-1] in {"core", "config", "scheduler", "pages"}:
+                assert not starts(imported, "torch"), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize(("name", "path"), module_params())
-def test_triton_lives_under_kernels_and_policy_has_no_tensors(name: str, path: Path) -> None:
-    for imported in imports(path):
-        if not starts(name, "kernels"):
-            assert not starts(imported, "triton"), f"{name} imports {imported}"
-        if name.split(".")[-1] in {"core", "config", "scheduler", "pages"}:
-            assert not starts(imported, "torch"), f"{name} imports {imported}"
-
-
-@pytest.mark.parametrize(("name", "path"), module_params())
-def test_environment_and_arguments_are_read_in_config_and_main_only(name: str, path: Path) -> None:
-    if name.split(".")[-1] in {"config", "__main__"}:
-        return
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            used = f"{node.value.id}.{node.attr}"
-            assert used not in {"os.environ", "os.getenv", "sys.argv"}, f"{name} reads {used}"
+def test_environment_and_arguments_are_read_in_config_and_main_only() -> None:
+    for name, path in modules().items():
+        if name.split(".")[-1] in {"config", "__main__"}:
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used = f"{node.value.id}.{node.attr}"
+                assert used not in {"os.environ", "os.getenv", "sys.argv"}, f"{name} reads {used}"
 
 
 def test_core_of_inference_runs_without_grpc() -> None:

@@ -94,7 +94,7 @@ class ExtentAllocator:
         index = bisect.bisect_left(self._starts, start)
         after = self._starts[index] if index < len(self._starts) else self.capacity
         before = self._starts[index - 1] + self._sizes[index - 1] if index else 0
-        assert before <= start and start + size <= after, "freed twice"
+        assert before <= start <= start + size <= after, "freed twice"
         self._starts.insert(index, start)
         self._sizes.insert(index, size)
         if index + 1 < len(self._starts) and start + size == after:

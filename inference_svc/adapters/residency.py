@@ -68,6 +68,7 @@ class Residency:
     host: HostTier | None
     pulled_into: memoryview
     puller: Puller
+    max_rank: int
     ahead_of: Callable[[str], Collection[str]] = lambda digest: ()
     layout_id: str = ""
     counters: ResidencyCounters = field(default_factory=ResidencyCounters)
@@ -270,14 +271,21 @@ class Residency:
         if digest in self._pull_slots:
             self._pull_slots.remove(digest)
         load.opened = event.header
-        needed = event.header.total_bytes
-        if self._pull_slots.admits(needed) and self.device.admits(needed):
+        reason = self._inadmissible(event.header)
+        if reason is None:
             load.waits_for_room = True
-            return
-        self._failures.append(
-            (digest, AdapterUnusable(f"adapter {digest} has {needed} bytes, more than fit"))
-        )
-        event.job.cancel()
+        else:
+            self._failures.append((digest, AdapterUnusable(f"adapter {digest} has {reason}")))
+            event.job.cancel()
+
+    def _inadmissible(self, header: ImageHeader) -> str | None:
+        rank = max(segment.rank for segment in header.segments)
+        if rank > self.max_rank:
+            return f"rank {rank}, above max_lora_rank {self.max_rank}"
+        needed = header.total_bytes
+        if not (self._pull_slots.admits(needed) and self.device.admits(needed)):
+            return f"{needed} bytes, more than the memory for adapters can give"
+        return None
 
     def _give_room(self, digest: str, load: _Load, now_s: float) -> bool:
         if load.job is None:

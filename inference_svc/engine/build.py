@@ -60,7 +60,7 @@ def build_engine(
     puller = Puller(store, config.pull_workers, post, layout.check_header)
     pulled_into = arena.memory if host is None else host.memory
     slots = Slots(config.arena_bytes, config.max_loras, layout.image_bytes(config.max_lora_rank))
-    residency = Residency(slots, host, pulled_into, puller)
+    residency = Residency(slots, host, pulled_into, puller, config.max_lora_rank)
 
     pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
     limits = Limits(

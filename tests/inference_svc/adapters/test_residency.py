@@ -30,7 +30,7 @@ class Loop:
         slab = None if host is None else host.slab
         self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
         memory = self.arena.memory if host is None else host.memory
-        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller)
+        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller, 64)
         self.residency.set_layout(LAYOUT_ID, 0.0)
         self.failures: list[tuple[str, Exception]] = []
 

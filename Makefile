@@ -1,0 +1,49 @@
+# `make demo` runs the system; `make test` and `make check` are what CI runs. Each sets itself up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := loadout adapter_store inference_svc kernels tests bench setup.py
+PROTOS := $(shell find protos -name '*.proto')
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BUF_VERSION := 1.75.0
+
+.PHONY: demo up test check format lint-protos bench clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/loadout demo
+
+up: $(VENV)/.installed-demo
+	$(BIN)/loadout up
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev lint-protos
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+# The rules of ours always; buf's own where node is present and its package can be had.
+lint-protos: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/test_protos.py
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m bench.w1
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+
+# One stamp per extra; protos are inputs, because installing compiles them.
+$(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
+	$(PIP) install --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .tools .loadout *.egg-info
+	find . -name '*_pb2*' -not -path './$(VENV)/*' -delete

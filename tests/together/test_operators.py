@@ -1,0 +1,101 @@
+"""Load, unload, pin: what operators ask of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from inference_svc.core import Command, EngineStatus
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, AdapterUnusable, NoRoom
+
+
+def test_load_ahead_then_hit(start: Callable) -> None:
+    running = start()
+    loaded = running.call(Command.LOAD, "r16").result
+    assert (loaded.tier, loaded.rank, loaded.pinned) == ("device", 16, False)
+    assert loaded.num_bytes > 0
+    running.submit("r", [5], "r16", max_tokens=2)
+    running.result("r")
+    assert running.engine.built.residency.counters.device_hits == 1
+    (listed,) = running.call(Command.LIST_RESIDENT).result
+    assert listed.digest == running.digests["r16"]
+    assert listed.load_seconds > 0
+
+
+def test_unload_drains_then_frees_every_byte(start: Callable) -> None:
+    running = start()
+    before = running.call(Command.DESCRIBE).result.memory["arena"]
+    running.call(Command.LOAD, "r16")
+    running.submit("r", [5], "r16", max_tokens=100)
+    running.until(lambda: "r" in running.outputs)
+    freed = running.call(Command.UNLOAD, "r16").result
+    assert running.is_done("r"), "unload answers when the last user has ended"
+    assert len(running.result("r")[0]) == 100
+    assert freed > 0
+    assert running.call(Command.DESCRIBE).result.memory["arena"] == before
+    assert isinstance(running.call(Command.UNLOAD, "r16").error, AdapterNotFound)
+
+
+def test_requests_that_come_while_it_drains_load_it_again(start: Callable) -> None:
+    running = start()
+    running.submit("first", [5], "r16", max_tokens=100)
+    running.until(lambda: "first" in running.outputs)
+    reply = running.call(Command.UNLOAD, "r16")
+    assert reply.error is None
+    running.submit("second", [5], "r16", max_tokens=3)
+    assert len(running.result("second")[0]) == 3
+    assert running.engine.built.residency.counters.pulls_done == 2
+
+
+def test_a_pinned_adapter_stays(start: Callable) -> None:
+    running = start(max_loras=3, max_lora_rank=16)
+    assert running.call(Command.LOAD, "r3", pin=True).result.pinned
+    for name in ("r1", "r8", "r16", "embed", "r1", "r8"):
+        running.submit(name, [5], name, max_tokens=2)
+        assert running.result(name)[1].error is None
+        running.outputs.clear()
+    digests = {r.digest for r in running.call(Command.LIST_RESIDENT).result}
+    assert running.digests["r3"] in digests
+    assert isinstance(running.call(Command.UNLOAD, "r3").error, AdapterUnusable)
+    assert running.call(Command.UNPIN, "r3").result.pinned is False
+    assert running.call(Command.UNLOAD, "r3").result > 0
+
+
+def test_a_pin_that_would_block_others_is_refused(start: Callable) -> None:
+    """The arena holds one adapter of max_lora_rank and not two."""
+    running = start(max_lora_rank=64, arena_bytes=700 << 10)
+    reply = running.call(Command.LOAD, "r64", pin=True)
+    assert isinstance(reply.error, NoRoom)
+    assert isinstance(running.call(Command.PIN, "r1").error, AdapterNotFound)
+
+
+def test_a_rank_above_the_limit_is_refused(start: Callable) -> None:
+    running = start(max_lora_rank=16)
+    error = running.call(Command.LOAD, "r33").error
+    assert isinstance(error, AdapterUnusable)
+    assert "rank 33" in error.message
+    running.check_idle()
+
+
+def test_load_answers_errors(start: Callable) -> None:
+    running = start(adapter_wait_s=0.2)
+    assert isinstance(running.call(Command.LOAD, "sha256:none").error, AdapterNotFound)
+    running.store.is_down = True
+    began = time.monotonic()
+    assert isinstance(running.call(Command.LOAD, "r16").error, AdapterUnavailable)
+    assert time.monotonic() - began < 2
+    running.check_idle()
+
+
+def test_describe_says_where_the_memory_is(start: Callable) -> None:
+    running = start()
+    running.submit("r", [5] * 40, "r16", max_tokens=100)
+    running.until(lambda: "r" in running.outputs)
+    status: EngineStatus = running.call(Command.DESCRIBE).result
+    assert status.num_running == 1
+    assert status.running_digests == (running.digests["r16"],)
+    assert set(status.memory) == {"weights", "kv_pages", "arena", "host_tier"}
+    for used, capacity in status.memory.values():
+        assert 0 <= used <= capacity
+    assert status.memory["kv_pages"][0] > 0
+    assert status.counters["pulls"] == 1
