@@ -1,14 +1,41 @@
-"""Tiny tokenizers of the kinds that models bring, saved as Hugging Face directories."""
+"""Tiny tokenizers of the kinds that models bring, and an engine without a model."""
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.core import (
+    Call,
+    Cancel,
+    Command,
+    EngineStatus,
+    FinishReason,
+    LayoutAccepted,
+    Message,
+    Output,
+    Reply,
+    Request,
+    ResidentAdapter,
+    StepOutputs,
+    Stop,
+    Submit,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from inference_svc.errors import AdapterNotFound, EngineFailed, ShuttingDown
 from inference_svc.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -119,3 +146,149 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
         )
         for kind, build in KINDS.items()
     }
+
+
+EOS = 1
+"""The id of "</s>" in every tokenizer here."""
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """An engine whose model repeats the prompt: one token per request and turn, then EOS.
+
+    It speaks the real one's messages from a thread of its own. `hold` stops its turns (messages
+    are still taken); `errors` maps a digest to what its requests end with; `fail` lets it die.
+    """
+
+    errors: dict[str, Exception] = field(default_factory=dict)
+    turn_s: float = 0.0005
+    hold: threading.Event = field(default_factory=threading.Event)
+    fail: threading.Event = field(default_factory=threading.Event)
+    cancelled: list[str] = field(default_factory=list)
+    submitted: list[Request] = field(default_factory=list)
+    layout_ids: list[str] = field(default_factory=list)
+    resident: dict[str, ResidentAdapter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._running: dict[str, tuple[Request, int]] = {}
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    @property
+    def layout(self) -> ModelLayout:
+        target = LayoutTarget("model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", "linear", 8, 4)
+        embedding = LayoutTarget("model.embed_tokens", None, "embed", "embedding", 400, 8)
+        return ModelLayout("base", ("b",), "0" * 64, torch.bfloat16, (1,), (embedding, target))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
+        self._on_outputs = on_outputs
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.send(Stop())
+            self._thread.join()
+
+    def _serve(self) -> None:
+        stopping = False
+        while not stopping:
+            outputs: list[Output] = []
+            replies: list[Reply] = []
+            while not self._inbox.empty():
+                message = self._inbox.get()
+                stopping |= isinstance(message, Stop)
+                self._take(message, outputs, replies)
+            if self.fail.is_set():
+                self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))
+                return
+            if not self.hold.is_set():
+                outputs += [self._step(request_id) for request_id in list(self._running)]
+            if stopping:
+                error = ShuttingDown("stopped")
+                outputs += [Output(request_id, error=error) for request_id in self._running]
+            if outputs or replies:
+                self._on_outputs(StepOutputs(tuple(outputs), tuple(replies)))
+            time.sleep(self.turn_s)
+
+    def _take(self, message: Message, outputs: list[Output], replies: list[Reply]) -> None:
+        if isinstance(message, Submit):
+            request = message.request
+            self.submitted.append(request)
+            if request.digest in self.errors:
+                outputs.append(Output(request.request_id, error=self.errors[request.digest]))
+            else:
+                self._running[request.request_id] = (request, 0)
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.request_id)
+            if message.request_id in self._running:
+                outputs.append(self._end(message.request_id, FinishReason.ABORTED))
+        elif isinstance(message, LayoutAccepted):
+            self.layout_ids.append(message.layout_id)
+        elif isinstance(message, Call):
+            replies.append(self._answer(message))
+
+    def _step(self, request_id: str) -> Output:
+        request, count = self._running[request_id]
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        is_over = count == len(prompt) and not sampling.ignore_eos
+        token = EOS if is_over else prompt[count % len(prompt)]
+        self._running[request_id] = (request, count + 1)
+        top = sampling.logprobs
+        logprobs = () if top is None else (TokenLogprobs(token, -0.5, ((token, -0.5),) * top),)
+        if is_over:
+            return self._end(request_id, FinishReason.STOP, token, logprobs)
+        if count + 1 >= sampling.max_tokens:
+            return self._end(request_id, FinishReason.LENGTH, token, logprobs)
+        return Output(request_id, (token,), logprobs)
+
+    def _end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        token: int | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> Output:
+        request, count = self._running.pop(request_id)
+        return Output(
+            request_id,
+            () if token is None else (token,),
+            logprobs,
+            finish_reason=reason,
+            usage=Usage(len(request.prompt_token_ids), 2, count),
+            timings=Timings(0.25, 0.125, 0.5),
+        )
+
+    def _answer(self, call: Call) -> Reply:
+        if call.command is Command.DESCRIBE:
+            running = tuple({r.digest for r, _ in self._running.values()} - {""})
+            memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
+            counters = {"slot_hits": 3.0, "pulls": 2.0, "load_seconds": 0.5}
+            status = EngineStatus(len(self._running), 7, (), running, memory, counters)
+            return Reply(call.call_id, status)
+        if call.command is Command.LIST_RESIDENT:
+            return Reply(call.call_id, tuple(self.resident.values()))
+        if call.command is Command.LOAD:
+            if call.digest in self.errors:
+                return Reply(call.call_id, error=self.errors[call.digest])
+            adapter = ResidentAdapter(call.digest, "device", 640, 8, call.pin, 0, 1000.5, 0.25)
+            self.resident[call.digest] = adapter
+        if call.digest not in self.resident:
+            error = AdapterNotFound(f"adapter {call.digest} is not resident", subject="ref")
+            return Reply(call.call_id, error=error)
+        if call.command is Command.UNLOAD:
+            return Reply(call.call_id, self.resident.pop(call.digest).num_bytes)
+        return Reply(call.call_id, self.resident[call.digest])
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    engine = FakeEngine()
+    yield engine
+    engine.stop()

@@ -1,0 +1,308 @@
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed, ShuttingDown
+from inference_svc.frontend import Frontend
+from inference_svc.generation import Delta
+
+DIGEST = "sha256:" + "a" * 64
+
+
+def run(body: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(20):
+            return await body()
+
+    return asyncio.run(bounded())
+
+
+def make_frontend(engine: Any, tokenizer: Any) -> Frontend:
+    frontend = Frontend(engine, tokenizer)
+    frontend.start()
+    return frontend
+
+
+def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 1000, **sampling})
+    return Request(request_id, tuple(tokenizer.encode(text)), params, arrival_s=time.monotonic())
+
+
+async def collect(frontend: Frontend, request: Request) -> list[Delta]:
+    async with aclosing(frontend.generate(request)) as deltas:
+        return [delta async for delta in deltas]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram", "chars"])
+def test_streams_text_whole_and_leaves_out_the_end_token(engine, tokenizers, kind) -> None:
+    text = "the quick 日本 fox" if kind == "chars" else "the quick 😀 fox, 日本語"
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizers[kind])
+        request = make_request(tokenizers[kind], text)
+        deltas = await collect(frontend, request)
+        assert "".join(d.text for d in deltas) == text
+        token_ids = [i for d in deltas for i in d.token_ids]
+        assert token_ids == [*request.prompt_token_ids, 1]
+        assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        last = deltas[-1]
+        assert last.finish_reason is FinishReason.STOP
+        assert last.usage is not None
+        assert last.usage.completion_tokens == len(token_ids)
+        assert last.usage.cached_prompt_tokens == 2
+        assert last.timings is not None
+        assert not engine.cancelled
+
+    run(body)
+
+
+def test_a_regular_stop_token_is_no_part_of_the_text(engine, tokenizers) -> None:
+    """Also when it is not special: the engine says STOP, and its token is the reason."""
+    tokenizer = tokenizers["byte_level"]
+    frontend_text = []
+
+    async def body() -> None:
+        from inference_svc.core import Output, Usage
+        from inference_svc.generation import Generation
+
+        request = make_request(tokenizer, "abc")
+        generation = Generation(request, tokenizer)
+        a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+        generation.push(Output("r", (a,)))
+        generation.push(Output("r", (b,), finish_reason=FinishReason.STOP, usage=Usage(3, 0, 2)))
+        frontend_text.append(await generation.next_delta())
+
+    run(body)
+    (delta,) = frontend_text
+    assert delta.text == "a"
+    assert delta.token_ids == [*tokenizer.encode("a"), *tokenizer.encode("b")]
+
+
+def test_stop_string_across_tokens_cancels_and_counts_what_was_shown(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        request = make_request(
+            tokenizer, "the lazy dog", stop=("zy d",), ignore_eos=True, max_tokens=10**6
+        )
+        deltas = await collect(frontend, request)
+        assert "".join(d.text for d in deltas) == "the la"
+        last = deltas[-1]
+        assert last.finish_reason is FinishReason.STOP
+        assert last.usage is not None
+        assert last.usage.completion_tokens == len("the lazy d")
+        assert sum(len(d.token_ids) for d in deltas) == len("the lazy d")
+        assert len(engine.cancelled) == 1
+        await until(lambda: engine.num_running == 0)
+
+    run(body)
+
+
+def test_stop_string_waits_for_min_tokens(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> str:
+        frontend = make_frontend(engine, tokenizer)
+        request = make_request(tokenizer, "ab ab ab", stop=("ab",), min_tokens=3)
+        return "".join(d.text for d in await collect(frontend, request))
+
+    assert run(body) == "ab "
+
+
+def test_stop_string_on_the_very_last_token(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        request = make_request(tokenizer, "abcdef", stop=("cd",), max_tokens=4)
+        deltas = await collect(frontend, request)
+        assert "".join(d.text for d in deltas) == "ab"
+        assert deltas[-1].finish_reason is FinishReason.STOP
+
+    run(body)
+
+
+def test_held_back_text_comes_with_the_end(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        deltas = await collect(frontend, make_request(tokenizer, "abc", stop=("cde",)))
+        assert "".join(d.text for d in deltas) == "abc"
+
+    run(body)
+
+
+def test_leaving_early_cancels_and_frees_the_id(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        request = make_request(tokenizer, "abc", ignore_eos=True, max_tokens=10**6)
+        for _ in range(2):
+            async with aclosing(frontend.generate(request)) as deltas:
+                async for _delta in deltas:
+                    break
+        await until(lambda: engine.num_running == 0 and len(engine.cancelled) == 2)
+
+    run(body)
+
+
+def test_cancelling_the_reading_task_cancels_the_request(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        engine.hold.set()
+        task = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        await until(lambda: engine.num_running == 1)
+        task.cancel()
+        await until(lambda: engine.num_running == 0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(body)
+
+
+def test_a_running_id_is_refused_and_the_running_request_goes_on(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        engine.hold.set()
+        first = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "same")))
+        await until(lambda: engine.num_running == 1)
+        with pytest.raises(DuplicateRequest, match="same"):
+            await collect(frontend, make_request(tokenizer, "abc", "same"))
+        engine.hold.clear()
+        assert "".join(d.text for d in await first) == "abc"
+        await collect(frontend, make_request(tokenizer, "abc", "same"))
+
+    run(body)
+
+
+def test_a_slow_reader_gets_one_delta_for_many_steps(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+    text = "the quick brown fox jumps over the lazy dog"
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        deltas = []
+        async with aclosing(frontend.generate(make_request(tokenizer, text, logprobs=1))) as stream:
+            async for delta in stream:
+                deltas.append(delta)
+                await asyncio.sleep(0.3)
+        assert len(deltas) <= 3
+        assert "".join(d.text for d in deltas) == text
+        logprobs = [entry.token_id for d in deltas for entry in d.logprobs]
+        assert logprobs == [i for d in deltas for i in d.token_ids]
+
+    run(body)
+
+
+def test_engine_errors_reach_the_reader(engine, tokenizers) -> None:
+    engine.errors[DIGEST] = AdapterUnavailable("not resident after 10 s", subject="adapter")
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizers["chars"])
+        request = replace(make_request(tokenizers["chars"], "abc"), digest=DIGEST)
+        with pytest.raises(AdapterUnavailable, match="after 10 s"):
+            await collect(frontend, request)
+        assert not engine.cancelled
+
+    run(body)
+
+
+def test_commands_are_answered_by_their_own_reply(engine, tokenizers) -> None:
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizers["chars"])
+        status, adapter = await asyncio.gather(frontend.describe(), frontend.load(DIGEST, True))
+        assert status.num_waiting == 7
+        assert adapter.pinned
+        assert await frontend.list_resident() == (adapter,)
+        assert await frontend.unload(DIGEST) == adapter.num_bytes
+
+    run(body)
+
+
+def test_drain_refuses_new_and_lets_running_finish(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        engine.hold.set()
+        running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        await until(lambda: engine.num_running == 1)
+        draining = asyncio.create_task(frontend.drain(10))
+        await asyncio.sleep(0.02)
+        with pytest.raises(ShuttingDown):
+            await collect(frontend, make_request(tokenizer, "abc", "new"))
+        assert not draining.done()
+        engine.hold.clear()
+        await draining
+        assert (await running)[-1].finish_reason is FinishReason.STOP
+
+    run(body)
+
+
+def test_what_the_grace_does_not_suffice_for_ends_with_shutting_down(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        request = make_request(tokenizer, "abc", ignore_eos=True, max_tokens=10**6)
+        running = asyncio.create_task(collect(frontend, request))
+        await until(lambda: engine.num_running == 1)
+        await frontend.drain(0.05)
+        with pytest.raises(ShuttingDown):
+            await running
+        await until(lambda: engine.num_running == 0)
+
+    run(body)
+
+
+def test_a_failed_engine_answers_everyone(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        engine.hold.set()
+        running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        await until(lambda: engine.num_running == 1)
+        engine.fail.set()
+        with pytest.raises(EngineFailed):
+            await running
+        assert frontend.failed.is_set()
+        with pytest.raises(EngineFailed):
+            await collect(frontend, make_request(tokenizer, "abc", "new"))
+        with pytest.raises(EngineFailed):
+            await frontend.describe()
+
+    run(body)
+
+
+def test_many_requests_at_once_do_not_mix(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+    texts = [f"{word} {i}" for i, word in enumerate(["fox", "dog", "quick", "lazy"] * 10)]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        results = await asyncio.gather(
+            *(collect(frontend, make_request(tokenizer, t, f"r{t}")) for t in texts)
+        )
+        assert ["".join(d.text for d in deltas) for deltas in results] == texts
+
+    run(body)

@@ -1,0 +1,336 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from inference_svc.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
+    InvalidRequest,
+    StoreUnavailable,
+)
+from inference_svc.name_cache import AdapterRecord, LayoutVerdict
+from inference_svc.names import Directory, NameEvent, Servable
+
+A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+UPPER = AdapterRecord("default/upper", 1, A, rank=8, base_model="base", revision=5)
+
+
+@dataclass
+class FakeCatalog:
+    """A store of one catalog; `asked` counts questions, `gate` holds answers back."""
+
+    records: dict[str, AdapterRecord] = field(default_factory=lambda: {"default/upper": UPPER})
+    revision: int = 5
+    down: bool = False
+    asked: list[str] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+
+    async def get_adapter(self, ref: str) -> AdapterRecord:
+        self.asked.append(ref)
+        if self.down:
+            raise StoreUnavailable("down")
+        found, revision = self.records.get(ref), self.revision
+        if self.gate is not None:
+            await self.gate.wait()
+        if found is None:
+            raise AdapterNotFound(f"no adapter {ref}")
+        return replace(found, revision=revision)
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run(body: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(body(), 20))  # type: ignore[arg-type]
+
+
+def make(live: bool = True, **servable: Any) -> tuple[FakeCatalog, Directory, Clock]:
+    catalog, clock = FakeCatalog(), Clock()
+    limits = Servable(**{"base_models": ("base", "alias"), "max_lora_rank": 16, **servable})
+    directory = Directory(catalog, limits, name_ttl_s=300.0, clock=clock)
+    directory.layout_id = "layout"
+    if live:
+        directory.reset(catalog.revision)
+        directory.begin(catalog.revision)
+        directory.apply(NameEvent(catalog.revision))
+    return catalog, directory, clock
+
+
+def test_resolves_names_versions_and_digests() -> None:
+    catalog, directory, _ = make()
+    catalog.records |= {
+        "default/upper@1": UPPER,
+        A: UPPER,
+        "team/upper": replace(UPPER, name="team/upper", digest=B, version=3),
+    }
+
+    async def body() -> None:
+        assert (await directory.resolve("upper")).label == "default/upper@1"
+        assert (await directory.resolve("default/upper@1")).digest == A
+        by_digest = await directory.resolve(A)
+        assert (by_digest.label, by_digest.tenant) == (A, "default")
+        other = await directory.resolve("team/upper")
+        assert (other.label, other.tenant, other.digest) == ("team/upper@3", "team", B)
+        assert directory.names_of(A) == ["default/upper", "default/upper@1"]
+        assert directory.names_of(B) == ["team/upper"]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "ref", ["Upper", "a/b/c", "upper@", "upper@0", "upper@x", "/x", "sha256:12", " x", "x\n"]
+)
+def test_what_is_no_reference_is_the_callers_error(ref: str) -> None:
+    _, directory, _ = make()
+    with pytest.raises(InvalidRequest) as caught:
+        run(lambda: directory.resolve(ref))
+    assert caught.value.subject == "adapter"
+
+
+def test_a_live_watch_answers_without_asking_the_store() -> None:
+    catalog, directory, clock = make()
+
+    async def body() -> None:
+        for _ in range(10):
+            await directory.resolve("upper")
+            clock.now_s += 1
+            directory.apply(NameEvent(directory.revision))
+        assert len(catalog.asked) == 1
+
+    run(body)
+
+
+def test_a_change_is_seen_at_the_next_request() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        catalog.revision = 6
+        directory.apply(NameEvent(6, "default/upper"))
+        assert (await directory.resolve("upper")).digest == B
+        del catalog.records["default/upper"]
+        directory.apply(NameEvent(7, "default/upper"))
+        with pytest.raises(AdapterNotFound):
+            await directory.resolve("upper")
+        assert directory.names_of(A) == directory.names_of(B) == []
+
+    run(body)
+
+
+def test_a_deleted_name_also_takes_its_digest_entry() -> None:
+    catalog, directory, _ = make()
+    catalog.records[A] = UPPER
+
+    async def body() -> None:
+        await directory.resolve(A)
+        del catalog.records[A]
+        directory.apply(NameEvent(6, "default/upper"))
+        with pytest.raises(AdapterNotFound):
+            await directory.resolve(A)
+
+    run(body)
+
+
+def test_an_answer_older_than_a_change_is_not_kept() -> None:
+    """The question was under way when the name changed."""
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        catalog.gate = asyncio.Event()
+        asking = asyncio.create_task(directory.resolve("upper"))
+        await asyncio.sleep(0.01)
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        catalog.revision = 6
+        directory.apply(NameEvent(6, "default/upper"))
+        catalog.gate.set()
+        assert (await asking).digest == B
+        assert (await directory.resolve("upper")).digest == B
+        assert len(catalog.asked) == 2
+
+    run(body)
+
+
+def test_min_revision_asks_again_only_when_the_entry_is_older() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper", min_revision=5)
+        assert len(catalog.asked) == 1
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        catalog.revision = 6
+        assert (await directory.resolve("upper", min_revision=5)).digest == A
+        assert (await directory.resolve("upper", min_revision=6)).digest == B
+        directory.apply(NameEvent(9))
+        await directory.resolve("upper", min_revision=9)
+        assert len(catalog.asked) == 2
+
+    run(body)
+
+
+def test_a_revision_that_the_store_has_not_reached_is_unavailable() -> None:
+    _, directory, _ = make()
+    with pytest.raises(StoreUnavailable, match="revision 99") as caught:
+        run(lambda: directory.resolve("upper", min_revision=99))
+    assert caught.value.subject == "min_revision"
+
+
+def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
+    catalog, directory, clock = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        clock.now_s += 1000
+        directory.apply(NameEvent(5))
+        catalog.down = True
+        directory.lost()
+        clock.now_s += 299
+        assert (await directory.resolve("upper")).digest == A
+        with pytest.raises(StoreUnavailable):
+            await directory.resolve("other")
+        with pytest.raises(StoreUnavailable):
+            await directory.resolve("upper", min_revision=6)
+        clock.now_s += 2
+        with pytest.raises(StoreUnavailable):
+            await directory.resolve("upper")
+
+    run(body)
+
+
+def test_an_unreachable_store_is_not_asked_for_every_request() -> None:
+    catalog, directory, clock = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        catalog.down = True
+        directory.lost()
+        clock.now_s += 5
+        for _ in range(20):
+            await directory.resolve("upper")
+        assert len(catalog.asked) == 2
+
+    run(body)
+
+
+def test_a_silent_watch_is_no_proof() -> None:
+    catalog, directory, clock = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        clock.now_s += 2.5
+        assert not directory.is_live
+        await directory.resolve("upper")
+        assert len(catalog.asked) == 2
+
+    run(body)
+
+
+def test_after_a_gap_entries_count_only_once_the_missed_events_have_come() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        directory.lost()
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        catalog.revision = 8
+        directory.begin(8)
+        directory.apply(NameEvent(6, "default/else"))
+        assert not directory.is_live
+        assert (await directory.resolve("upper")).digest == B
+        directory.apply(NameEvent(7, "default/upper"))
+        directory.apply(NameEvent(8, "default/more"))
+        assert directory.is_live
+        assert (await directory.resolve("upper")).digest == B
+
+    run(body)
+
+
+def test_reset_forgets_everything() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        directory.lost()
+        directory.reset(20)
+        catalog.down = True
+        with pytest.raises(StoreUnavailable):
+            await directory.resolve("upper")
+        assert directory.revision == 20
+
+    run(body)
+
+
+def test_one_question_serves_all_who_wait_and_survives_who_leaves() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        catalog.gate = asyncio.Event()
+        tasks = [asyncio.create_task(directory.resolve("upper")) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        catalog.gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert [r.digest for r in results[1:] if not isinstance(r, BaseException)] == [A] * 4
+        assert len(catalog.asked) == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            replace(UPPER, verdicts={"layout": LayoutVerdict(False, "q_proj is 64, not 32")}),
+            "q_proj is 64, not 32",
+        ),
+        (replace(UPPER, rank=17), "rank 17, above this server's max_lora_rank 16"),
+        (replace(UPPER, base_model="llama"), "base model 'llama'; this server runs 'base'"),
+    ],
+)
+def test_what_this_server_cannot_serve_is_unusable(record: AdapterRecord, message: str) -> None:
+    catalog, directory, _ = make()
+    catalog.records["default/upper"] = record
+
+    async def body() -> None:
+        with pytest.raises(AdapterUnusable, match=message):
+            await directory.resolve("upper")
+        catalog.records["default/upper"] = UPPER
+        await directory.resolve("upper")  # the verdict may change without an event
+
+    run(body)
+
+
+def test_the_stores_verdict_outweighs_the_name_of_the_base() -> None:
+    catalog, directory, _ = make()
+    usable = {"layout": LayoutVerdict(True), "other": LayoutVerdict(False, "no")}
+    catalog.records["default/upper"] = replace(UPPER, base_model="/models/b", verdicts=usable)
+    assert run(lambda: directory.resolve("upper")).digest == A
+
+
+def test_without_a_store_every_adapter_is_unknown() -> None:
+    directory = Directory(None, Servable(("base",), 16), 300.0)
+    with pytest.raises(AdapterNotFound, match="no adapter store"):
+        run(lambda: directory.resolve("upper"))
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.name_cache.MAX_ENTRIES", 3)
+    catalog, directory, _ = make()
+    names = [f"default/n{i}" for i in range(5)]
+    catalog.records = {name: replace(UPPER, name=name) for name in names}
+
+    async def body() -> None:
+        for name in names:
+            await directory.resolve(name)
+        assert directory.names_of(A) == names[2:]
+
+    run(body)
