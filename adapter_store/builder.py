@@ -94,6 +94,8 @@ class ImageBuilder:
         try:
             return open_checkpoint(self._blobs.path(digest), _NO_LIMITS, digest=digest)
         except InvalidAdapter as error:  # it was valid when it was kept
+            if not self._catalog.pullable(digest, self._delete_grace):
+                raise NotFound(f"no adapter {digest}", subject=digest) from error  # collected
             raise self._damaged_blob(digest, str(error)) from error
 
     def _read(self, key: ImageKey, plan: ImagePlan) -> Image | None:

@@ -1,12 +1,16 @@
-"""What a pull sends: header, then chunks and layer ends in order, then the trailer."""
+"""Pulls: header, then chunks and layer ends in order, then the trailer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from adapter_store.catalog import ImageKey
 from adapter_store.core import ImagePart, Segment
-from adapter_store.errors import InvalidArgument
+from adapter_store.errors import InvalidArgument, StoreError
+from adapter_store.image import ImagePlan
+from adapter_store.images import Images
+from adapter_store.metrics import Metrics
 
 CHUNK_BYTES = 512 << 10
 
@@ -51,6 +55,42 @@ class ImageTrailer:
 PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
+class Pulls:
+    """Streams images. Lives on the event loop."""
+
+    def __init__(self, images: Images, metrics: Metrics) -> None:
+        self._images = images
+        self._metrics = metrics
+        self.num_active = 0
+
+    async def stream(
+        self, key: ImageKey, offset: int, image_id: str
+    ) -> AsyncGenerator[PullMessage]:
+        """An image from `offset` of `image_id` on, or from 0 if it is another one now.
+
+        The image is held as long as the stream is open. Raises as Images.hold, and
+        InvalidArgument for an offset beyond the image.
+        """
+        self.num_active += 1
+        result = "cancelled"
+        try:
+            async with self._images.hold(key) as image:
+                start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
+                yield _header(image.plan, start)
+                for message in part_messages(image.buffer.numpy().data, image.parts, start):
+                    yield message
+                    if isinstance(message, ImageChunk):
+                        self._metrics.pulled_bytes.inc(len(message.data))
+                yield ImageTrailer(image.sha256)
+                result = "complete"
+        except StoreError as error:
+            result = error.reason.lower()
+            raise
+        finally:
+            self.num_active -= 1
+            self._metrics.pulls.labels(result).inc()
+
+
 def start_offset(asked_offset: int, asked_image_id: str, image_id: str, total_bytes: int) -> int:
     """Where a stream starts: where asked to, but at 0 if that belonged to another image.
 
@@ -79,3 +119,15 @@ def part_messages(
         for at in range(start, part.end, CHUNK_BYTES):
             yield ImageChunk(at, bytes(buffer[at : min(at + CHUNK_BYTES, part.end)]))
         yield LayerEnd(part.index, part.end, part.sha256)
+
+
+def _header(plan: ImagePlan, offset: int) -> ImageHeader:
+    return ImageHeader(
+        plan.image_id,
+        plan.digest,
+        plan.layout_id,
+        plan.image_format,
+        plan.total_bytes,
+        plan.segments,
+        offset,
+    )

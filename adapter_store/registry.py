@@ -8,12 +8,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from adapter_store import layout as layouts
 from adapter_store.ahead import Ahead
-from adapter_store.catalog import Catalog, CatalogCounts
+from adapter_store.catalog import Catalog
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,
@@ -26,32 +25,16 @@ from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError
 from adapter_store.image import IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
-from adapter_store.pull import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    PullMessage,
-    part_messages,
-    start_offset,
-)
+from adapter_store.pull import PullMessage, Pulls
 from adapter_store.registration import Registrar, Registration
-from adapter_store.sources.upload import FileChunk
-from adapter_store.tiers import TierCounts
+from adapter_store.report import StoreStatus
+from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.watch import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_UPLOADS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStatus:
-    catalog: CatalogCounts
-    memory: TierCounts
-    disk: TierCounts
-    active_pulls: int
-    watchers: int
 
 
 class Registry:
@@ -71,36 +54,37 @@ class Registry:
         self._catalog = catalog
         self._registrar = registrar
         self._images = images
+        self._pulls = Pulls(images, metrics)
         self._ahead = ahead
         self._watch = watch
         self._metrics = metrics
         self._calls = calls
         self._fetches = fetches
+        self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
         self._num_uploads = 0
-        self._num_pulls = 0
 
     # Names
 
     async def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
         """See Registrar.register. Goes on to its end when the caller goes away."""
         async with self._registering(asked):
-            found = await asyncio.shield(self._fetch(self._registrar.register, asked, source_uri))
-        await self._follow_up(found[0])
-        return found
+            job = self._fetch(self._registrar.register, asked, source_uri)
+            return await self._finish(job)
 
     async def upload(
         self, asked: Registration, chunks: AsyncIterator[FileChunk]
     ) -> tuple[AdapterRecord, int]:
+        """The same for files that arrive in chunks; once all are there, it goes on to its end."""
         async with self._registering(asked):
             if self._num_uploads >= MAX_UPLOADS:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
-                found = await self._upload(asked, chunks)
+                upload = await self._receive(chunks)
+                job = self._fetch(self._registrar.finish_upload, asked, upload)
+                return await self._finish(job)
             finally:
                 self._num_uploads -= 1
-        await self._follow_up(found[0])
-        return found
 
     async def get(self, ref: AdapterRef) -> tuple[AdapterRecord, int]:
         return await self._call(self._catalog.get, ref)
@@ -143,40 +127,10 @@ class Registry:
             await self.refresh_pinned()
         return layout_id, layout.image_format
 
-    async def pull(
+    def pull(
         self, digest: str, layout_id: str, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        """An image from `offset` of `image_id` on, or from 0 if it is another one now.
-
-        The image is held as long as the stream is open.
-        """
-        self._num_pulls += 1
-        result = "cancelled"
-        try:
-            async with self._images.hold((digest, layout_id)) as image:
-                plan = image.plan
-                start = start_offset(offset, image_id, plan.image_id, plan.total_bytes)
-                yield ImageHeader(
-                    plan.image_id,
-                    digest,
-                    layout_id,
-                    plan.image_format,
-                    plan.total_bytes,
-                    plan.segments,
-                    start,
-                )
-                for message in part_messages(image.buffer.numpy().data, image.parts, start):
-                    yield message
-                    if isinstance(message, ImageChunk):
-                        self._metrics.pulled_bytes.inc(len(message.data))
-                yield ImageTrailer(image.sha256)
-                result = "complete"
-        except StoreError as error:
-            result = error.reason.lower()
-            raise
-        finally:
-            self._num_pulls -= 1
-            self._metrics.pulls.labels(result).inc()
+        return self._pulls.stream((digest, layout_id), offset, image_id)
 
     async def refresh_pinned(self) -> None:
         """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
@@ -192,7 +146,7 @@ class Registry:
             self._catalog.counts(),
             dataclasses.replace(self._images.memory_counts),
             dataclasses.replace(self._images.disk_counts),
-            self._num_pulls,
+            self._pulls.num_active,
             self._watch.num_watchers,
         )
 
@@ -212,9 +166,7 @@ class Registry:
             self._metrics.registrations.labels(result).inc()
             self._metrics.registration_seconds.observe(time.monotonic() - start)
 
-    async def _upload(
-        self, asked: Registration, chunks: AsyncIterator[FileChunk]
-    ) -> tuple[AdapterRecord, int]:
+    async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
         upload = await self._call(self._registrar.open_upload)
         try:
             async for chunk in chunks:
@@ -222,17 +174,35 @@ class Registry:
         except BaseException:
             self._fetches.submit(self._registrar.abandon_upload, upload)
             raise
-        # Not to be interrupted: the folder may become the blob at any moment.
-        return await asyncio.shield(self._fetch(self._registrar.finish_upload, asked, upload))
+        return upload
 
-    async def _follow_up(self, record: AdapterRecord) -> None:
+    async def _finish(
+        self, job: asyncio.Future[tuple[AdapterRecord, int]]
+    ) -> tuple[AdapterRecord, int]:
+        """Waits for a registration. It is not interrupted: its folder may become a blob at any
+        moment, and what follows from it must follow."""
+        task = asyncio.create_task(self._follow_up(job))
+        self._registrations.add(task)
+        task.add_done_callback(self._forget_registration)
+        return await asyncio.shield(task)
+
+    async def _follow_up(
+        self, job: asyncio.Future[tuple[AdapterRecord, int]]
+    ) -> tuple[AdapterRecord, int]:
         """What follows from a registration: its images, and the pin that may have moved."""
+        record, revision = await job
         self._ahead.want(
             (record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING
         )
         await self.refresh_pinned()
+        return record, revision
+
+    def _forget_registration(self, task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
+        self._registrations.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen: the caller may have gone
 
     def _add_layout(self, layout: Layout) -> tuple[str, bool]:
         layouts.validate(layout)

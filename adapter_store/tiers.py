@@ -191,6 +191,12 @@ class DiskTier:
             self._forget(key)
         remove_image(self.path(key))
 
+    def clear(self) -> None:
+        with self._lock:
+            keys = list(self._sizes)
+        for key in keys:
+            self.remove(key)
+
     def keys_of(self, digest: str) -> list[ImageKey]:
         with self._lock:
             return [key for key in self._sizes if key[0] == digest]

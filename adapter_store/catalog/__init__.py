@@ -179,15 +179,16 @@ class Catalog:
         with self._read() as conn:
             return verdicts.has_record(conn, key[0], self._clock() - grace, key[1])
 
-    def adopt_compiler(self, compiler: str) -> None:
-        """Forgets every verdict that another compiler gave."""
+    def adopt_compiler(self, compiler: str) -> bool:
+        """Forgets every verdict that another compiler gave. True: there was another."""
         key = schema.meta.c.key == "compiler"
         with self._write() as conn:
             if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
-                return
+                return False
             verdicts.forget_all(conn)
             if conn.execute(update(schema.meta).where(key).values(value=compiler)).rowcount == 0:
                 conn.execute(insert(schema.meta).values(key="compiler", value=compiler))
+            return True
 
     # Blobs
 

@@ -1,0 +1,147 @@
+"""Wires the store's parts together, without any transport, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from adapter_store.ahead import Ahead
+from adapter_store.blobs import Blobs
+from adapter_store.builder import ImageBuilder
+from adapter_store.catalog import Catalog
+from adapter_store.checkpoint import CheckpointLimits
+from adapter_store.collector import Collector
+from adapter_store.config import Settings
+from adapter_store.durable import make_folder
+from adapter_store.errors import PreconditionFailed
+from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images import Images
+from adapter_store.metrics import Metrics
+from adapter_store.registration import Registrar
+from adapter_store.registry import Registry
+from adapter_store.sources import FetchLimits, Sources
+from adapter_store.sources.local import LocalSource
+from adapter_store.sources.s3 import S3Source
+from adapter_store.tiers import DiskTier
+from adapter_store.watch import Watch
+from adapter_store.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+CALL_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store at work."""
+
+    catalog: Catalog
+    images: Images
+    ahead: Ahead
+    watch: Watch
+    registry: Registry
+    metrics: Metrics
+
+
+@asynccontextmanager
+async def open_store(settings: Settings) -> AsyncIterator[Store]:
+    """A store that works while the context lasts; then it finishes what it is writing.
+
+    Raises PreconditionFailed if another process uses the data folder, CorruptData if the catalog
+    is of another schema.
+    """
+    folder = settings.data_dir.absolute()
+    grace = timedelta(seconds=settings.delete_grace_seconds)
+    metrics = Metrics()
+    stopping = threading.Event()
+    async with AsyncExitStack() as stack:
+        make_folder(folder)
+        stack.callback(os.close, _lock_folder(folder))
+        catalog = Catalog(folder / "catalog.sqlite3", event_retention=settings.event_retention)
+        stack.callback(catalog.close)
+        blobs = Blobs(folder)
+        disk = DiskTier(folder / "images", settings.disk_cache_bytes)
+        if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
+            disk.clear()
+        collector = Collector(catalog, blobs, disk, grace)
+        collector.sweep()
+
+        calls = _executor(stack, CALL_THREADS, "call")
+        fetches = _executor(stack, settings.fetch_workers, "fetch")
+        workers = Workers(settings.compile_workers, "compile")
+        stack.callback(workers.close)
+        builder = ImageBuilder(catalog, blobs, disk, metrics, grace)
+        images = Images(builder, disk, workers, settings.memory_bytes)
+        ahead = Ahead(catalog, images, calls, settings.compile_workers)
+        stack.push_async_callback(ahead.close)
+        watch = Watch(catalog, calls, settings.bookmark_seconds)
+        registrar = Registrar(
+            catalog, blobs, _sources(settings), metrics, *_limits(settings), stopping
+        )
+        registry = Registry(catalog, registrar, images, ahead, watch, metrics, calls, fetches)
+
+        await registry.refresh_pinned()
+        for layout_id in catalog.layout_ids():
+            ahead.want_layout(layout_id)
+        collecting = _collect_for_ever(collector, images, calls, settings.collect_seconds)
+        stack.push_async_callback(_cancel, asyncio.create_task(collecting))
+        stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
+        yield Store(catalog, images, ahead, watch, registry, metrics)
+
+
+def _sources(settings: Settings) -> Sources:
+    s3 = S3Source(settings.s3_buckets, settings.s3_endpoint_url, settings.s3_region)
+    return Sources({"file": LocalSource(settings.source_roots), "s3": s3})
+
+
+def _limits(settings: Settings) -> tuple[FetchLimits, CheckpointLimits]:
+    return (
+        FetchLimits(settings.max_adapter_bytes, settings.max_file_bytes),
+        CheckpointLimits(max_source_bytes=settings.max_adapter_bytes, max_rank=settings.max_rank),
+    )
+
+
+def _lock_folder(folder: Path) -> int:
+    """Makes this the only process that uses the folder, until the descriptor is closed."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(fd)
+        raise PreconditionFailed(
+            f"data_dir: another store is using {folder}", subject="data_dir"
+        ) from exc
+    return fd
+
+
+def _executor(stack: AsyncExitStack, num_threads: int, name: str) -> ThreadPoolExecutor:
+    executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+    return executor
+
+
+async def _collect_for_ever(
+    collector: Collector, images: Images, executor: ThreadPoolExecutor, seconds: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            for digest in await loop.run_in_executor(executor, collector.collect):
+                images.forget(digest)
+        except Exception:
+            logger.exception("collecting failed; it will be tried again")
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
