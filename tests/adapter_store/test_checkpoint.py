@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint import CheckpointLimits, is_adapter_file, open_checkpoint
+from adapter_store.checkpoint import (
+    Checkpoint,
+    CheckpointLimits,
+    is_adapter_file,
+    open_checkpoint,
+)
 from adapter_store.core import DataType, TargetKind
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded, StoreError
 
@@ -301,3 +308,38 @@ def test_files_that_belong_to_an_adapter():
         )
     )
     assert not any(map(is_adapter_file, ("README.md", "adapter_model.bin", f"../{CONFIG}")))
+
+
+def substance(checkpoint: Checkpoint) -> object:
+    """All that decides what an adapter computes, in full instead of as hashes."""
+    return checkpoint.config.use_rslora, [
+        (t.name, t.kind, t.alpha, r.dtype, r.shape, checkpoint.read_tensor(r).view(-1).tolist())
+        for t in checkpoint.targets.values()
+        for r in (t.a, t.b)
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(
+    name=st.sampled_from([CONFIG, WEIGHTS]),
+    changes=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3)), min_size=1, max_size=5),
+)
+def test_damage_is_refused_or_makes_another_adapter(make_adapter, tmp_path, name, changes):
+    folder = tmp_path / "adapter"
+    if not folder.exists():
+        make_adapter(("q_proj",), rank=1)
+    sound = open_checkpoint(folder)
+    expected = substance(sound)
+    original = (folder / name).read_bytes()
+    data = bytearray(original)
+    for position, replacement in changes:
+        start = int(position * len(data))
+        data[start : start + len(replacement)] = replacement
+    (folder / name).write_bytes(data)
+    try:
+        damaged = open_checkpoint(folder)
+        assert (damaged.digest == sound.digest) == (substance(damaged) == expected)
+    except InvalidAdapter:
+        pass
+    finally:
+        (folder / name).write_bytes(original)

@@ -1,0 +1,127 @@
+"""Committed vectors: a change of any of these is a new digest version, not a fix."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from adapter_store.checkpoint import open_checkpoint
+from adapter_store.core import DataType, SegmentKind, TargetKind
+from adapter_store.digest import TensorContent, compute_digest
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "org/tiny",
+    "r": 2,
+    "lora_alpha": 4,
+    "target_modules": ["q_proj"],
+}
+
+
+def write(folder: Path, dtype: str = "F32", config: dict | None = None, **options) -> Path:
+    """An adapter made of nothing but the numbers 0, 1, 2, ... and the standard library."""
+    folder.mkdir()
+    header, data = {}, b""
+    shapes = {f"{Q}.lora_A.weight": [2, 3], f"{Q}.lora_B.weight": [4, 2]}
+    if options.get("swapped"):
+        shapes = dict(reversed(shapes.items()))
+    for name, shape in shapes.items():
+        values = [float(i) for i in range(shape[0] * shape[1])]
+        raw = struct.pack(f"<{len(values)}f", *values)
+        if dtype == "BF16":
+            raw = b"".join(raw[i + 2 : i + 4] for i in range(0, len(raw), 4))
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    if options.get("metadata"):
+        header["__metadata__"] = {"format": "pt"}
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+    return folder
+
+
+VECTORS = [  # dtype, config, digest; made with sha256sum from the format's text, too
+    ("F32", {}, "4804536beb580bf9362430748e4d1e3e34c40130959bbcf0d9fc4012dc80ae6a"),
+    ("BF16", {}, "268f40ac114a54edd27fffe277041263ed2282c258f624e0fa27a5a6b0a5f9f1"),
+    (
+        "F32",
+        {"lora_alpha": 8},
+        "0392e9ff273766887f2bb3850aa2211b980267a1196518d3f393ac57501f2cee",
+    ),
+    (
+        "F32",
+        {"use_rslora": True},
+        "3c4a66321edc950018aa1a3c3b406dd7bdc0a4a77b29f1dd9851882ff980d5d1",
+    ),
+    (
+        "F32",
+        {"alpha_pattern": {"q_proj": 0.5}},
+        "b35ac7010c116bc08cf91aed7ac5dd3440e1a689f27e4c15104370aa223c3ff7",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "config", "expected"), VECTORS)
+def test_vectors(tmp_path, dtype, config, expected):
+    folder = write(tmp_path / "adapter", dtype, config)
+    assert open_checkpoint(folder).digest == f"sha256:{expected}"
+
+
+def test_vector_of_an_embedding():
+    contents = [
+        TensorContent(
+            "model.embed_tokens", TargetKind.EMBEDDING, side, DataType.FLOAT16, (2, 2), bytes(32)
+        )
+        for side in (SegmentKind.B, SegmentKind.A)
+    ]
+    digest = compute_digest(contents, {"model.embed_tokens": 8.0}, use_rslora=False)
+    assert digest == "sha256:8ac826c3077534cbe2821ea5b35a838953e83c1965ae7273982f7cc6584a80c8"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"lora_alpha": 4.0},
+        {"use_rslora": False, "bias": "none", "lora_dropout": 0.3, "inference_mode": True},
+        {"task_type": "CAUSAL_LM", "peft_version": "0.18.0", "revision": "main"},
+        {"r": 64, "rank_pattern": {"q_proj": 2}},
+        {"lora_alpha": 32, "alpha_pattern": {r".*\.q_proj": 4}},
+        {"target_modules": r".*q_proj"},
+        {"target_modules": ["q_proj", "other"], "base_model_name_or_path": "renamed"},
+    ],
+)
+def test_config_that_computes_alike_is_the_same_adapter(tmp_path, config):
+    plain = open_checkpoint(write(tmp_path / "plain")).digest
+    assert open_checkpoint(write(tmp_path / "other", config=config)).digest == plain
+
+
+def test_file_layout_does_not_matter(tmp_path):
+    plain = open_checkpoint(write(tmp_path / "plain")).digest
+    assert open_checkpoint(write(tmp_path / "swapped", swapped=True)).digest == plain
+    assert open_checkpoint(write(tmp_path / "metadata", metadata=True)).digest == plain
+
+
+def test_what_computes_differently_is_another_adapter(tmp_path):
+    digests = {
+        open_checkpoint(write(tmp_path / str(index), dtype, config)).digest
+        for index, (dtype, config, _) in enumerate(VECTORS)
+    }
+    assert len(digests) == len(VECTORS)
+
+
+def test_one_bit_of_a_weight_matters(tmp_path):
+    folder = write(tmp_path / "a")
+    other = tmp_path / "b"
+    shutil.copytree(folder, other)
+    weights = other / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-4] ^= 1
+    weights.write_bytes(data)
+    assert open_checkpoint(folder).digest != open_checkpoint(other).digest

@@ -1,0 +1,113 @@
+import dataclasses
+import json
+
+import pytest
+
+from adapter_store.core import DataType, Target, TargetKind
+from adapter_store.errors import InvalidArgument
+from adapter_store.layout import from_json, layout_id, runs, to_json, validate
+
+
+def linear(name: str, layer: int | None, group: str = "", **fields) -> Target:
+    defaults = {"in_features": 8, "out_features": 8}
+    return Target(name, layer, group or name, TargetKind.LINEAR, **{**defaults, **fields})
+
+
+def test_the_tiny_layout_is_valid_and_round_trips(make_layout):
+    layout = make_layout()
+    validate(layout)
+    data = json.loads(json.dumps(to_json(layout)))
+    assert from_json(data) == layout
+    assert layout_id(from_json(data)) == layout_id(layout)
+
+
+def test_slices_round_trip(make_layout):
+    layout = make_layout(targets=(linear("a", 0, in_slice=(0, 4), out_slice=(4, 8)),))
+    validate(layout)
+    assert from_json(json.loads(json.dumps(to_json(layout)))) == layout
+
+
+def test_runs_are_embedding_layers_head(make_layout):
+    layout = make_layout()
+    layers = [layout.targets[start].layer for start, _ in runs(layout)]
+    assert layers == [None, 0, 1, None]
+    covered = [index for start, end in runs(layout) for index in range(start, end)]
+    assert covered == list(range(len(layout.targets)))
+
+
+def test_identity_follows_everything_but_the_order_of_aliases(make_layout):
+    layout = make_layout()
+    target = layout.targets[3]
+    others = [
+        dataclasses.replace(layout, **change)
+        for change in (
+            {"base_model": "other"},
+            {"aliases": ("tiny", "more")},
+            {"config_sha256": "1" * 64},
+            {"dtype": DataType.BFLOAT16},
+            {"image_format": 2},
+            {"targets": layout.targets[:-1]},
+            {"targets": (*layout.targets[:-1], linear("lm_head", None, "head"))},
+        )
+    ]
+    for change in ({"group": "x"}, {"out_slice": (0, 1)}, {"in_slice": (0, 1)}, {"layer": 7}):
+        changed = dataclasses.replace(target, **change)
+        others.append(dataclasses.replace(layout, targets=(changed,)))
+    assert len({layout_id(other) for other in (layout, *others)}) == len(others) + 1
+    swapped = dataclasses.replace(layout, aliases=("b", "a"))
+    assert layout_id(swapped) == layout_id(dataclasses.replace(layout, aliases=("a", "b")))
+
+
+def test_identity_is_stable(make_layout):
+    layout = make_layout(targets=(linear("model.layers.0.mlp.up_proj", 0, "layers.0.gate_up"),))
+    assert layout_id(layout) == (
+        "sha256:ad0075d60dff0c69f5ad4fa13a91e748bfa8674cb379a7e4d8d05012ca36a351"
+    )
+
+
+EMBEDDING = Target("embed", None, "embed", TargetKind.EMBEDDING, 8, 8)
+
+BAD_LAYOUTS = {
+    "base_model": {"base_model": ""},
+    "base_model (control)": {"base_model": "a\nb"},
+    "aliases[0]": {"aliases": ("",)},
+    "aliases": {"aliases": tuple(str(i) for i in range(65))},
+    "config_sha256": {"config_sha256": "abc"},
+    "targets": {"targets": ()},
+    "targets[0].name": {"targets": (linear("a b", 0),)},
+    "targets[0].name (path)": {"targets": (linear("../a", 0),)},
+    "targets[1].name": {"targets": (linear("a", 0), linear("a", 1))},
+    "targets[0].group": {"targets": (Target("a", 0, "", TargetKind.LINEAR, 8, 8),)},
+    "targets[0].layer": {"targets": (linear("a", -1),)},
+    "targets[0].experts": {"targets": (linear("a", 0, experts=8),)},
+    "targets[0].in_features": {"targets": (linear("a", 0, in_features=0),)},
+    "targets[0].out_features": {"targets": (linear("a", 0, out_features=2**40),)},
+    "targets[0].in_slice": {"targets": (linear("a", 0, in_slice=(0, 9)),)},
+    "targets[0].in_slice (reversed)": {"targets": (linear("a", 0, in_slice=(4, 4)),)},
+    "targets[0].out_slice": {"targets": (linear("a", 0, out_slice=(-1, 4)),)},
+    "targets[1].layer (order)": {"targets": (linear("a", 1), linear("b", 0))},
+    "targets[2].layer (twice)": {"targets": (linear("a", 0), linear("b", 1), linear("c", 0))},
+    "targets[1].layer (between)": {"targets": (linear("a", 0), linear("b", None), linear("c", 1))},
+    "targets[1].kind (after layers)": {"targets": (linear("a", 0), EMBEDDING)},
+    "targets[0].kind (in layer)": {"targets": (dataclasses.replace(EMBEDDING, layer=0),)},
+    "targets[2].group (apart)": {
+        "targets": (linear("a", 0, "g"), linear("b", 0), linear("c", 0, "g"))
+    },
+    "targets[1].group (input)": {
+        "targets": (linear("a", 0, "g"), linear("b", 0, "g", in_features=16))
+    },
+}
+
+
+@pytest.mark.parametrize("culprit", BAD_LAYOUTS)
+def test_senseless_layout_is_refused_by_field(make_layout, culprit):
+    layout = dataclasses.replace(make_layout(), **BAD_LAYOUTS[culprit])
+    with pytest.raises(InvalidArgument) as error:
+        validate(layout)
+    assert error.value.subject == f"layout.{culprit.split(' ')[0]}"
+
+
+def test_a_model_without_layers_is_one_run(make_layout):
+    layout = make_layout(targets=(EMBEDDING, linear("head", None)))
+    validate(layout)
+    assert list(runs(layout)) == [(0, 2)]
