@@ -10,84 +10,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
 from loadout import calls, convert, status, types
-from loadout.calls import Call, Prompt, Service, StreamCall
+from loadout.calls import Call, Prompt, Service
 from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.stream import AsyncStream
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
 T = TypeVar("T")
-
-
-class AsyncStream(Generic[T]):
-    """The answers of one streaming RPC, an async iterator; leaving it cancels the RPC."""
-
-    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
-        self._method = method
-        self._spec = call
-        self._attempts = attempts
-        self._last: T | None = None
-        self._rpc: Any = None
-        self._closed = False
-        self._open(call.request)
-
-    def _open(self, request: Any) -> None:
-        self._rpc = self._method(request, timeout=self._attempts.remaining_s)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T:
-        while not self._closed:
-            try:
-                message = await self._rpc.read()
-            except grpc.RpcError as error:
-                await self._try_again(error)
-                continue
-            except asyncio.CancelledError:
-                self.close()
-                if _is_cancelled():
-                    raise
-                break  # another task closed this stream
-            if message is grpc.aio.EOF:
-                self.close()
-                break
-            self._attempts.succeeded()
-            self._last = self._spec.convert(message)
-            return self._last
-        raise StopAsyncIteration
-
-    async def _try_again(self, error: grpc.RpcError) -> None:
-        if self._closed:
-            return
-        failure = status.from_rpc_error(error)
-        request = self._spec.resume(self._last)
-        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
-        if delay is None:
-            self.close()
-            raise failure from error
-        await asyncio.sleep(delay)
-        self._open(request)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._rpc is not None:
-            self._rpc.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class AsyncClient:
@@ -309,11 +245,6 @@ class AsyncClient:
 
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _in_thread(upload: Upload) -> AsyncIterator[Any]:

@@ -12,82 +12,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from loadout import calls, convert, status, types
-from loadout.calls import Call, Prompt, Service, StreamCall
+from loadout.calls import Call, Prompt, Service
 from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.stream import Stream
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
 T = TypeVar("T")
-
-
-class Stream(Generic[T]):
-    """The answers of one streaming RPC, an iterator.
-
-    Leaving it cancels the RPC: `close()`, the end of a `with` block, or dropping the last
-    reference, as `break` in `for chunk in client.generate(...)` does. Iterating raises
-    LoadoutError.
-    """
-
-    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
-        self._method = method
-        self._spec = call
-        self._attempts = attempts
-        self._last: T | None = None
-        self._rpc: Any = None
-        self._closed = False
-        self._open(call.request)
-
-    def _open(self, request: Any) -> None:
-        self._rpc = self._method(request, timeout=self._attempts.remaining_s)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        while not self._closed:
-            try:
-                message = next(self._rpc)
-            except StopIteration:
-                self.close()
-            except grpc.RpcError as error:
-                self._try_again(error)
-            else:
-                self._attempts.succeeded()
-                self._last = self._spec.convert(message)
-                return self._last
-        raise StopIteration
-
-    def _try_again(self, error: grpc.RpcError) -> None:
-        if self._closed:
-            return
-        failure = status.from_rpc_error(error)
-        request = self._spec.resume(self._last)
-        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
-        if delay is None:
-            self.close()
-            raise failure from error
-        time.sleep(delay)
-        self._open(request)
-
-    def close(self) -> None:
-        self._closed = True
-        if self._rpc is not None:
-            self._rpc.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Client:

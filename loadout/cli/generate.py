@@ -19,43 +19,48 @@ Examples:
 """
 
 
+AdapterRef = Annotated[
+    str,
+    typer.Option(
+        metavar="REF",
+        help="[tenant/]name[@version] or sha256:<hex>. Without it: the plain base model.",
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Wrap TEXT as a user's message in the chat template.")
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens to generate. Default: the server's.")
+]
+Temperature = Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus to sample from.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")
+]
+MinRevision = Annotated[
+    int, typer.Option(min=0, help="Use the adapter as of this revision, which `register` printed.")
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="Say on stderr what was used and how long it took.")
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
+]
+
+
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
-    adapter: Annotated[
-        str,
-        typer.Option(
-            metavar="REF",
-            help="[tenant/]name[@version] or sha256:<hex>. Without it: the plain base model.",
-        ),
-    ] = "",
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap TEXT as a user's message in the chat template.")
-    ] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to generate. Default: the server's.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: always the likeliest token.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Nucleus to sample from.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed gives the same text.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")
-    ] = None,
-    min_revision: Annotated[
-        int,
-        typer.Option(min=0, help="Use the adapter as of this revision, which `register` printed."),
-    ] = 0,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Say on stderr what was used and how long it took.")
-    ] = False,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
-    ] = None,
+    adapter: AdapterRef = "",
+    chat: Chat = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    min_revision: MinRevision = 0,
+    stats: Stats = False,
+    timeout: Timeout = None,
     inference: options.Inference = options.DEFAULT_INFERENCE,
 ) -> None:
     """Generate text, streamed as it comes."""

@@ -1,0 +1,134 @@
+"""The answers of one streaming RPC, as iterators that retry where it is safe.
+
+Leaving one cancels its RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from loadout import status
+from loadout.calls import StreamCall
+from loadout.retry import Attempts
+
+T = TypeVar("T")
+
+
+class _Stream(Generic[T]):
+    """What both kinds share: the RPC that runs, the item seen last, and what follows a failure."""
+
+    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
+        self._method = method
+        self._spec = call
+        self._attempts = attempts
+        self._last: T | None = None
+        self._rpc: Any = None
+        self._closed = False
+        self._open(call.request)
+
+    def close(self) -> None:
+        """Cancels the RPC; the iteration ends. Does nothing the second time."""
+        self._closed = True
+        if self._rpc is not None:
+            self._rpc.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self, request: Any) -> None:
+        """Does nothing if the stream was closed while it waited for this attempt."""
+        if not self._closed:
+            self._rpc = self._method(request, timeout=self._attempts.remaining_s)
+
+    def _accept(self, message: Any) -> T:
+        self._attempts.succeeded()
+        self._last = self._spec.convert(message)
+        return self._last
+
+    def _next_attempt(self, error: grpc.RpcError) -> tuple[float, Any] | None:
+        """Seconds to wait and the request to go on with, None if it was closed meanwhile.
+
+        Raises LoadoutError if there is nothing to go on with.
+        """
+        if self._closed:
+            return None
+        failure = status.from_rpc_error(error)
+        request = self._spec.resume(self._last)
+        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
+        if delay is None:
+            self.close()
+            raise failure from error
+        return delay, request
+
+
+class Stream(_Stream[T]):
+    """An iterator; iterating raises LoadoutError.
+
+    Leaving it cancels the RPC: `close()`, the end of a `with` block, or dropping the last
+    reference, as `break` in `for chunk in client.generate(...)` does.
+    """
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while not self._closed:
+            try:
+                return self._accept(next(self._rpc))
+            except StopIteration:
+                self.close()
+            except grpc.RpcError as error:
+                if again := self._next_attempt(error):
+                    delay_s, request = again
+                    time.sleep(delay_s)
+                    self._open(request)
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncStream(_Stream[T]):
+    """An async iterator; iterating raises LoadoutError, and leaving it cancels the RPC."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._closed:
+            try:
+                message = await self._rpc.read()
+            except grpc.RpcError as error:
+                if again := self._next_attempt(error):
+                    delay_s, request = again
+                    await asyncio.sleep(delay_s)
+                    self._open(request)
+            except asyncio.CancelledError:
+                self.close()
+                if _is_cancelled():
+                    raise
+                break  # another task closed this stream
+            else:
+                if message is not grpc.aio.EOF:
+                    return self._accept(message)
+                self.close()
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
