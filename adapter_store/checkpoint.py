@@ -178,4 +178,5 @@ def _digest(
         for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
     ]
     alphas = {target.name: target.alpha for target in targets.values()}
-    return compute_digest(contents, alphas, config.use_rslora)
+    modules = config.modules.fields if config.modules.unweighted(targets) else None
+    return compute_digest(contents, alphas, config.use_rslora, modules)

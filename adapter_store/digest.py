@@ -6,12 +6,15 @@ ASCII):
     loadout-digest-v1
     ["<target>","<A|B|embedding_A|embedding_B>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]
         ... one per tensor, sorted as lists
-    {"alpha":{"<target>":<alpha>, ...},"use_rslora":true}
+    {"alpha":{"<target>":<alpha>, ...},"modules":{...},"use_rslora":true}
 
 Raw bytes are little-endian and row-major, shapes as saved. The last line holds what changes the
 maths besides the tensors, resolved per target, defaults (alpha 8, no rsLoRA) left out: ranks are
-in the shapes, and how a pattern was spelled does not matter. So the file layout, tensor order,
-sharding and training-only settings leave the digest alone; another dtype or scale does not.
+in the shapes, and how a pattern was spelled does not matter. `modules` is there only if the config
+lists a module of which the file has no weights at all: then the fields that choose modules decide
+whether a model refuses the adapter, and a verdict must follow from the digest alone. So the file
+layout, tensor order, sharding and training-only settings leave the digest alone; another dtype or
+scale does not.
 """
 
 from __future__ import annotations
@@ -47,7 +50,10 @@ class TensorContent:
 
 
 def compute_digest(
-    tensors: Iterable[TensorContent], alphas: Mapping[str, float], use_rslora: bool
+    tensors: Iterable[TensorContent],
+    alphas: Mapping[str, float],
+    use_rslora: bool,
+    modules: Mapping[str, Any] | None = None,
 ) -> str:
     """The digest, "sha256:<hex>". `alphas` holds the effective alpha of every target."""
     records = sorted(
@@ -58,6 +64,8 @@ def compute_digest(
     changed = {name: _number(alpha) for name, alpha in alphas.items() if alpha != DEFAULT_ALPHA}
     if changed:
         maths["alpha"] = changed
+    if modules:
+        maths["modules"] = modules
     if use_rslora:
         maths["use_rslora"] = True
     lines = ["loadout-digest-v1", *map(canonical_json, records), canonical_json(maths)]

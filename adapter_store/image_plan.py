@@ -164,16 +164,11 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
     module listed, present in the model and absent from the whole file was lost on the way.
     """
     config = checkpoint.config
-    for entry in config.modules.entries:
-        selected = [
-            target
-            for target in layout.targets
-            if target.name == entry or target.name.endswith(f".{entry}")
-        ]
-        if any(target.name in checkpoint.targets for target in selected):
-            continue
-        for target in selected:
-            if config.selects(target.name, is_embedding=target.kind is TargetKind.EMBEDDING):
+    for entry in config.modules.unweighted(checkpoint.targets):
+        for target in layout.targets:
+            is_meant = target.name == entry or target.name.endswith(f".{entry}")
+            is_embedding = target.kind is TargetKind.EMBEDDING
+            if is_meant and config.selects(target.name, is_embedding=is_embedding):
                 raise IncompatibleAdapter(
                     f"target_modules lists {entry!r}, but the adapter has no weights for it",
                     subject=target.name,

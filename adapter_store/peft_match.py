@@ -7,8 +7,8 @@ Source: peft/tuners/tuners_utils.py `check_target_module_exists`, peft/utils/oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 from adapter_store.patterns import MatchBudget, Pattern, compile_pattern
 
@@ -45,12 +45,25 @@ class ModuleMatcher:
         layers_to_transform: tuple[int, ...] = (),
         layers_pattern: tuple[str, ...] = (),
     ) -> None:
-        """A string is an expression for the whole path (or "all-linear"); a tuple holds whole
+        """`fields` holds what is given, as the config names it, lists sorted.
+
+        A string is an expression for the whole path (or "all-linear"); a tuple holds whole
         paths or their last components. No layers: all of them.
 
         Raises InvalidAdapter naming the config key whose pattern is not usable.
         """
-        self.entries = () if isinstance(target_modules, str) else target_modules
+        given = {
+            "target_modules": target_modules,
+            "exclude_modules": exclude_modules,
+            "layers_to_transform": layers_to_transform,
+            "layers_pattern": layers_pattern,
+        }
+        self.fields: Mapping[str, Any] = {
+            key: value if isinstance(value, str) else sorted(value)
+            for key, value in given.items()
+            if value
+        }
+        self._entries = () if isinstance(target_modules, str) else target_modules
         self._is_all_linear = (
             isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
         )
@@ -71,9 +84,14 @@ class ModuleMatcher:
             return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
         if self._target is not None:
             return bool(budget.match(self._target, name, full=True))
-        if name in self.entries:  # a whole path is meant whatever its layer
+        if name in self._entries:  # a whole path is meant whatever its layer
             return True
-        return _ends_with(name, self.entries) and self._is_in_layers(name, budget)
+        return _ends_with(name, self._entries) and self._is_in_layers(name, budget)
+
+    def unweighted(self, weighted: Iterable[str]) -> tuple[str, ...]:
+        """The listed modules of which none is among the names `weighted`."""
+        tails = {name[start:] for name in weighted for start in _tail_starts(name)}
+        return tuple(entry for entry in self._entries if entry not in tails)
 
     def _is_excluded(self, name: str, budget: MatchBudget) -> bool:
         if self._exclude is not None:
@@ -93,6 +111,11 @@ class ModuleMatcher:
 def _whole_path(key: str, value: str | tuple[str, ...]) -> Pattern | None:
     """The expression to match in full, if `value` is one."""
     return compile_pattern(key, value) if isinstance(value, str) and value else None
+
+
+def _tail_starts(name: str) -> list[int]:
+    """Where the tails of a path start that a list may name it by: at 0 and after every dot."""
+    return [0, *(index + 1 for index, char in enumerate(name) if char == ".")]
 
 
 def _ends_with(name: str, entries: tuple[str, ...]) -> bool:

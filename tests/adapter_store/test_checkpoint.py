@@ -312,11 +312,17 @@ def test_files_that_belong_to_an_adapter():
 
 def substance(checkpoint: Checkpoint) -> object:
     """All that decides what an adapter computes, in full instead of as hashes."""
-    return checkpoint.config.use_rslora, [
-        (t.name, t.kind, t.alpha, r.dtype, r.shape, checkpoint.read_tensor(r).view(-1).tolist())
-        for t in checkpoint.targets.values()
-        for r in (t.a, t.b)
-    ]
+    modules = checkpoint.config.modules
+    lost = modules.fields if modules.unweighted(checkpoint.targets) else None
+    return (
+        checkpoint.config.use_rslora,
+        lost,
+        [
+            (t.name, t.kind, t.alpha, r.dtype, r.shape, checkpoint.read_tensor(r).view(-1).tolist())
+            for t in checkpoint.targets.values()
+            for r in (t.a, t.b)
+        ],
+    )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)

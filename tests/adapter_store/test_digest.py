@@ -94,7 +94,8 @@ def test_vector_of_an_embedding():
         {"r": 64, "rank_pattern": {"q_proj": 2}},
         {"lora_alpha": 32, "alpha_pattern": {r".*\.q_proj": 4}},
         {"target_modules": r".*q_proj"},
-        {"target_modules": ["q_proj", "other"], "base_model_name_or_path": "renamed"},
+        {"target_modules": ["q_proj", "self_attn.q_proj"], "exclude_modules": ["o_proj"]},
+        {"base_model_name_or_path": "renamed"},
     ],
 )
 def test_config_that_computes_alike_is_the_same_adapter(tmp_path, config):
@@ -114,6 +115,24 @@ def test_what_computes_differently_is_another_adapter(tmp_path):
         for index, (dtype, config, _) in enumerate(VECTORS)
     }
     assert len(digests) == len(VECTORS)
+
+
+def test_listed_modules_without_weights_count(tmp_path):
+    """They decide whether a model with such modules refuses the adapter."""
+    listings = [
+        {},
+        {"target_modules": ["q_proj", "k_proj"]},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0]},
+    ]
+    digests = [
+        open_checkpoint(write(tmp_path / str(index), config=config)).digest
+        for index, config in enumerate(listings)
+    ]
+    assert len(set(digests)) == len(listings)
+    reordered = write(tmp_path / "reordered", config={"target_modules": ["k_proj", "q_proj"]})
+    assert open_checkpoint(reordered).digest == digests[1]
 
 
 def test_one_bit_of_a_weight_matters(tmp_path):
