@@ -1,0 +1,70 @@
+"""A catalog in a temporary folder, with a clock that tests turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.core import AdapterName, AdapterRef
+
+BASE = "org/tiny"
+
+
+class Clock:
+    """Moves on by a millisecond whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        self.now += timedelta(milliseconds=1)
+        return self.now
+
+
+class Names:
+    """Short forms for what tests say often."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    def new(self, name: str, digest: str, **fields: object) -> NewVersion:
+        tenant, _, name = name.rpartition("/")
+        values = {
+            "base_model": BASE,
+            "source_uri": f"file:///{digest}",
+            "rank": 8,
+            "targets": ("q_proj", "v_proj"),
+            "source_bytes": 100,
+            **fields,
+        }
+        return NewVersion(AdapterName(tenant or "default", name), digest, **values)
+
+    def register(self, name: str, digest: str, if_current: str = "", **fields: object):
+        return self.catalog.register(self.new(name, digest, **fields), if_current)
+
+    def ref(self, name: str, version: int | None = None) -> AdapterRef:
+        tenant, _, name = name.rpartition("/")
+        return AdapterRef(AdapterName(tenant or "default", name), version)
+
+    def get(self, name: str, version: int | None = None):
+        return self.catalog.get(self.ref(name, version))[0]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def catalog(tmp_path, clock) -> Iterator[Catalog]:
+    catalog = Catalog(tmp_path / "catalog.sqlite3", event_retention=1000, clock=clock)
+    yield catalog
+    catalog.close()
+
+
+@pytest.fixture
+def names(catalog) -> Names:
+    return Names(catalog)

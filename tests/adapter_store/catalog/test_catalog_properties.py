@@ -1,0 +1,150 @@
+"""Any order of registrations, deletions, pins and restarts, held against a plain model."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.core import AdapterName, AdapterRef, EventKind
+from adapter_store.errors import Conflict, NotFound
+
+names = st.sampled_from([AdapterName("t", "a"), AdapterName("t", "b"), AdapterName("u", "a")])
+digests = st.sampled_from(["d1", "d2", "d3"])
+
+
+@dataclass
+class Model:
+    """A name as the contract describes it."""
+
+    versions: dict[int, str] = field(default_factory=dict)
+    current: int = 0
+    last: int = 0
+    pinned: set[int] = field(default_factory=set)
+    revision: int = 0
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.catalog = self.open()
+        self.models: dict[AdapterName, Model] = {}
+        self.revision = 0
+
+    def open(self) -> Catalog:
+        return Catalog(self.folder / "catalog.sqlite3", event_retention=10_000)
+
+    def teardown(self) -> None:
+        self.catalog.close()
+        shutil.rmtree(self.folder)
+
+    def changed(self, model: Model) -> None:
+        self.revision += 1
+        model.revision = self.revision
+
+    @rule(name=names, digest=digests, pinned=st.booleans())
+    def register(self, name: AdapterName, digest: str, pinned: bool) -> None:
+        new = NewVersion(name, digest, "base", "", 1, (), 1, pinned=pinned)
+        record, revision = self.catalog.register(new)
+        model = self.models.setdefault(name, Model())
+        known = [version for version, d in model.versions.items() if d == digest]
+        if known != [model.current]:
+            version = known[0] if known else model.last + 1
+            pinned = pinned or model.current in model.pinned or version in model.pinned
+            model.pinned.discard(model.current)
+            model.versions[version] = digest
+            model.current, model.last = version, max(version, model.last)
+            self.changed(model)
+        elif pinned and model.current not in model.pinned:
+            self.changed(model)
+        if pinned:
+            model.pinned.add(model.current)
+        assert (record.version, revision) == (model.current, model.revision)
+
+    @rule(name=names, digest=digests)
+    def register_if_current(self, name: AdapterName, digest: str) -> None:
+        model = self.models.get(name, Model())
+        if model.versions.get(model.current) != digest:
+            new = NewVersion(name, "d9", "base", "", 1, (), 1)
+            with pytest.raises(Conflict):
+                self.catalog.register(new, digest)
+
+    @rule(name=names, version=st.integers(0, 3))
+    def remove(self, name: AdapterName, version: int) -> None:
+        model = self.models.get(name, Model())
+        if not model.versions or (version and version not in model.versions):
+            with pytest.raises(NotFound):
+                self.catalog.remove(name, version)
+            return
+        self.changed(model)
+        assert self.catalog.remove(name, version) == self.revision
+        for number in [version] if version else list(model.versions):
+            del model.versions[number]
+            model.pinned.discard(number)
+        if model.current not in model.versions:
+            model.current = max(model.versions, default=0)
+
+    @rule(name=names, version=st.integers(0, 3), pinned=st.booleans())
+    def pin(self, name: AdapterName, version: int, pinned: bool) -> None:
+        model = self.models.get(name, Model())
+        number = version or model.current
+        ref = AdapterRef(name, version or None)
+        if number not in model.versions:
+            with pytest.raises(NotFound):
+                self.catalog.set_pinned(ref, pinned, 1)
+            return
+        if (number in model.pinned) != pinned:
+            self.changed(model)
+        (model.pinned.add if pinned else model.pinned.discard)(number)
+        record, revision = self.catalog.set_pinned(ref, pinned, 1)
+        assert (record.pinned, revision) == (pinned, self.revision)
+
+    @rule()
+    def restart(self) -> None:
+        self.catalog.close()
+        self.catalog = self.open()
+
+    @invariant()
+    def names_are_as_the_model_says(self) -> None:
+        page, _, revision = self.catalog.page()
+        assert revision == self.revision
+        live = sorted((n.tenant, n.name) for n, m in self.models.items() if m.current)
+        assert [(r.name.tenant, r.name.name) for r in page] == live
+        for name, model in self.models.items():
+            for version in range(1, model.last + 1):
+                if version in model.versions:
+                    record, _ = self.catalog.get(AdapterRef(name, version))
+                    assert record.digest == model.versions[version]
+                    assert record.pinned == (version in model.pinned)
+                else:
+                    with pytest.raises(NotFound):
+                        self.catalog.get(AdapterRef(name, version))
+
+    @invariant()
+    def the_history_has_no_gaps_and_ends_where_names_are(self) -> None:
+        events = self.catalog.events_since(0, 100_000)
+        assert [event.revision for event in events] == list(range(1, self.revision + 1))
+        last = {event.name: event for event in events}
+        for name, model in self.models.items():
+            if str(name) in last:
+                event = last[str(name)]
+                assert event.version == model.current
+                assert (event.kind is EventKind.DELETED) == (model.current == 0)
+                assert model.current == 0 or event.digest == model.versions[model.current]
+
+
+CatalogMachine.TestCase.settings = settings(
+    max_examples=20,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestCatalog = CatalogMachine.TestCase

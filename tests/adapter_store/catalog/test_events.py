@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from adapter_store.catalog import Catalog
+from adapter_store.core import AdapterName
+from adapter_store.errors import RevisionTooOld
+
+
+def test_events_since_a_revision_in_order_and_bounded(names, catalog):
+    for i in range(5):
+        names.register(f"n{i}", "d")
+    assert [e.revision for e in catalog.events_since(2, 10)] == [3, 4, 5]
+    assert [e.revision for e in catalog.events_since(0, 2)] == [1, 2]
+    assert catalog.events_since(5, 10) == []
+
+
+def test_an_empty_catalog_has_an_empty_history(catalog):
+    assert catalog.revision() == 0
+    assert catalog.events_since(0, 10) == []
+
+
+def test_a_revision_of_another_history_is_refused(names, catalog):
+    names.register("a", "d")
+    with pytest.raises(RevisionTooOld, match="list again"):
+        catalog.events_since(2, 10)
+
+
+def test_old_events_are_forgotten_and_the_watcher_is_told(tmp_path, names, clock):
+    catalog = Catalog(tmp_path / "short.sqlite3", event_retention=10, clock=clock)
+    for i in range(200):
+        catalog.register(names.new("a", f"d{i}"))
+    assert catalog.revision() == 200
+    with pytest.raises(RevisionTooOld) as caught:
+        catalog.events_since(100, 10)
+    assert caught.value.subject == "since_revision"
+    assert [e.revision for e in catalog.events_since(190, 100)] == list(range(191, 201))
+    catalog.close()
+
+
+def test_the_revision_survives_forgetting_everything_else(tmp_path, names, clock):
+    path = tmp_path / "one.sqlite3"
+    catalog = Catalog(path, event_retention=1, clock=clock)
+    for i in range(64):
+        catalog.register(names.new("a", f"d{i}"))
+    catalog.close()
+    catalog = Catalog(path, event_retention=1, clock=clock)
+    assert catalog.revision() == 64
+    assert catalog.remove(AdapterName("default", "a")) == 65
+    catalog.close()
+
+
+def test_a_failed_write_makes_no_event(names, catalog):
+    seen: list[object] = []
+    catalog.on_change(seen.append)
+    with pytest.raises(LookupError):
+        with catalog._change() as (conn, made):
+            raise LookupError
+    assert seen == []
+    assert catalog.revision() == 0
+    names.register("a", "d")
+    assert catalog.revision() == 1

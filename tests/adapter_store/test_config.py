@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from adapter_store.__main__ import main
+from adapter_store.config import Settings, load_settings, split_address
+
+
+def test_every_setting_has_a_docstring():
+    missing = [name for name, field in Settings.model_fields.items() if not field.description]
+    assert missing == []
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("LOADOUT_STORE_SOURCE_ROOTS", "/a, /b")
+    monkeypatch.setenv("LOADOUT_STORE_MEMORY_BYTES", "3MiB")
+    settings = load_settings()
+    assert settings.source_roots == (Path("/a"), Path("/b"))
+    assert settings.memory_bytes == 3 << 20
+
+
+def test_the_command_line_wins(monkeypatch):
+    monkeypatch.setenv("LOADOUT_STORE_LISTEN", "127.0.0.1:1")
+    settings = load_settings(["--listen", "0.0.0.0:2", "--s3-buckets", "one,two/three/"])
+    assert settings.listen == "0.0.0.0:2"
+    assert settings.s3_buckets == ("one", "two/three")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"listen": "7070"},
+        {"listen": "host:70000"},
+        {"s3_buckets": "Upper"},
+        {"memory_bytes": "0"},
+        {"memory_bytes": "lots"},
+        {"compile_workers": 0},
+        {"event_retention": 0},
+        {"log_format": "xml"},
+    ],
+)
+def test_nonsense_is_refused(arguments):
+    with pytest.raises(ValidationError):
+        Settings(**arguments)
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        Settings().listen = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:70", ("127.0.0.1", 70)),
+        ("[::1]:0", ("::1", 0)),
+        ("localhost:9", ("localhost", 9)),
+    ],
+)
+def test_addresses(address, expected):
+    assert split_address(Settings(listen=address).listen) == expected
+
+
+def test_bad_settings_end_in_one_plain_line(capsys):
+    assert main(["--listen", "nowhere"]) == 2
+    assert capsys.readouterr().err == "--listen: 'nowhere' is not HOST:PORT\n"
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in text for name in Settings.model_fields)

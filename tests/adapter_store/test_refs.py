@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from adapter_store.core import AdapterName, AdapterRef
+from adapter_store.errors import InvalidArgument
+from adapter_store.refs import parse_name, parse_ref, parse_sha256
+
+DIGEST = "sha256:" + "0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", AdapterRef(AdapterName("default", "a"))),
+        ("team/a.b-c_d", AdapterRef(AdapterName("team", "a.b-c_d"))),
+        ("team/a@12", AdapterRef(AdapterName("team", "a"), 12)),
+        ("0" * 63, AdapterRef(AdapterName("default", "0" * 63))),
+        (DIGEST, AdapterRef(digest=DIGEST)),
+    ],
+)
+def test_references(text, expected):
+    assert parse_ref(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "A",
+        ".a",
+        "a/b/c",
+        "/a",
+        "a/",
+        "a" * 64,
+        "a\n",
+        "a@0",
+        "a@-1",
+        "a@01",
+        "a@1\n",
+        "a@",
+        "a@1@2",
+        "ä",
+        "../a",
+        "sha256:" + "0A" * 32,
+        "sha256:" + "0a" * 31,
+        DIGEST + "\n",
+    ],
+)
+def test_malformed_references_name_the_field(text):
+    with pytest.raises(InvalidArgument, match="^adapter: ") as caught:
+        parse_ref(text, "adapter")
+    assert caught.value.subject == "adapter"
+
+
+def test_a_name_takes_no_version():
+    with pytest.raises(InvalidArgument, match="name"):
+        parse_name("a@1")
+
+
+def test_digests_are_whole():
+    assert parse_sha256(DIGEST, "digest") == DIGEST
+    with pytest.raises(InvalidArgument, match="digest"):
+        parse_sha256(DIGEST[7:], "digest")
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    with pytest.raises(InvalidArgument) as caught:
+        parse_ref("x" * 100_000)
+    assert len(str(caught.value)) < 300
