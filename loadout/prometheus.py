@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadout.errors import Unavailable
+from loadout.errors import NotFound, Unavailable
 
 TIMEOUT_S = 5.0
 
@@ -29,6 +29,13 @@ class Metrics:
     def sum(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` whose labels include `labels`; 0 if there are none."""
         return sum(sample.value for sample in self.select(name, **labels))
+
+    def one(self, name: str, **labels: str) -> float:
+        """The value of the only such sample. Raises NotFound unless there is exactly one."""
+        found = self.select(name, **labels)
+        if len(found) != 1:
+            raise NotFound(f"{len(found)} metrics are {name} {labels}", code="NOT_FOUND")
+        return found[0].value
 
     def select(self, name: str, **labels: str) -> tuple[Sample, ...]:
         return tuple(

@@ -59,15 +59,15 @@ def by_job(answers: Sequence[Answer]) -> list[JobResult]:
 def hit_rates(store: Metrics, inference: Metrics) -> list[HitRate]:
     """Of the store's memory and disk tiers, and of the inference service's slots."""
     tiers = [
-        _hit_rate(f"store {tier}", store, "loadout_store_image", tier=tier)
+        _hit_rate(f"store {tier}", store, "loadout_store_tier", tier=tier)
         for tier in ("memory", "disk")
     ]
     return [*tiers, _hit_rate("slots", inference, "loadout_inference_slot")]
 
 
 def _hit_rate(name: str, metrics: Metrics, prefix: str, **labels: str) -> HitRate:
-    hits = metrics.sum(f"{prefix}_hits_total", **labels)
-    misses = metrics.sum(f"{prefix}_misses_total", **labels)
+    hits = metrics.one(f"{prefix}_hits_total", **labels)
+    misses = metrics.one(f"{prefix}_misses_total", **labels)
     return HitRate(name, int(hits), int(misses))
 
 

@@ -11,6 +11,7 @@ from loadout.demo import report
 from loadout.demo.adapters import Source, source_of
 from loadout.demo.jobs import ADAPTER_JOBS, BASE, JOBS, expected, is_held_out
 from loadout.demo.traffic import Answer, Task, plan
+from loadout.errors import NotFound
 from loadout.prometheus import parse
 
 
@@ -65,11 +66,12 @@ def test_table_has_a_row_per_job():
 
 
 STORE = """
-# TYPE loadout_store_image_hits_total counter
-loadout_store_image_hits_total{tier="memory"} 6
-loadout_store_image_hits_total{tier="disk"} 0
-# TYPE loadout_store_image_misses_total counter
-loadout_store_image_misses_total{tier="memory"} 2
+# TYPE loadout_store_tier_hits_total counter
+loadout_store_tier_hits_total{tier="memory"} 6
+loadout_store_tier_hits_total{tier="disk"} 0
+# TYPE loadout_store_tier_misses_total counter
+loadout_store_tier_misses_total{tier="memory"} 2
+loadout_store_tier_misses_total{tier="disk"} 0
 """
 
 
@@ -81,3 +83,8 @@ def test_hit_rates():
     assert str(memory) == "store memory 75% (6 of 8)"
     assert str(disk) == "store disk no look-ups (0 of 0)"
     assert str(slots) == "slots 96% (192 of 200)"
+
+
+def test_a_metric_that_is_gone_is_no_zero():
+    with pytest.raises(NotFound, match="0 metrics are loadout_inference_slot_hits_total"):
+        report.hit_rates(parse(STORE), parse(""))
