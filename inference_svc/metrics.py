@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -92,12 +96,32 @@ class Metrics:
             self.inter_token_seconds.observe(after_first_s / (usage.completion_tokens - 1))
 
 
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Scrapes are not worth a line."""
+
+
+class _ThreadingServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _ThreadingServerV6(_ThreadingServer):
+    address_family = socket.AF_INET6
+
+
 class MetricsServer:
     """Serves `metrics` over HTTP in a thread of its own. Raises OSError if it cannot listen."""
 
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        self._server, self._thread = start_http_server(port, host, metrics.registry)
+        kind = _ThreadingServerV6 if ":" in host else _ThreadingServer
+        app = make_wsgi_app(metrics.registry)
+        self._server = make_server(host, port, app, kind, _QuietHandler)
         self.port: int = self._server.server_port
+        # Polled often, so that closing takes no half second.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="loadout-metrics", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()
