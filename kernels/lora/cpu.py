@@ -1,8 +1,9 @@
 """LoRA on the CPU: two products per segment and target, on views made when the adapter was loaded.
 
 A batch holds many small segments, so the cost is overhead. torch hands 16-bit products to oneDNN,
-which takes some 15 us per call before it computes; torch's own matrix-vector product takes 3 us for
-one row and is exact in fp32. Short segments therefore go row by row through the latter.
+which spends some 15 us per call before it computes; torch's own matrix-vector product takes 3 us
+for one row and sums in fp32. Short segments of 16-bit rows therefore go row by row through the
+latter; fp32 products go to MKL, which has no such overhead.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from .plan import LoraGroup, LoraPlan
 from .table import LoraTable, TargetWeights
 
-MAX_SHORT_TOKENS = 4
-"""Segments up to here go row by row: measured break-even of rows against one oneDNN product."""
+MAX_SHORT_TOKENS = 5
+"""16-bit segments up to here go row by row: the measured break-even against one oneDNN product."""
 
 
 def add_lora(
@@ -30,6 +31,7 @@ def add_lora(
         )
         if target in plan.targets
     ]
+    max_short = _max_short_tokens(x)
     short = []
     for segment in plan.segments:
         start, end, slot = segment
@@ -37,12 +39,14 @@ def add_lora(
         present = [(weights[target], part) for target, part in slices if target in weights]
         if not present:
             continue
-        if end - start <= MAX_SHORT_TOKENS:
+        if end - start <= max_short:
             short.append((segment, present))
             continue
         rows = x[start:end]
         for w, part in present:
             part[start:end].addmm_(rows.mm(w.a_t), w.b, alpha=w.scale)
+    if not short:
+        return
     with _own_products():
         for (start, end, _), present in short:
             for t in range(start, end):
@@ -55,17 +59,22 @@ def add_lora_embedding(
     out: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, plan: LoraPlan, target: int
 ) -> None:
     """See `reference.add_lora_embedding`."""
+    max_short = _max_short_tokens(out)
     for start, end, slot in plan.segments:
         w: TargetWeights | None = table.weights[slot].get(target)
         if w is None:
             continue
         y = w.a.index_select(0, token_ids[start:end])  # [n, rank]
-        if end - start > MAX_SHORT_TOKENS:
+        if end - start > max_short:
             out[start:end].addmm_(y, w.b, alpha=w.scale)
             continue
         with _own_products():
             for t in range(start, end):
                 out[t].addmv_(w.b_t, y[t - start], alpha=w.scale)
+
+
+def _max_short_tokens(x: torch.Tensor) -> int:
+    return 0 if x.dtype == torch.float32 else MAX_SHORT_TOKENS
 
 
 @contextmanager

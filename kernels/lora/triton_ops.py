@@ -31,6 +31,7 @@ def add_lora(
     group: LoraGroup,
 ) -> None:
     """See `reference.add_lora`. Two launches for all targets of the group."""
+    assert out.shape[1] >= group.out_end, "out holds every column of the group"
     assert out.stride(1) == x.stride(1) == 1, "rows are contiguous"
     if len(plan.items) == 0:
         return
