@@ -109,6 +109,8 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = num_heads
     if values["head_dim"] is None:
+        if hidden_size % num_heads:
+            raise _unsupported("hidden_size", hidden_size, f"not a multiple of {num_heads} heads")
         values["head_dim"] = hidden_size // num_heads
     max_position_embeddings = _positive(values, "max_position_embeddings")
     geometry = ModelGeometry(
@@ -171,7 +173,7 @@ def _sliding_windows(values: Mapping[str, Any], architecture: str) -> tuple[int 
     `max_window_layers` on if `use_sliding_window`; Llama in none."""
     num_layers = _positive(values, "num_hidden_layers")
     window = values.get("sliding_window")
-    is_qwen = "use_sliding_window" in values
+    is_qwen = architecture.startswith("Qwen")
     if window is not None and (not is_qwen or _flag(values, "use_sliding_window")):
         window = _positive(values, "sliding_window")
     else:

@@ -132,7 +132,7 @@ def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
             raise UnsupportedModel(f"config.json: {where}.{key} is not supported for {kind!r} rope")
     _refuse_partial(values.get("partial_rotary_factor", config.get("partial_rotary_factor")))
     numbers = {key: values[key] for key in _KEYS[kind] if values.get(key) is not None}
-    theta = values.get("rope_theta", config.get("rope_theta"))
+    theta = values.get("rope_theta") or config.get("rope_theta")
     if theta is not None:
         numbers["theta"] = theta
     for key, value in numbers.items():

@@ -61,7 +61,7 @@ class Transformer:
             q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
             heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
         q, k = rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
-        qkv[:, g.q_size : g.q_size + g.kv_size] = k.flatten(1)
+        qkv[:, g.q_size : g.q_size + g.kv_size].view(k.shape).copy_(k)
         kv_cache.write(index, inputs.attention.cells, qkv[:, g.q_size :])
         mixed = attend(
             q,

@@ -148,23 +148,17 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _check(files: dict[str, Path], layout: _Buffers) -> None:
-    missing = sorted(layout.places.keys() - files.keys())
-    unexpected = sorted(
-        name for name in files.keys() - layout.places.keys() if not _is_spare(name, layout)
-    )
-    if missing or unexpected:
-        raise UnsupportedModel(
-            "; ".join(
-                f"{what} tensors: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-                for what, names in (("missing", missing), ("unexpected", unexpected))
-                if names
-            )
-        )
+    wanted = layout.places.keys()
+    missing = sorted(wanted - files.keys())
+    unexpected = sorted(name for name in files.keys() - wanted if not _is_spare(name))
+    for what, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise UnsupportedModel(f"{what} tensors: {', '.join(names[:5])}{more}")
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name in layout.places:
-                    _check_tensor(name, file.get_slice(name), layout.places[name])
+            for name in wanted & set(file.keys()):
+                _check_tensor(name, file.get_slice(name), layout.places[name])
 
 
 def _check_tensor(name: str, found: Any, place: Tensor) -> None:
@@ -175,8 +169,6 @@ def _check_tensor(name: str, found: Any, place: Tensor) -> None:
         raise UnsupportedModel(f"{name} has dtype {found.get_dtype()}, which is not supported")
 
 
-def _is_spare(name: str, layout: _Buffers) -> bool:
-    """Old files carry the rotary frequencies, and some tied ones the head as well."""
-    return name.endswith(".rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and layout.weights().head.weight is layout.weights().embedding
-    )
+def _is_spare(name: str) -> bool:
+    """Old files carry the rotary frequencies, and some of tied models the head as well."""
+    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

@@ -25,11 +25,11 @@ MAX_GROUP_CELLS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows of one query each. `tokens` [B] and `cells` [B, L]; padding repeats the row's own last
-    cell, so that no foreign value is ever multiplied, and `bias` [B, 1, 1, L] is -inf there (None:
-    nothing is padded)."""
+    """Rows of one query each. `tokens` [B] (a slice where they are neighbours) and `cells` [B, L];
+    padding repeats the row's own last cell, so that no foreign value is ever multiplied, and
+    `bias` [B, 1, 1, L] is -inf there (None: nothing is padded)."""
 
-    tokens: Tensor
+    tokens: Tensor | slice
     cells: Tensor
     bias: Tensor | None
 
@@ -74,39 +74,35 @@ def attend(
 def _attend_decode(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, group: DecodeGroup, scale: float
 ) -> None:
-    num_rows, num_heads, head_dim = len(group.tokens), q.shape[1], q.shape[2]
-    shape = (num_rows, cache.num_kv_heads, num_heads // cache.num_kv_heads, head_dim)
+    by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, group.cells)  # [B, L, num_kv_heads, head_dim]
     result = F.scaled_dot_product_attention(
-        q.index_select(0, group.tokens).view(shape),
+        q[group.tokens].unflatten(1, by_key_head),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=group.bias,
         scale=scale,
     )
-    out.index_copy_(0, group.tokens, result.reshape(num_rows, num_heads, head_dim))
+    out[group.tokens] = result.flatten(1, 2)
 
 
 def _attend_chunk(
     out: Tensor, q: Tensor, cache: KVCache, layer: int, chunk: Chunk, scale: float
 ) -> None:
-    num_queries, num_heads, head_dim = chunk.end - chunk.start, q.shape[1], q.shape[2]
-    group = num_heads // cache.num_kv_heads
+    by_key_head = (cache.num_kv_heads, q.shape[1] // cache.num_kv_heads)
     k, v = cache.gather(layer, chunk.cells)  # [L, num_kv_heads, head_dim]
     # Key heads take the place of the batch, and their query heads the place of the heads, so that
     # sharing a key head is a stride of 0.
-    queries = q[chunk.start : chunk.end].unflatten(1, (cache.num_kv_heads, group))
+    queries = q[chunk.start : chunk.end].unflatten(1, by_key_head)
     result = F.scaled_dot_product_attention(
         queries.permute(1, 2, 0, 3),
-        k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
-        v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
+        k.transpose(0, 1).unsqueeze(1).expand(*by_key_head, -1, -1),
+        v.transpose(0, 1).unsqueeze(1).expand(*by_key_head, -1, -1),
         attn_mask=chunk.mask,
         is_causal=chunk.mask is None,
         scale=scale,
     )
-    out[chunk.start : chunk.end] = result.permute(2, 0, 1, 3).reshape(
-        num_queries, num_heads, head_dim
-    )
+    out[chunk.start : chunk.end].unflatten(1, by_key_head).copy_(result.permute(2, 0, 1, 3))
 
 
 def _schedule(plan: AttentionPlan, window: int | None, dtype: torch.dtype) -> Schedule:
@@ -159,8 +155,12 @@ def _decode_group(
         padding = torch.from_numpy(columns >= lengths).view(len(rows), 1, 1, -1)
         bias = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
         bias = bias.to(plan.device)
+    tokens = plan.host_query_starts[rows]
+    are_neighbours = tokens[-1] - tokens[0] == len(tokens) - 1
     return DecodeGroup(
-        tokens=torch.from_numpy(plan.host_query_starts[rows]).to(plan.device),
+        tokens=slice(int(tokens[0]), int(tokens[-1]) + 1)
+        if are_neighbours
+        else torch.from_numpy(tokens).to(plan.device),
         cells=torch.from_numpy(cells).to(plan.device),
         bias=bias,
     )
