@@ -213,10 +213,12 @@ class Directory:
     # --- what the watch says --------------------------------------------------------------------
 
     def begin(self, revision: int) -> None:
-        """A watch starts behind `self.revision` while the catalog is at `revision`: entries are
-        right again once its events up to there have come."""
-        self._is_watched = False
+        """A watch starts behind `self.revision`, and the store has just said that the catalog is
+        at `revision`: entries are right again once the events up to there have come."""
         self._right_from = revision
+        self._is_watched = self.revision >= revision
+        if self._is_watched:
+            self._heard_s = self._clock()
 
     def apply(self, event: NameEvent) -> None:
         """Takes the watch's next event, in order."""

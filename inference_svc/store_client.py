@@ -184,12 +184,13 @@ class _ImageStream:
 
 
 def to_error(error: grpc.RpcError) -> InferenceError:
-    kind = ERRORS.get(error.code(), StoreUnavailable)
-    if kind is StoreUnavailable:
-        return StoreUnavailable(
-            f"the adapter store does not answer: {error.code().name} {error.details()}"
-        )
-    return kind(error.details(), subject="adapter")
+    """Addresses and other details of a lost connection are notes: for our log, not for callers."""
+    kind = ERRORS.get(error.code())
+    if kind is not None:
+        return kind(error.details(), subject="adapter")
+    unavailable = StoreUnavailable(f"the adapter store does not answer ({error.code().name})")
+    unavailable.add_note(error.details() or "")
+    return unavailable
 
 
 def is_about(error: grpc.RpcError, subject: str) -> bool:

@@ -71,7 +71,8 @@ class StoreLink:
     def _say(self, error: InferenceError) -> None:
         """Once per outage."""
         if not self._is_down:
-            log.warning("no connection to the store: %s", error)
+            notes = " ".join(getattr(error, "__notes__", ()))
+            log.warning("no connection to the store: %s %s", error, notes)
         self._is_down = True
 
     async def _connect(self) -> AsyncIterator[NameEvent]:

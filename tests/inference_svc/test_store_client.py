@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from inference_svc import store_client
 from inference_svc.adapters.store import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
@@ -150,9 +152,10 @@ def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None
     async def body(store: TinyStore, address: str) -> None:
         store.refuse = dict.fromkeys(("GetAdapter", "PullAdapter"), grpc.StatusCode[code])
         client, images = CatalogClient(address), ImageClient(address)
-        with pytest.raises(error, match="refused, because"):
+        said = code if error is StoreUnavailable else "refused, because"
+        with pytest.raises(error, match=said):
             await client.get_adapter("upper")
-        with pytest.raises(error, match="refused, because"):
+        with pytest.raises(error, match=said):
             await asyncio.to_thread(list, images.pull(A, LAYOUT))
         await client.close()
         images.close()
@@ -163,8 +166,10 @@ def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None
 def test_an_address_where_nobody_listens_is_unavailable() -> None:
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient("127.0.0.1:1")
-        with pytest.raises(StoreUnavailable):
+        with pytest.raises(StoreUnavailable) as caught:
             await client.get_adapter("upper")
+        assert "127.0.0.1" not in caught.value.message, "callers do not learn our addresses"
+        assert "127.0.0.1" in caught.value.__notes__[0], "our log does"
         await client.close()
 
     serve(body)
@@ -261,6 +266,29 @@ def test_leaving_a_pull_early_ends_it_at_the_store() -> None:
         images.close()
 
     serve(body)
+
+
+def test_a_store_that_lost_our_layout_is_worth_a_retry() -> None:
+    """NOT_FOUND about the layout is not about the adapter."""
+
+    class Forgetful(TinyStore):
+        async def PullAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
+            info = error_details_pb2.ErrorInfo(reason="NOT_FOUND")
+            info.metadata["subject"] = request.layout_id
+            status = status_pb2.Status(code=5, message="no layout")
+            status.details.add().Pack(info)
+            await context.abort_with_status(rpc_status.to_status(status))
+            yield
+
+    async def main() -> None:
+        server, port = await start(Forgetful(), "127.0.0.1:0")
+        images = ImageClient(f"127.0.0.1:{port}")
+        with pytest.raises(StoreUnavailable, match="does not know our layout"):
+            await asyncio.to_thread(list, images.pull(A, LAYOUT))
+        images.close()
+        await server.stop(0)
+
+    asyncio.run(main())
 
 
 # --- the link -----------------------------------------------------------------------------------
