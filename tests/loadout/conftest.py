@@ -259,7 +259,7 @@ class Up:
         return self.popen.returncode, stderr
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start_up() -> Iterator[Callable[..., Up]]:
     """`start_up(*arguments, cwd=DIR)`: `loadout up` in a process of its own, ended afterwards."""
     started: list[Up] = []

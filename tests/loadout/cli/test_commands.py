@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
+import os
+import pty
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -257,3 +262,23 @@ def test_top_shows_what_answers_and_fails(run, running_system):
     assert "no answer: no metrics at 127.0.0.1:1" in out
     assert "default/a@1" in out
     assert err.startswith("loadout: no metrics at 127.0.0.1:1")
+
+
+def test_upload_shows_its_progress_on_a_terminal(store_server, fake_store, adapter_folder):
+    fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(revision=5))
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "loadout.cli", "register", "a", str(adapter_folder)]
+    environment = {**os.environ, "LOADOUT_STORE": store_server.address, "TERM": "xterm"}
+    done = subprocess.run(
+        command, env=environment, stdin=end, stdout=subprocess.PIPE, stderr=end, timeout=60
+    )
+    os.close(end)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        while data := os.read(terminal, 4096):
+            shown += data
+    os.close(terminal)
+    assert done.returncode == 0
+    assert done.stdout.decode().endswith("at revision 5\n")
+    assert b"uploading" in shown
+    assert b"1.3/1.3 MB" in shown
