@@ -21,6 +21,8 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # A new client does not inherit the patience that another's failed attempts have used up.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 STUBS = MappingProxyType(

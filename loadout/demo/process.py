@@ -41,6 +41,10 @@ class Process:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
         """The addresses it serves at, once it does. Raises ProcessFailed."""
         deadline_s = time.monotonic() + timeout_s

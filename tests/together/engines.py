@@ -1,0 +1,223 @@
+"""Engines in this process, over real images and an adapter store without a wire."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapter_store import core as store_core
+from adapter_store.checkpoint import open_checkpoint
+from adapter_store.image import Image, compile_image
+from adapter_store.layout import layout_id
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.store import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    Segment,
+)
+from inference_svc.core import (
+    Call,
+    Cancel,
+    Command,
+    Output,
+    Reply,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    Submit,
+)
+from inference_svc.engine.handle import EngineThread
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
+
+
+@dataclass
+class Stream:
+    """A pull of a compiled image; stops at once when cancelled or when the store is down."""
+
+    store: CompilingStore
+    digest: str
+    offset: int
+    image_id: str
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        for message in self._messages():
+            while not self.store.gate.wait(0.005):
+                if self.cancelled.is_set():
+                    raise StoreUnavailable("cancelled")
+            if self.cancelled.is_set() or self.store.is_down:
+                raise StoreUnavailable("the store is down")
+            yield message
+
+    def _messages(self) -> Iterator[PullMessage]:
+        image = self.store.image(self.digest)
+        start = self.offset if self.image_id == image.plan.image_id else 0
+        data = image.buffer.numpy().tobytes()
+        plan = image.plan
+        yield ImageHeader(
+            plan.image_id,
+            plan.digest,
+            self.store.layout_id,
+            plan.image_format,
+            plan.total_bytes,
+            tuple(
+                Segment(s.target, s.kind.value, s.rank, s.offset, s.length_bytes)
+                for s in plan.segments
+            ),
+            start,
+        )
+        for part in image.parts:
+            if part.start >= start:
+                yield ImageChunk(part.start, data[part.start : part.end])
+                yield LayerEnd(part.index, part.end, part.sha256)
+        yield ImageTrailer(image.sha256)
+
+
+@dataclass
+class CompilingStore:
+    """The adapter store without a wire: real checkpoints, real images. Test double of transport
+    only. While `gate` is clear, pulls wait; while `is_down`, they fail."""
+
+    folders: dict[str, Path] = field(default_factory=dict)
+    layout: store_core.Layout | None = None
+    layout_id: str = ""
+    gate: threading.Event = field(default_factory=threading.Event)
+    is_down: bool = False
+    _images: dict[str, Image] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def register(self, folder: Path) -> str:
+        digest = open_checkpoint(folder).digest
+        self.folders[digest] = folder
+        return digest
+
+    def register_layout(self, layout: ModelLayout) -> str:
+        dtypes = {
+            torch.float32: store_core.DataType.FLOAT32,
+            torch.bfloat16: store_core.DataType.BFLOAT16,
+            torch.float16: store_core.DataType.FLOAT16,
+        }
+        targets = tuple(
+            store_core.Target(
+                t.name,
+                t.layer,
+                t.group,
+                store_core.TargetKind(t.kind),
+                t.in_features,
+                t.out_features,
+            )
+            for t in layout.targets
+        )
+        self.layout = store_core.Layout(
+            layout.base_model,
+            layout.aliases,
+            layout.config_sha256,
+            dtypes[layout.dtype],
+            1,
+            targets,
+        )
+        self.layout_id = layout_id(self.layout)
+        return self.layout_id
+
+    def image(self, digest: str) -> Image:
+        with self._lock:
+            if digest not in self.folders:
+                raise AdapterNotFound(f"no adapter {digest}", subject="digest")
+            if digest not in self._images:
+                assert self.layout is not None
+                checkpoint = open_checkpoint(self.folders[digest])
+                self._images[digest] = compile_image(
+                    checkpoint, self.layout, base_model=self.layout.base_model
+                )
+            return self._images[digest]
+
+    def pull(self, digest: str, layout_id: str, offset: int = 0, image_id: str = "") -> Stream:
+        return Stream(self, digest, offset, image_id)
+
+
+@dataclass
+class Running:
+    """An engine in its thread, and what it said."""
+
+    engine: EngineThread
+    store: CompilingStore
+    digests: dict[str, str]
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
+    news: threading.Condition = field(default_factory=threading.Condition)
+    num_calls: int = 0
+
+    def hear(self, said: StepOutputs) -> None:
+        with self.news:
+            for output in said.outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+            for reply in said.replies:
+                self.replies[reply.call_id] = reply
+            self.news.notify_all()
+
+    def submit(
+        self, request_id: str, prompt: Sequence[int], adapter: str = "", **options: Any
+    ) -> None:
+        sampling = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+        fields = {"cache_seed", "priority", "deadline_s"}
+        request = Request(
+            request_id,
+            tuple(prompt),
+            SamplingParams(**(sampling | {k: v for k, v in options.items() if k not in fields})),
+            digest=self.digests.get(adapter, adapter),
+            arrival_s=time.monotonic(),
+            **{k: v for k, v in options.items() if k in fields},
+        )
+        self.engine.send(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.send(Cancel(request_id))
+
+    def call(self, command: Command, adapter: str = "", pin: bool = False) -> Reply:
+        self.num_calls += 1
+        number = self.num_calls
+        self.engine.send(Call(number, command, self.digests.get(adapter, adapter), pin))
+        self.until(lambda: number in self.replies)
+        return self.replies.pop(number)
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+        with self.news:
+            assert self.news.wait_for(condition, timeout_s), "nothing happened"
+
+    def is_done(self, request_id: str) -> bool:
+        outputs = self.outputs.get(request_id)
+        return bool(outputs) and outputs[-1].is_last
+
+    def result(self, request_id: str) -> tuple[list[int], Output]:
+        """All tokens of a request, and its last output."""
+        self.until(lambda: self.is_done(request_id))
+        outputs = self.outputs[request_id]
+        return [token for output in outputs for token in output.token_ids], outputs[-1]
+
+    def check_idle(self) -> None:
+        """Asserts that nothing is held: no page, no pin, no waiter, no load."""
+        built = self.engine.built
+        deadline = time.monotonic() + 10
+        while built.residency.num_loading and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert built.residency.num_loading == 0
+        built.engine.check_integrity()
+        assert built.engine.scheduler.pages.num_used == 0
+        assert not built.engine.sequences
+        assert all(r.users == 0 for r in built.residency.device.residents())
+        assert not built.residency._waiters

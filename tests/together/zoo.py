@@ -1,0 +1,177 @@
+"""Random models with PEFT adapters: on disk as we serve them, in memory as the oracle."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 128
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 24}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """A random PEFT adapter: `options` go to LoraConfig."""
+
+    name: str
+    rank: int
+    targets: Sequence[str] | str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SPECS = (
+    AdapterSpec("r1", 1, ["q_proj", "v_proj"]),
+    AdapterSpec("r3", 3, ALL, {"use_rslora": True}),
+    AdapterSpec("r8", 8, ["down_proj"], {"layers_to_transform": [1]}),
+    AdapterSpec("r16", 16, ALL),
+    AdapterSpec("r33", 33, ["o_proj", "gate_proj", "k_proj"], {"rank_pattern": {"k_proj": 5}}),
+    AdapterSpec(
+        "r64", 64, ["q_proj", "up_proj", "down_proj"], {"alpha_pattern": {"layers.1.mlp.*": 200}}
+    ),
+    AdapterSpec("embed", 4, ["embed_tokens", "lm_head", "o_proj"]),
+)
+
+
+@dataclass
+class Zoo:
+    """One random model with its adapters, in the form of transformers + peft and on disk."""
+
+    model_dir: Path
+    reference: Any
+    adapter_dirs: dict[str, Path]
+
+    def logits(self, adapter: str, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """[len(token_ids), vocab] of the oracle; adapter "" is the base model."""
+        model = self.reference
+        if dtype != torch.float32:
+            model = copy.deepcopy(model).to(dtype)
+        with torch.no_grad():
+            if adapter:
+                model.set_adapter(adapter)
+                out = model(torch.tensor([token_ids]))
+            else:
+                with model.disable_adapter():
+                    out = model(torch.tensor([token_ids]))
+        return out.logits[0].float()
+
+    def greedy(self, adapter: str, prompt: list[int], count: int) -> list[int]:
+        """What the oracle continues with, in fp32, past any end token."""
+        model = self.reference
+        options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+        with torch.no_grad():
+            if adapter:
+                model.set_adapter(adapter)
+                out = model.generate(input_ids=torch.tensor([prompt]), **options)
+            else:
+                with model.disable_adapter():
+                    out = model.generate(input_ids=torch.tensor([prompt]), **options)
+        return out[0, len(prompt) :].tolist()
+
+
+def make_zoo(kind: str, folder: Path, specs: Sequence[AdapterSpec] = SPECS) -> Zoo:
+    prefix, options = MODELS[kind]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{prefix}Config")(**(_SHAPE | options))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    _shake_norms_and_biases(model)
+    model.generation_config.eos_token_id = 2
+    model.name_or_path = model.config.name_or_path = kind
+    model.save_pretrained(folder / "model")
+    _save_tokenizer(folder / "model")
+    reference: Any = None
+    dirs = {}
+    for spec in specs:
+        lora = peft.LoraConfig(
+            r=spec.rank,
+            lora_alpha=2 * spec.rank,
+            target_modules=spec.targets,
+            base_model_name_or_path=kind,
+            **spec.options,
+        )
+        with warnings.catch_warnings():
+            # Advice about merging into tied embeddings; nothing is merged here.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            if reference is None:
+                reference = peft.get_peft_model(model, lora, adapter_name=spec.name)
+            else:
+                reference.add_adapter(spec.name, lora)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:  # so that a change is about 0.04 per weight, whatever the rank
+            torch.nn.init.normal_(parameter, std=0.14 / min(parameter.shape) ** 0.25)
+    reference.save_pretrained(folder / "adapters", save_embedding_layers=False)
+    for spec in specs:
+        dirs[spec.name] = folder / "adapters" / spec.name
+    return Zoo(folder / "model", reference.eval(), dirs)
+
+
+def _shake_norms_and_biases(model: torch.nn.Module) -> None:
+    """Initialisation leaves them at one and zero, which would hide a missing one."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.0 if "bias" in name else 1.0, std=0.2)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One token per printable ASCII character, from 3 on; others are unknown."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(i): i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.save_pretrained(folder)
