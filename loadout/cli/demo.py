@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -50,6 +51,7 @@ def run_demo(
 
     Starts all services, serves a small model with eight adapters, and checks every answer.
     """
+    _need_moto()
     with _failures_in_words():
         results = run(table_console(), requests, in_flight, work_dir)
     bad = [result.job.name for result in results if not result.is_good]
@@ -83,6 +85,8 @@ def run_up(
 
     They take the usual ports (7070 and 7080) if those are free, and any free ones if not.
     """
+    if model is None:
+        _need_moto()
     settings = SystemSettings(
         model=model or MODEL,
         base_model=base_model or ("" if model else BASE_MODEL),
@@ -153,6 +157,11 @@ def _if_free(address: str) -> str:
         except OSError:
             return FREE_PORT
     return address
+
+
+def _need_moto() -> None:
+    if find_spec("moto") is None:
+        raise CommandFailed("the demo runs an S3 server: pip install 'loadout[demo]'")
 
 
 @contextmanager

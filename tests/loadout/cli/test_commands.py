@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.cli import demo
 from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
@@ -282,3 +283,11 @@ def test_upload_shows_its_progress_on_a_terminal(store_server, fake_store, adapt
     assert done.stdout.decode().endswith("at revision 5\n")
     assert b"uploading" in shown
     assert b"1.3/1.3 MB" in shown
+
+
+@pytest.mark.parametrize("command", ["demo", "up"])
+def test_demo_without_its_extra(run, monkeypatch, command):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    code, out, err = run(command)
+    assert (code, out) == (1, "")
+    assert err == "loadout: the demo runs an S3 server: pip install 'loadout[demo]'\n"
