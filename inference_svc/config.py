@@ -222,8 +222,9 @@ def _max_model_len(config: Config, model: ModelFacts, kv_tokens: int) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {longest}")
-    if max(config.max_model_len, 2) > kv_tokens:
-        raise ValueError(f"kv_memory holds {kv_tokens} tokens, less than max_model_len")
+    needed = max(config.max_model_len, 2)
+    if needed > kv_tokens:
+        raise ValueError(f"kv_memory holds {kv_tokens} tokens; at least {needed} are needed")
     return config.max_model_len or min(longest, kv_tokens)
 
 

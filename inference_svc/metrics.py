@@ -115,7 +115,10 @@ class MetricsServer:
     def __init__(self, metrics: Metrics, host: str, port: int) -> None:
         kind = _ThreadingServerV6 if ":" in host else _ThreadingServer
         app = make_wsgi_app(metrics.registry)
-        self._server = make_server(host, port, app, kind, _QuietHandler)
+        try:
+            self._server = make_server(host, port, app, kind, _QuietHandler)
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self._server.server_port
         # Polled often, so that closing takes no half second.
         self._thread = threading.Thread(

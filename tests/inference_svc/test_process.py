@@ -1,0 +1,105 @@
+"""`python -m inference_svc` as its parents see it: a process with a tiny model, no store."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loadout.inference.v1 import inference_pb2 as pb
+from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+
+START_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def model(tokenizers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizers["chars"]._hf.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizers["chars"].vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, *args: str) -> list[str]:
+    ports = ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
+    return [sys.executable, "-m", "inference_svc", "--model", str(model), *ports, *args]
+
+
+class Process:
+    def __init__(self, model: Path, folder: Path) -> None:
+        ready_file = folder / "ready.json"
+        args = ["--ready-file", str(ready_file), "--num-threads", "1", "--kv-memory", "64MiB"]
+        self.popen = subprocess.Popen(
+            command(model, *args, "--grace-seconds", "20"), stderr=subprocess.PIPE, text=True
+        )
+        deadline_s = time.monotonic() + START_SECONDS
+        while not ready_file.exists():
+            assert self.popen.poll() is None, self.popen.stderr.read()  # type: ignore[union-attr]
+            assert time.monotonic() < deadline_s, "not ready in time"
+            time.sleep(0.05)
+        self.address: str = json.loads(ready_file.read_text())["grpc"]
+
+
+@pytest.fixture
+def process(model: Path, tmp_path: Path) -> Iterator[Process]:
+    process = Process(model, tmp_path)
+    yield process
+    process.popen.kill()
+    process.popen.communicate()
+
+
+def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) -> None:
+    params = pb.SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+    with grpc.insecure_channel(process.address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        calls = [
+            stub.Generate(pb.GenerateRequest(text=f"the dog {i}", sampling=params))
+            for i in range(8)
+        ]
+        firsts = [next(call) for call in calls]
+        process.popen.send_signal(signal.SIGTERM)
+        for first, call in zip(firsts, calls, strict=True):
+            responses = [first, *call]
+            assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
+            assert sum(len(r.token_ids) for r in responses) == 300
+    _, stderr = process.popen.communicate(timeout=30)
+    assert process.popen.returncode == 0
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--listen", "192.0.2.1:1"], "error: cannot listen on 192.0.2.1:1"),
+        (["--kv-memory", "1KiB"], "error: kv_memory holds 0 tokens"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_one_line(
+    model: Path, args: list[str], message: str
+) -> None:
+    done = subprocess.run(
+        command(model, *args), capture_output=True, text=True, check=False, timeout=START_SECONDS
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith(message)
+    assert "Traceback" not in done.stderr
