@@ -47,8 +47,8 @@ class StagedFile:
         self.size_bytes += len(data)
 
     def close(self) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
         self._file.close()

@@ -48,7 +48,7 @@ def test_references(text, expected):
     ],
 )
 def test_malformed_references_name_the_field(text):
-    with pytest.raises(InvalidArgument, match="^adapter: ") as caught:
+    with pytest.raises(InvalidArgument, match=r"^adapter: ") as caught:
         parse_ref(text, "adapter")
     assert caught.value.subject == "adapter"
 

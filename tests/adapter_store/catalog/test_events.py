@@ -53,9 +53,8 @@ def test_the_revision_survives_forgetting_everything_else(tmp_path, names, clock
 def test_a_failed_write_makes_no_event(names, catalog):
     seen: list[object] = []
     catalog.on_change(seen.append)
-    with pytest.raises(LookupError):
-        with catalog._change() as (conn, made):
-            raise LookupError
+    with pytest.raises(LookupError), catalog._change() as (_conn, _made):
+        raise LookupError
     assert seen == []
     assert catalog.revision() == 0
     names.register("a", "d")

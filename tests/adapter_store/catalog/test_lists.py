@@ -55,7 +55,7 @@ def test_filters(names, catalog):
     "text", ["color=red", "tenant", "label.=x", 'label.a"b=x', "tenant=a tenant=b", "=x"]
 )
 def test_malformed_filters_name_the_field(catalog, text):
-    with pytest.raises(InvalidArgument, match="^filter") as caught:
+    with pytest.raises(InvalidArgument, match=r"^filter") as caught:
         catalog.page(filter_text=text)
     assert caught.value.subject == "filter"
 
@@ -64,7 +64,7 @@ def test_malformed_filters_name_the_field(catalog, text):
     "token", ["x", "!!!", "WzFd", "bnVsbA", "WyJhIiwxLCIiXQ", "YQ" * 10_000, "WyJhIiwiYiIsIngiXQ"]
 )
 def test_malformed_tokens_name_the_field(catalog, token):
-    with pytest.raises(InvalidArgument, match="^page_token") as caught:
+    with pytest.raises(InvalidArgument, match=r"^page_token") as caught:
         catalog.page(page_token=token)
     assert caught.value.subject == "page_token"
 

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from adapter_store.errors import (
+    Draining,
+    InvalidAdapter,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PreconditionFailed,
+    SourceUnavailable,
+)
+from adapter_store.sources import Sources
+from adapter_store.sources import local as local_module
+from adapter_store.sources.local import LocalSource
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def source(root) -> LocalSource:
+    return LocalSource([root])
+
+
+def names(staging) -> list[str]:
+    return sorted(path.name for path in staging.folder.iterdir())
+
+
+def test_only_the_adapters_files_are_copied(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    source.fetch(f"file://{root}/a", staging)
+    assert names(staging) == [CONFIG, WEIGHTS]
+    assert (staging.folder / WEIGHTS).read_bytes() == b"w" * 1000
+    assert staging.total_bytes == 1002
+
+
+@pytest.mark.parametrize("form", ["file://{}/a", "file://localhost{}/a/", "file://{}/x/../a"])
+def test_forms_of_one_place(source, root, staging, write_adapter, form):
+    write_adapter(root / "a")
+    (root / "x").mkdir()
+    source.fetch(form.format(root), staging)
+    assert names(staging) == [CONFIG, WEIGHTS]
+
+
+def test_a_percent_encoded_name(source, root, staging, write_adapter):
+    write_adapter(root / "a b#c")
+    source.fetch(f"file://{root}/a%20b%23c", staging)
+    assert names(staging) == [CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "file://otherhost/a",
+        "file://user:secret@/a",
+        "file:relative",
+        "file://{root}/a?x=1",
+        "file://{root}/a#b",
+        "file://{root}/a%00b",
+    ],
+)
+def test_malformed_uris(source, root, staging, uri):
+    with pytest.raises(InvalidArgument, match="source_uri") as caught:
+        source.fetch(uri.format(root=root), staging)
+    assert caught.value.subject == "source_uri"
+
+
+@pytest.mark.parametrize("place", ["/..", "/../outside", "/a/../../outside"])
+def test_nothing_outside_the_roots_is_read(source, root, staging, write_adapter, place):
+    write_adapter(root.parent / "outside")
+    write_adapter(root.parent)
+    (root / "a").mkdir()
+    with pytest.raises(InvalidArgument, match="source_roots") as caught:
+        source.fetch(f"file://{root}{place}", staging)
+    assert caught.value.reason == "SOURCE_NOT_ALLOWED"
+    assert names(staging) == []
+
+
+def test_whether_something_outside_exists_is_not_told(source, root, staging, write_adapter):
+    write_adapter(root.parent / "there")
+    messages = []
+    for name in ("there", "gone0"):
+        with pytest.raises(InvalidArgument) as caught:
+            source.fetch(f"file://{root.parent}/{name}", staging)
+        messages.append(str(caught.value).replace(name, ""))
+    assert messages[0] == messages[1]
+
+
+def test_without_roots_there_are_no_local_sources(root, staging, write_adapter):
+    write_adapter(root / "a")
+    with pytest.raises(InvalidArgument, match="source_roots"):
+        LocalSource([]).fetch(f"file://{root}/a", staging)
+
+
+def test_a_folder_link_that_leads_out_is_refused(source, root, staging, write_adapter):
+    write_adapter(root.parent / "outside")
+    (root / "a").symlink_to(root.parent / "outside")
+    with pytest.raises(InvalidArgument, match="source_roots"):
+        source.fetch(f"file://{root}/a", staging)
+
+
+def test_a_file_link_that_leads_out_is_refused(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    (root.parent / "secret").write_bytes(b"secret")
+    (root / "a" / WEIGHTS).unlink()
+    (root / "a" / WEIGHTS).symlink_to(root.parent / "secret")
+    with pytest.raises(InvalidArgument, match=f"{WEIGHTS} does not lie"):
+        source.fetch(f"file://{root}/a", staging)
+    assert names(staging) == [CONFIG]
+
+
+def test_links_within_a_root_are_followed(source, root, staging, write_adapter):
+    write_adapter(root / "blobs")
+    (root / "snapshot").mkdir()
+    for name in (CONFIG, WEIGHTS):
+        (root / "snapshot" / name).symlink_to(f"../blobs/{name}")
+    source.fetch(f"file://{root}/snapshot", staging)
+    assert names(staging) == [CONFIG, WEIGHTS]
+
+
+def test_a_link_put_in_after_the_check_is_not_followed(
+    source, root, staging, write_adapter, monkeypatch
+):
+    """The race between resolving a path and opening it."""
+    write_adapter(root / "a")
+    write_adapter(root.parent / "outside", b"secret")
+    resolve = LocalSource._resolve
+
+    def resolve_then_swap(self, path, uri):
+        resolved = resolve(self, path, uri)
+        if path.name == WEIGHTS:
+            os.rename(root / "a", root / "moved")
+            (root / "a").symlink_to(root.parent / "outside")
+        return resolved
+
+    monkeypatch.setattr(LocalSource, "_resolve", resolve_then_swap)
+    with pytest.raises(InvalidArgument, match="not a folder"):
+        source.fetch(f"file://{root}/a", staging)
+    assert names(staging) == [CONFIG]
+
+
+def test_a_loop_of_links(source, root, staging):
+    (root / "a").symlink_to("b")
+    (root / "b").symlink_to("a")
+    with pytest.raises(InvalidArgument, match="a does not lie"):
+        source.fetch(f"file://{root}/a", staging)
+
+
+def test_what_is_no_regular_file_is_refused(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    (root / "a" / WEIGHTS).unlink()
+    os.mkfifo(root / "a" / WEIGHTS)
+    with pytest.raises(InvalidArgument, match="not a regular file") as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert caught.value.subject == WEIGHTS
+
+
+def test_what_is_missing_is_named(source, root, staging, write_adapter):
+    with pytest.raises(NotFound, match="nowhere does not exist") as caught:
+        source.fetch(f"file://{root}/nowhere", staging)
+    assert caught.value.reason == "SOURCE_NOT_FOUND"
+    write_adapter(root / "a")
+    with pytest.raises(InvalidArgument, match="not a folder"):
+        source.fetch(f"file://{root}/a/{CONFIG}", staging)
+    (root / "a" / CONFIG).unlink()
+    with pytest.raises(InvalidAdapter, match=f"/a: {CONFIG} is missing"):
+        source.fetch(f"file://{root}/a", staging)
+
+
+def test_a_pickle_is_refused_by_name(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    (root / "a" / WEIGHTS).rename(root / "a" / "adapter_model.bin")
+    with pytest.raises(InvalidAdapter, match=r"adapter_model\.bin is a pickle") as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert (caught.value.subject, caught.value.reason) == (
+        "adapter_model.bin",
+        "FILE_NOT_SAFETENSORS",
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_place_without_permission(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    (root / "a").chmod(0)
+    with pytest.raises(PreconditionFailed, match="may not read"):
+        source.fetch(f"file://{root}/a", staging)
+    (root / "a").chmod(0o755)
+
+
+def test_limits_hold_before_the_first_byte(source, root, make_staging, write_adapter):
+    write_adapter(root / "a")
+    staging = make_staging(max_file_bytes=999)
+    with pytest.raises(LimitExceeded, match=WEIGHTS) as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert caught.value.subject == WEIGHTS
+    assert names(staging) == [CONFIG]
+    staging = make_staging(max_adapter_bytes=1001)
+    with pytest.raises(LimitExceeded, match="1002 bytes"):
+        source.fetch(f"file://{root}/a", staging)
+    source.fetch(f"file://{root}/a", make_staging(max_adapter_bytes=1002))
+
+
+def changing_while_read(monkeypatch, change) -> None:
+    """Calls `change` after the first read of the weights."""
+    read = os.read
+    done = []
+
+    def read_then_change(fd: int, count: int) -> bytes:
+        data = read(fd, count)
+        if data.startswith(b"w") and not done:
+            done.append(True)
+            change()
+        return data
+
+    monkeypatch.setattr(local_module.os, "read", read_then_change)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "cut", "grown", "replaced", "config"])
+def test_a_change_while_reading_is_noticed(source, root, staging, write_adapter, monkeypatch, how):
+    weights = write_adapter(root / "a") / WEIGHTS
+
+    def change() -> None:
+        if how == "rewritten":
+            with open(weights, "r+b") as file:
+                file.write(b"x")
+            os.utime(weights, ns=(1, 1))
+        elif how == "cut":
+            os.truncate(weights, 10)
+        elif how == "grown":
+            with open(weights, "ab") as file:
+                file.write(b"more")
+        else:
+            name = WEIGHTS if how == "replaced" else CONFIG
+            (root / "new").write_bytes((root / "a" / name).read_bytes())
+            os.replace(root / "new", root / "a" / name)
+
+    changing_while_read(monkeypatch, change)
+    with pytest.raises(SourceUnavailable, match="changed while it was read") as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert caught.value.reason == "SOURCE_CHANGED"
+    assert caught.value.subject == (CONFIG if how == "config" else WEIGHTS)
+
+
+def test_a_stopping_store_stops_copying(source, root, staging, write_adapter):
+    write_adapter(root / "a")
+    staging._stopping.set()
+    with pytest.raises(Draining):
+        source.fetch(f"file://{root}/a", staging)
+
+
+@pytest.mark.parametrize("uri", ["", "/a", "ftp://x", "file:/a", "FILE:///a", "hub://x"])
+def test_unknown_schemes_are_refused(source, staging, uri):
+    with pytest.raises(InvalidArgument, match="file://") as caught:
+        Sources({"file": source}).fetch(uri, staging)
+    assert caught.value.subject == "source_uri"
+
+
+@pytest.mark.parametrize("tail", ["a" * 3000, "a\nb", "a\x1b[2J"])
+def test_uris_that_would_spoil_a_log_are_refused(source, staging, tail):
+    with pytest.raises(InvalidArgument, match="source_uri") as caught:
+        Sources({"file": source}).fetch(f"file:///{tail}", staging)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
