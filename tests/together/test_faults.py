@@ -96,7 +96,7 @@ def test_a_pull_succeeds_if_the_store_is_back_in_time(own_services: Services) ->
 
 
 def test_sigterm_finishes_what_was_accepted(own_services: Services) -> None:
-    """Inference under load: every accepted request ends properly, later ones are refused, exit 0."""
+    """Under load every accepted request ends properly, later ones are refused, exit 0."""
     services = own_services
     register_all(services)
     expected = services.zoo.greedy("r16", PROMPT, 120)

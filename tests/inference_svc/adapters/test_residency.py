@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Iterator
@@ -35,10 +36,8 @@ class Loop:
         self.failures: list[tuple[str, Exception]] = []
 
     def turn(self, timeout_s: float = 0.02) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
-        except queue.Empty:
-            pass
         self.residency.advance(time.monotonic())
         self.failures += self.residency.take_failures()
         self.arena.apply(self.residency.take_changes())
