@@ -44,6 +44,10 @@ def test_every_command_runs(checkout, start_up):
     first, *rest = blocks("sh")
     [command] = [line for line in first.splitlines() if line.startswith("loadout up")]
     up = start_up(*command.split()[2:], cwd=checkout)
+    [shown] = blocks("text")
+    # Where the usual ports are taken, the commands name the others at their end.
+    pairs = zip(up.output.splitlines(), _at(up, shown).splitlines(), strict=True)
+    assert all(printed.startswith(line) for printed, line in pairs), up.output
     environment = {**os.environ, **up.environment}
     outputs = [_run(_at(up, block), checkout, environment) for block in rest]
     assert "HELLO" in "".join(outputs)
@@ -85,6 +89,7 @@ def test_all_shell_blocks_are_marked():
     """No command hides in a block that no test runs; transcripts start with a prompt."""
     assert not blocks("bash")
     assert all(block.startswith("$ make ") for block in blocks("console"))
+    assert not re.search("@[A-Z]+@", README), "a transcript is still to be filled in"
 
 
 def _settings() -> dict[str, Any]:
