@@ -138,12 +138,14 @@ def _tensor_files(model_dir: Path) -> dict[str, Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(
+            {Path(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"{index} cannot be read: {error!r}") from error
     for name in names:
-        if Path(name).name != name:
-            raise UnsupportedModel(f"{index} names a file elsewhere: {name!r}")
+        if name.name != str(name):
+            raise UnsupportedModel(f"{index} names a file elsewhere: {name}")
     return [index.parent / name for name in names]
 
 

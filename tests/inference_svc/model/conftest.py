@@ -1,0 +1,148 @@
+"""Small random models of transformers, and our decoder run over any way of cutting sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from inference_svc import core
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.lora import Lora
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import load_weights
+from kernels.attention import KVCache
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def random_model() -> Callable[..., PreTrainedModel]:
+    """`random_model("Llama", key=value, ...)`: a seeded model in fp32.
+
+    Its weights are larger than at the start of training, and its norms and biases not trivial, so
+    that attention is far from uniform and every parameter shows in the logits.
+    """
+
+    def make(family: str, **changes: Any) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(std=0.5)
+                else:
+                    parameter.mul_(4)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def save_model(tmp_path: Path) -> Callable[..., Path]:
+    def save(model: PreTrainedModel, **options: Any) -> Path:
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder, **options)
+        return folder
+
+    return save
+
+
+@dataclass(eq=False)
+class Decoder:
+    """Our decoder with a cache, and sequences whose pages lie scattered in it."""
+
+    geometry: ModelGeometry
+    transformer: Transformer
+    cache: KVCache
+    sequences: list[core.Sequence] = field(default_factory=list)
+
+    def add(self, token_ids: Sequence[int]) -> core.Sequence:
+        request = core.Request(str(len(self.sequences)), tuple(token_ids), core.SamplingParams())
+        sequence = core.Sequence(request)
+        used = sum(len(other.page_ids) for other in self.sequences)
+        count = -(-len(token_ids) // self.cache.page_size)
+        assert used + count <= self.cache.num_pages
+        # 7 has no divisor in common with the number of pages: a walk over all of them.
+        sequence.page_ids = [i * 7 % self.cache.num_pages for i in range(used, used + count)]
+        self.sequences.append(sequence)
+        return sequence
+
+    def step(
+        self, rows: Sequence[tuple[core.Sequence, int, int, bool]], lora: Lora | None = None
+    ) -> torch.Tensor:
+        """Rows of (sequence, first token, number of tokens, samples); fp32 logits of those that
+        sample."""
+        return self.transformer.forward(self._inputs(rows), self.cache, lora)
+
+    def logits(
+        self, token_ids: Sequence[int], chunk: int, lora: Lora | None = None
+    ) -> torch.Tensor:
+        """Logits after every token, computed `chunk` tokens at a time, the sequence being alone."""
+        sequence, parts = self.add(token_ids), []
+        for start in range(0, len(token_ids), chunk):
+            inputs = self._inputs([(sequence, start, min(chunk, len(token_ids) - start), True)])
+            inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
+            parts.append(self.transformer.forward(inputs, self.cache, lora))
+        return torch.cat(parts)
+
+    def _inputs(self, rows: Sequence[tuple[core.Sequence, int, int, bool]]) -> StepInputs:
+        batch = core.Batch(tuple(core.BatchRow(*row) for row in rows))
+        return StepInputs.build(batch, self.cache.page_size)
+
+
+@pytest.fixture
+def load_decoder() -> Callable[..., Decoder]:
+    def load(folder: Path, dtype: torch.dtype = torch.float32, page_size: int = 4) -> Decoder:
+        geometry = load_geometry(folder)
+        cache = KVCache.allocate(
+            num_layers=geometry.num_layers,
+            num_pages=400 // page_size,
+            page_size=page_size,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=dtype,
+        )
+        weights = load_weights(folder, geometry, dtype)
+        return Decoder(geometry, Transformer(geometry, weights), cache)
+
+    return load
+
+
+@pytest.fixture
+def relative_rms() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """`relative_rms(wanted, got)`: root mean square of the error over that of `wanted`."""
+
+    def measure(wanted: torch.Tensor, got: torch.Tensor) -> float:
+        assert got.shape == wanted.shape
+        error = (got.double() - wanted.double()).square().mean().sqrt()
+        return float(error / wanted.double().square().mean().sqrt())
+
+    return measure

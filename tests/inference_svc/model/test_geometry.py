@@ -1,0 +1,246 @@
+"""config.json is read as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.geometry import load_geometry
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+LLAMA_32 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+"""The file as published, in the form of transformers 4."""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path):
+    def write(config: dict, generation: dict | None = None) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return tmp_path
+
+    return write
+
+
+def test_published_config(model_dir):
+    geometry = load_geometry(model_dir(LLAMA_32))
+    assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim) == (32, 8, 64)
+    assert (geometry.q_size, geometry.kv_size) == (2048, 512)
+    assert geometry.dtype == "bfloat16"
+    assert geometry.eos_token_ids == (128001, 128008, 128009)
+    assert geometry.rope.rope_type == "llama3"
+    assert geometry.rope.theta == 500_000
+    assert geometry.rope.original_max_position_embeddings == 8192
+    assert geometry.tie_word_embeddings
+    assert geometry.sliding_windows == (None,) * 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_left_out_is_what_transformers_assumes(family, model_dir):
+    wanted = getattr(transformers, f"{family}Config")()
+    geometry = load_geometry(model_dir({"architectures": [f"{family}ForCausalLM"]}))
+    assert geometry.vocab_size == wanted.vocab_size
+    assert geometry.hidden_size == wanted.hidden_size
+    assert geometry.intermediate_size == wanted.intermediate_size
+    assert geometry.num_layers == wanted.num_hidden_layers
+    assert geometry.num_heads == wanted.num_attention_heads
+    assert geometry.num_kv_heads == wanted.num_key_value_heads
+    assert geometry.head_dim == (getattr(wanted, "head_dim", None) or 128)
+    assert geometry.rms_norm_eps == wanted.rms_norm_eps
+    assert geometry.max_position_embeddings == wanted.max_position_embeddings
+    assert geometry.tie_word_embeddings == wanted.tie_word_embeddings
+    assert geometry.rope.theta == wanted.rope_parameters["rope_theta"]
+    assert geometry.eos_token_ids == ((wanted.eos_token_id,) if wanted.eos_token_id else ())
+    window = getattr(wanted, "sliding_window", None)
+    assert geometry.sliding_windows == (window,) * geometry.num_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_that_transformers_saves_is_known(family, tmp_path):
+    """A config as the installed version writes it, its generation defaults included."""
+    config = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForCausalLM"])
+    everything = config.to_dict() | transformers.GenerationConfig().to_dict()
+    everything |= {"_name_or_path": "x/y", "torch_dtype": "bfloat16", "rope_scaling": None}
+    everything["eos_token_id"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(everything))
+    assert load_geometry(tmp_path).eos_token_ids == (2,)
+
+
+BASE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+REFUSED = {
+    "other architecture": ("Llama", {"architectures": ["GemmaForCausalLM"]}, "architectures"),
+    "no architecture": ("Llama", {"architectures": None}, "architectures"),
+    "two architectures": (
+        "Llama",
+        {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
+        "architectures",
+    ),
+    "activation": ("Llama", {"hidden_act": "gelu"}, "hidden_act"),
+    "dynamic rope": ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "dynamic rope, new": (
+        "Qwen2",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_parameters.rope_type 'dynamic'",
+    ),
+    "longrope": ("Llama", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+    "rope per layer type": (
+        "Qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention",
+    ),
+    "rope is not an object": ("Llama", {"rope_scaling": 2.0}, "rope_scaling"),
+    "rope key": ("Llama", {"rope_parameters": YARN | {"low_freq_factor": 1.0}}, "low_freq_factor"),
+    "rope value": ("Llama", {"rope_parameters": YARN | {"beta_fast": "32"}}, "beta_fast"),
+    "rope factor": ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    "rope theta": ("Llama", {"rope_theta": -1.0}, "theta"),
+    "partial rope": ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "partial rope, new": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+    "softcapping": ("Mistral", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "quantised": ("Llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "own code": ("Llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+    "per layer": ("Llama", {"per_layer_config": {"0": {"hidden_size": 1}}}, "per_layer_config"),
+    "unknown": ("Llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    "window of Llama": ("Llama", {"sliding_window": 4096}, "sliding_window"),
+    "bias of Mistral": ("Mistral", {"attention_bias": True}, "attention_bias"),
+    "mlp bias of Qwen3": ("Qwen3", {"mlp_bias": True}, "mlp_bias"),
+    "layer types of Mistral": (
+        "Mistral",
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
+    "layer types of Llama": (
+        "Llama",
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        "sliding_attention",
+    ),
+    "unknown layer type": (
+        "Qwen3",
+        {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        "linear_attention",
+    ),
+    "sliding without a window": (
+        "Qwen2",
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        "layer_types",
+    ),
+    "too few layer types": ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+    "heads": ("Llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    "head size": ("Llama", {"hidden_size": 66}, "hidden_size"),
+    "odd head": ("Llama", {"head_dim": 15}, "head_dim"),
+    "zero": ("Llama", {"vocab_size": 0}, "vocab_size"),
+    "a string": ("Llama", {"num_hidden_layers": "2"}, "num_hidden_layers"),
+    "flag": ("Llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    "epsilon": ("Llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+    "eos": ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name, model_dir):
+    family, changes, culprit = REFUSED[name]
+    config = {"architectures": [f"{family}ForCausalLM"]} | BASE
+    load_geometry(model_dir(config))
+    with pytest.raises(UnsupportedModel, match=culprit):
+        load_geometry(model_dir(config | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_logit_softcapping": None},
+        {"use_sliding_window": False},
+        {"pruned_heads": {}},
+        {"partial_rotary_factor": 1.0},
+        {"layer_types": ["full_attention"], "num_hidden_layers": 1},
+        {"rope_parameters": {"rope_type": "default", "type": "default"}},
+    ],
+)
+def test_what_is_switched_off_is_no_reason(changes, model_dir):
+    load_geometry(model_dir({"architectures": ["LlamaForCausalLM"]} | BASE | changes))
+
+
+def test_sliding_windows_of_qwen(model_dir):
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "max_window_layers": 3,
+    }
+    assert load_geometry(model_dir(config)).sliding_windows == (None,) * 4
+    config["use_sliding_window"] = True
+    assert load_geometry(model_dir(config)).sliding_windows == (None, None, None, 8)
+    config["layer_types"] = ["sliding_attention"] * 2 + ["full_attention"] * 2
+    assert load_geometry(model_dir(config)).sliding_windows == (8, 8, None, None)
+
+
+def test_end_tokens_of_generation_config_win(model_dir):
+    config = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 5}
+    assert load_geometry(model_dir(config)).eos_token_ids == (5,)
+    assert load_geometry(model_dir(config, {"eos_token_id": [7, 5, 7]})).eos_token_ids == (7, 5)
+    assert load_geometry(model_dir(config, {"eos_token_id": None})).eos_token_ids == (5,)
+    config["eos_token_id"] = None
+    assert load_geometry(model_dir(config)).eos_token_ids == ()
+
+
+def test_config_sha256_is_of_the_content(tmp_path):
+    path = tmp_path / "config.json"
+    hashes = []
+    for text in (
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 100}',
+        '{"vocab_size":100,\n "architectures":["LlamaForCausalLM"]}',
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 101}',
+    ):
+        path.write_text(text)
+        hashes.append(load_geometry(tmp_path).config_sha256)
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert hashes[0] == "7b1b4473a55393cdc82050c5112e2cafe1722ac2513de3a1a9a789ca8d33cde6"
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff"])
+def test_unreadable_config(content, tmp_path):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        load_geometry(tmp_path)

@@ -1,0 +1,115 @@
+"""How a sequence is cut into steps, and who runs beside it, changes nothing; adapters enter at
+the right places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+
+
+@pytest.fixture
+def decoder(random_model, save_model, load_decoder):
+    return load_decoder(save_model(random_model("Qwen3", head_dim=8, **WINDOWED)))
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 89, (count,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunked_prefill(chunk, decoder, relative_rms):
+    token_ids = tokens(50)
+    whole = decoder.logits(token_ids, chunk=50)
+    assert relative_rms(whole, decoder.logits(token_ids, chunk)) <= 1e-5
+
+
+def test_mixed_batch_equals_each_alone(decoder, relative_rms):
+    """Decode rows, whole prompts, and chunks that do not sample, in one step in any order."""
+    shares = [(30, 29, 1), (12, 0, 12), (25, 10, 15), (8, 7, 1), (1, 0, 1), (20, 3, 6), (17, 16, 1)]
+    alone = []
+    for seed, (length, _, _) in enumerate(shares):
+        alone.append(decoder.logits(tokens(length, seed), chunk=length)[-1])
+    sequences = [decoder.add(tokens(length, seed)) for seed, (length, _, _) in enumerate(shares)]
+    for sequence, (_, start, _) in zip(sequences, shares, strict=True):
+        if start:
+            decoder.step([(sequence, 0, start, False)])
+    rows = [
+        (sequence, start, count, start + count == length)
+        for sequence, (length, start, count) in zip(sequences, shares, strict=True)
+    ]
+    got = decoder.step(rows)
+    wanted = [logits for logits, row in zip(alone, rows, strict=True) if row[3]]
+    assert len(got) == len(wanted) == 6
+    for one, other in zip(wanted, got, strict=True):
+        assert relative_rms(one, other) <= 1e-5
+
+
+def test_a_step_without_sampling_rows_has_no_logits(decoder):
+    sequence = decoder.add(tokens(10))
+    assert decoder.step([(sequence, 0, 4, False)]).shape == (0, 89)
+
+
+@dataclass
+class DenseLora:
+    """Adapters as plain matrices, one for all tokens: a [in, out] delta per group."""
+
+    deltas: dict[str, torch.Tensor]
+    embedding: torch.Tensor
+    head: torch.Tensor
+    groups: list[str] = field(default_factory=list)
+    head_rows: list[int] = field(default_factory=list)
+
+    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.groups.append(group)
+        out += x @ self.deltas[group]
+
+    def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        out += self.embedding[token_ids]
+
+    def add_head(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.head_rows.append(len(x))
+        out += x @ self.head
+
+
+MEMBERS = {
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "o": ["self_attn.o_proj"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+}
+
+
+def test_lora_equals_merged_weights(random_model, save_model, load_decoder, relative_rms):
+    """Every group's delta, put beside its columns, gives what transformers computes with the delta
+    merged into the weights of that name."""
+    model = random_model("Qwen2")
+    decoder = load_decoder(save_model(model))
+    token_ids = tokens(30)
+    base = decoder.logits(token_ids, chunk=30)
+    modules = dict(model.named_modules())
+    deltas: dict[str, torch.Tensor] = {}
+
+    def merge(name: str) -> torch.Tensor:
+        weight = modules[name].weight
+        delta = 0.3 * weight.std() * torch.randn_like(weight)
+        with torch.no_grad():
+            weight += delta
+        return delta
+
+    for layer in range(3):
+        for group, members in MEMBERS.items():
+            merged = [merge(f"model.layers.{layer}.{member}") for member in members]
+            deltas[f"layers.{layer}.{group}"] = torch.cat(merged).T.contiguous()
+    lora = DenseLora(deltas, merge("model.embed_tokens"), merge("lm_head").T.contiguous())
+    with torch.no_grad():
+        wanted = model(torch.tensor([token_ids])).logits[0]
+    got = decoder.logits(token_ids, 20, lora)
+    assert relative_rms(wanted, got) <= 1e-4
+    assert relative_rms(base, got) > 0.1
+    assert lora.groups == list(deltas) * 2
+    assert lora.head_rows == [20, 10]

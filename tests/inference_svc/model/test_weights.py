@@ -1,0 +1,198 @@
+"""Weights land in their buffers however the files are cut; bad files are refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from inference_svc.errors import UnsupportedModel
+from inference_svc.model.geometry import load_geometry
+from inference_svc.model.weights import ModelWeights, load_weights
+
+
+@pytest.fixture
+def model_dir(random_model, save_model):
+    return save_model(random_model("Qwen3", head_dim=8, attention_bias=True))
+
+
+def load(model_dir, dtype=torch.float32) -> ModelWeights:
+    return load_weights(model_dir, load_geometry(model_dir), dtype)
+
+
+def tensors(weights: ModelWeights) -> list[torch.Tensor]:
+    found = [weights.embedding, weights.norm.weight, weights.head.weight]
+    for layer in weights.layers:
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm):
+            found.append(norm.weight)
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            found.append(linear.weight)
+            if linear.bias is not None:
+                found.append(linear.bias)
+    return found
+
+
+def test_fused_buffers(model_dir):
+    weights, saved = load(model_dir), load_file(model_dir / "model.safetensors")
+    layer, prefix = weights.layers[1], "model.layers.1."
+    names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+    assert torch.equal(layer.qkv.weight, torch.cat([saved[name + ".weight"] for name in names]))
+    assert layer.qkv.bias is not None
+    assert torch.equal(layer.qkv.bias, torch.cat([saved[name + ".bias"] for name in names]))
+    names = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    assert torch.equal(layer.gate_up.weight, torch.cat([saved[name] for name in names]))
+    assert layer.gate_up.bias is None
+    assert torch.equal(layer.down.weight, saved[prefix + "mlp.down_proj.weight"])
+    assert weights.num_bytes == sum(t.nbytes for t in tensors(weights))
+    assert weights.num_bytes == sum(t.nbytes for t in saved.values())
+
+
+def test_sharded_equals_single(random_model, save_model):
+    model = random_model("Qwen3", head_dim=8, attention_bias=True)
+    single, sharded = save_model(model), save_model(model, max_shard_size="40KB")
+    assert not (sharded / "model.safetensors").exists()
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    for one, other in zip(tensors(load(single)), tensors(load(sharded)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cast(dtype, model_dir):
+    weights, saved = load(model_dir, dtype), load_file(model_dir / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors(weights)} == {dtype}
+    assert torch.equal(weights.embedding, saved["model.embed_tokens.weight"].to(dtype))
+    assert torch.equal(weights.norm.weight, saved["model.norm.weight"].to(dtype))
+
+
+def test_tied_head_shares_memory(random_model, save_model):
+    """An old file may hold the head all the same, and the rotary frequencies."""
+    folder = save_model(random_model("Llama", tie_word_embeddings=True))
+    path = folder / "model.safetensors"
+    saved = load_file(path)
+    assert "lm_head.weight" not in saved
+    saved["lm_head.weight"] = torch.zeros(89, 48)
+    saved["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(saved, path)
+    weights = load(folder)
+    assert weights.head.weight is weights.embedding
+    assert torch.equal(weights.embedding, saved["model.embed_tokens.weight"])
+
+
+NORM = "model.layers.2.input_layernorm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def change(saved: dict[str, torch.Tensor], fault: str) -> None:
+    if fault == "missing":
+        del saved[NORM], saved[UP]
+    elif fault == "unexpected":
+        saved["model.layers.3.input_layernorm.weight"] = saved[NORM].clone()
+    elif fault == "shape":
+        saved[UP] = saved[UP][:-1].clone()
+    elif fault == "transposed":
+        saved[UP] = saved[UP].T.contiguous()
+    elif fault == "dtype":
+        saved[UP] = saved[UP].to(torch.int8)
+    elif fault == "head":
+        del saved["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", rf"missing tensors: {UP}, {NORM}"),
+        ("unexpected", r"unexpected tensors: model\.layers\.3\.input_layernorm\.weight"),
+        ("shape", rf"{UP} has shape \[79, 48\], config.json says \[80, 48\]"),
+        ("transposed", rf"{UP} has shape \[48, 80\]"),
+        ("dtype", rf"{UP} has dtype I8"),
+        ("head", "missing tensors: lm_head.weight"),
+    ],
+)
+def test_faulty_tensors(fault, message, model_dir):
+    saved = load_file(model_dir / "model.safetensors")
+    change(saved, fault)
+    save_file(saved, model_dir / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=message):
+        load(model_dir)
+
+
+def test_missing_layers_are_counted(model_dir):
+    geometry = replace(load_geometry(model_dir), num_layers=9)
+    with pytest.raises(UnsupportedModel, match=r"missing tensors: .* and \d+ more"):
+        load_weights(model_dir, geometry, torch.float32)
+
+
+def test_no_files(model_dir):
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=r"neither model\.safetensors nor"):
+        load(model_dir)
+
+
+def test_truncated_file(model_dir):
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors cannot be read"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"weight_map": ["a"]}', "cannot be read"),
+        ('{"weight_map": {"a": 1}}', "cannot be read"),
+        (json.dumps({"weight_map": {"a": "../b.safetensors"}}), r"elsewhere: \.\./b"),
+        (json.dumps({"weight_map": {"a": "b.safetensors"}}), r"b\.safetensors cannot be read"),
+    ],
+)
+def test_faulty_index(index, message, model_dir):
+    (model_dir / "model.safetensors").unlink()
+    (model_dir / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UnsupportedModel, match=message):
+        load(model_dir)
+
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from inference_svc.model.geometry import load_geometry
+from inference_svc.model.weights import load_weights
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
+
+folder = Path(sys.argv[1])
+geometry = load_geometry(folder)
+torch.zeros(8).bfloat16().float()  # whatever torch loads at first use
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
+before = peak()
+weights = load_weights(folder, geometry, getattr(torch, sys.argv[2]))
+print(peak() - before, weights.num_bytes)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_second_copy_in_memory(dtype, random_model, save_model):
+    """The peak of a process of its own, mapped pages of the file included."""
+    folder = save_model(
+        random_model(
+            "Llama", vocab_size=4000, hidden_size=576, intermediate_size=2048, num_hidden_layers=6
+        )
+    )
+    largest = 4000 * 576 * 4
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), dtype],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, num_bytes = map(int, done.stdout.split())
+    assert num_bytes > 5 * largest * (1 if dtype == "float32" else 0.5)
+    assert num_bytes * 0.9 < grown < num_bytes + 1.5 * largest

@@ -1,0 +1,55 @@
+"""A cache full of random keys and values, with every row's pages scattered over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.attention import AttentionPlan, KVCache
+
+Case = tuple[torch.Tensor, KVCache, AttentionPlan]
+
+
+@pytest.fixture
+def make_case() -> Callable[..., Case]:
+    """`make_case(rows)` with rows of (first position, number of queries) -> (q, cache, plan).
+
+    Cells that belong to no row are NaN: whoever multiplies one, even by zero, shows.
+    """
+
+    def make(
+        rows: list[tuple[int, int]],
+        *,
+        page_size: int = 4,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 8,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Case:
+        torch.manual_seed(seed)
+        contexts = [first + count for first, count in rows]
+        counts = [-(-context // page_size) for context in contexts]
+        cache = KVCache.allocate(
+            num_layers=2,
+            num_pages=sum(counts) + 1,
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        cache.data.fill_(float("nan"))
+        pages = torch.randperm(cache.num_pages)[: sum(counts)].split(counts)
+        plan = AttentionPlan.build(*zip(*rows, strict=True), [p.tolist() for p in pages], page_size)
+        for context, own in zip(contexts, pages, strict=True):
+            positions = torch.arange(context)
+            cells = own[positions // page_size] * page_size + positions % page_size
+            cache.write(1, cells, torch.randn(context, cache.data.shape[-1]).to(dtype))
+        num_queries = sum(count for _, count in rows)
+        # A view into something wider, as the decoder's fused projection gives.
+        q = torch.randn(num_queries, num_heads + 3, head_dim)[:, :num_heads].to(dtype)
+        return q, cache, plan
+
+    return make
