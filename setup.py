@@ -1,4 +1,4 @@
-"""Compiles the protos before Python packages are collected; everything else is in pyproject.toml."""
+"""Compiles the protos before Python packages are collected; the rest is in pyproject.toml."""
 
 from pathlib import Path
 

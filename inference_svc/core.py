@@ -129,7 +129,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work. Rows of one slot are neighbours; `residency` takes effect before they run."""
+    """One step's work: rows of one slot are neighbours; `residency` takes effect before them."""
 
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
