@@ -52,8 +52,8 @@ class ImageBuilder:
         IncompatibleAdapter (the recorded or new verdict), CorruptData (the blob is damaged), and
         with `ahead` NoRoomAhead.
         """
-        layout = self._check(key)
-        checkpoint = self._open(key[0])
+        layout = self.check(key)
+        checkpoint = self._open(key)
         try:
             plan = plan_image(checkpoint, layout, base_model=layout.base_model)
             image = None if ahead else self._read(key, plan)
@@ -65,20 +65,24 @@ class ImageBuilder:
             raise
         return image
 
-    def _check(self, key: ImageKey) -> Layout:
+    def check(self, key: ImageKey) -> Layout:
+        """Whether the image may be pulled now; gives its layout.
+
+        Raises NotFound, and IncompatibleAdapter for what is known to be so already.
+        """
         digest, layout_id = key
         layout = self._layout(layout_id)
-        if not self._catalog.pullable(digest, self._delete_grace):
+        standing = self._catalog.standing(key, self._delete_grace)
+        if not standing.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
-        if not self._catalog.serves(key, self._delete_grace):
+        if not standing.serves_base:
             raise IncompatibleAdapter(
                 f"{digest} is not registered for base model {layout.base_model!r}",
                 subject="base_model",
                 reason="WRONG_BASE",
             )
-        verdict = self._catalog.verdict(key)
-        if verdict.state is ImageState.INCOMPATIBLE:
-            raise IncompatibleAdapter(verdict.reason, subject=digest)
+        if standing.verdict.state is ImageState.INCOMPATIBLE:
+            raise IncompatibleAdapter(standing.verdict.reason, subject=digest)
         return layout
 
     def _layout(self, layout_id: str) -> Layout:
@@ -90,12 +94,12 @@ class ImageBuilder:
             layout = self._layouts[layout_id] = from_json(body)
         return layout
 
-    def _open(self, digest: str) -> Checkpoint:
+    def _open(self, key: ImageKey) -> Checkpoint:
+        digest = key[0]
         try:
             return open_checkpoint(self._blobs.path(digest), _NO_LIMITS, digest=digest)
         except InvalidAdapter as error:  # it was valid when it was kept
-            if not self._catalog.pullable(digest, self._delete_grace):
-                raise NotFound(f"no adapter {digest}", subject=digest) from error  # collected
+            self.check(key)  # unless it has been collected meanwhile
             raise self._damaged_blob(digest, str(error)) from error
 
     def _read(self, key: ImageKey, plan: ImagePlan) -> Image | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
 from adapter_store.builder import ImageBuilder, NoRoomAhead
@@ -24,11 +25,17 @@ class Images:
     """The tiers and the builder behind them. `refresh_pinned` says which keys are pinned."""
 
     def __init__(
-        self, builder: ImageBuilder, disk: DiskTier, workers: Workers, memory_bytes: int
+        self,
+        builder: ImageBuilder,
+        disk: DiskTier,
+        workers: Workers,
+        calls: Executor,
+        memory_bytes: int,
     ) -> None:
         self._builder = builder
         self._disk = disk
         self._workers = workers
+        self._calls = calls
         self._pinned: frozenset[ImageKey] = frozenset()
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
         self._flights: dict[ImageKey, asyncio.Task[MemoryEntry]] = {}
@@ -47,6 +54,8 @@ class Images:
 
         Raises NotFound, IncompatibleAdapter and CorruptData, as ImageBuilder.build.
         """
+        # What is in memory may have been deleted: only the catalog knows.
+        await asyncio.get_running_loop().run_in_executor(self._calls, self._builder.check, key)
         entry = self._memory.find(key)
         while entry is None:
             try:

@@ -80,7 +80,7 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         workers = Workers(settings.compile_workers, "compile")
         stack.callback(workers.close)
         builder = ImageBuilder(catalog, blobs, disk, metrics, grace)
-        images = Images(builder, disk, workers, settings.memory_bytes)
+        images = Images(builder, disk, workers, calls, settings.memory_bytes)
         ahead = Ahead(catalog, images, calls, settings.compile_workers)
         stack.push_async_callback(ahead.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)

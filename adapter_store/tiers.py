@@ -175,11 +175,14 @@ class DiskTier:
         return path
 
     def add(self, key: ImageKey) -> None:
-        """Accounts for a file that has been written."""
+        """Accounts for a file that is there; one larger than the tier is removed."""
         path = self.path(key)
         sidecar = sha256_path(path)
         size = path.stat().st_size + (sidecar.stat().st_size if sidecar.exists() else 0)
         self._make_room(size)
+        if size > self.counts.capacity_bytes:
+            remove_image(path)
+            return
         with self._lock:
             self._forget(key)
             self._sizes[key] = size

@@ -38,7 +38,7 @@ from adapter_store.core import (
 )
 from adapter_store.errors import CorruptData
 
-__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion"]
+__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing"]
 
 _TRIM_EVERY = 64
 
@@ -49,6 +49,16 @@ class CatalogCounts:
     adapters: int
     layouts: int
     blob_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of an image: a record of its digest exists, live or deleted within the grace; one of them is
+    for a base model of its layout; and how far its compilation has come."""
+
+    has_record: bool
+    serves_base: bool
+    verdict: LayoutVerdict
 
 
 def _utc_now() -> datetime:
@@ -156,10 +166,6 @@ class Catalog:
         with self._read() as conn:
             return list(conn.scalars(select(schema.layouts.c.layout_id)))
 
-    def verdict(self, key: ImageKey) -> LayoutVerdict:
-        with self._read() as conn:
-            return verdicts.verdict(conn, key)
-
     def set_verdict(self, digest: str, verdict: LayoutVerdict) -> None:
         with self._write() as conn:
             verdicts.set_verdict(conn, digest, verdict)
@@ -169,15 +175,15 @@ class Catalog:
         with self._read() as conn:
             return verdicts.unsettled(conn, layout_id, after_digest, limit)
 
-    def pullable(self, digest: str, grace: timedelta) -> bool:
-        """Whether a record has this digest, live or deleted within the grace."""
+    def standing(self, key: ImageKey, grace: timedelta) -> Standing:
+        """What stands in the way of pulling an image, from one snapshot."""
         with self._read() as conn:
-            return verdicts.has_record(conn, digest, self._clock() - grace)
-
-    def serves(self, key: ImageKey, grace: timedelta) -> bool:
-        """Whether such a record is for a base model of this layout."""
-        with self._read() as conn:
-            return verdicts.has_record(conn, key[0], self._clock() - grace, key[1])
+            deleted_after = self._clock() - grace
+            return Standing(
+                verdicts.has_record(conn, key[0], deleted_after),
+                verdicts.has_record(conn, key[0], deleted_after, key[1]),
+                verdicts.verdict(conn, key),
+            )
 
     def adopt_compiler(self, compiler: str) -> bool:
         """Forgets every verdict that another compiler gave. True: there was another."""

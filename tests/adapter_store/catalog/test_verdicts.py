@@ -17,7 +17,7 @@ def test_states_appear_in_the_record(names, catalog):
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     catalog.set_verdict("d1", ready)
     assert names.get("a").verdicts == (ready,)
-    assert catalog.verdict(("d1", "L1")) == ready
+    assert catalog.standing(("d1", "L1"), GRACE).verdict == ready
 
 
 def test_adding_a_layout_again_changes_nothing(catalog):
@@ -32,8 +32,9 @@ def test_aliases_serve(names, catalog):
     catalog.add_layout("L1", ["org/tiny", "tiny"], {})
     names.register("a", "d1", base_model="tiny")
     names.register("b", "d2", base_model="elsewhere")
-    assert catalog.serves(("d1", "L1"), GRACE)
-    assert not catalog.serves(("d2", "L1"), GRACE)
+    assert catalog.standing(("d1", "L1"), GRACE).serves_base
+    assert not catalog.standing(("d2", "L1"), GRACE).serves_base
+    assert catalog.standing(("d2", "L1"), GRACE).has_record
 
 
 def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
@@ -58,7 +59,7 @@ def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
 def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
     catalog.add_layout("L1", ["org/tiny"], {})
     catalog.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
-    assert catalog.verdict(("gone", "L1")).state is ImageState.PENDING
+    assert catalog.standing(("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_what_was_compiling_is_pending_after_a_restart(names, catalog, tmp_path):
@@ -69,8 +70,8 @@ def test_what_was_compiling_is_pending_after_a_restart(names, catalog, tmp_path)
     catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.close()
     again = Catalog(tmp_path / "catalog.sqlite3", event_retention=10)
-    assert again.verdict(("d1", "L1")).state is ImageState.PENDING
-    assert again.verdict(("d2", "L1")).state is ImageState.READY
+    assert again.standing(("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert again.standing(("d2", "L1"), GRACE).verdict.state is ImageState.READY
     again.close()
 
 
@@ -80,9 +81,9 @@ def test_another_compiler_judges_anew(names, catalog):
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
     assert not catalog.adopt_compiler("1")
-    assert catalog.verdict(("d1", "L1")).state is ImageState.INCOMPATIBLE
+    assert catalog.standing(("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
     assert catalog.adopt_compiler("2")
-    assert catalog.verdict(("d1", "L1")).state is ImageState.PENDING
+    assert catalog.standing(("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_pinned_keys(names, catalog):

@@ -1,0 +1,366 @@
+"""Images for pulls: each made once, from the nearest tier, and never unverified."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from adapter_store import builder as builder_module
+from adapter_store.checkpoint import open_checkpoint
+from adapter_store.config import Settings
+from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
+from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed
+from adapter_store.image import compile_image
+from adapter_store.registration import Registration
+from adapter_store.store import Store, open_store
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(**settings): a store over tmp_path/data that may read adapters under tmp_path."""
+
+    @asynccontextmanager
+    async def start_store(**settings):
+        values = {
+            "data_dir": tmp_path / "data",
+            "source_roots": (tmp_path,),
+            "compile_workers": 1,
+            **settings,
+        }
+        async with open_store(Settings(**values)) as store:
+            yield store
+
+    return start_store
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """The digests that were compiled, in order; `gate` holds compiling up while it is cleared."""
+    made: list[str] = []
+    gate = threading.Event()
+    gate.set()
+    compile_parts = builder_module.compile_parts
+
+    def counted(checkpoint, layout, plan, buffer):
+        made.append(checkpoint.digest)
+        assert gate.wait(10)
+        return compile_parts(checkpoint, layout, plan, buffer)
+
+    monkeypatch.setattr(builder_module, "compile_parts", counted)
+    made_and_gate = type("Compiles", (), {"made": made, "gate": gate})
+    yield made_and_gate
+    gate.set()
+
+
+async def register(store: Store, folder, name: str = "a", **asked):
+    registration = Registration(AdapterName("default", name), **asked)
+    return (await store.registry.register(registration, f"file://{folder}"))[0]
+
+
+async def pulled_bytes(store: Store, key) -> bytes:
+    async with store.images.hold(key) as image:
+        return bytes(image.buffer.numpy().data)
+
+
+def state(store: Store, name: str = "a") -> ImageState:
+    record, _ = store.catalog.get(AdapterRef(AdapterName("default", name)))
+    return record.verdicts[0].state
+
+
+def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout, compiles):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            digest = (await register(store, folder)).digest
+            compiles.gate.clear()
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            pulls = [
+                asyncio.create_task(pulled_bytes(store, (digest, layout_id))) for _ in range(8)
+            ]
+            await asyncio.sleep(0.05)
+            pulls[0].cancel()
+            compiles.gate.set()
+            results = await asyncio.gather(*pulls, return_exceptions=True)
+            assert isinstance(results[0], asyncio.CancelledError)
+            expected = compile_image(open_checkpoint(folder), make_layout())
+            assert set(results[1:]) == {bytes(expected.buffer.numpy().data)}
+            assert compiles.made == [digest]
+            await store.ahead.idle()
+            store.images.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compiles):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            digest = (await register(store, folder)).digest
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await store.ahead.idle()
+            first = await pulled_bytes(store, (digest, layout_id))
+            assert store.images.memory_counts.hits == 1
+            assert state(store) is ImageState.READY
+        async with start() as store:
+            assert await pulled_bytes(store, (digest, layout_id)) == first
+            assert (store.images.memory_counts.misses, store.images.disk_counts.hits) == (1, 1)
+        async with start(disk_cache_bytes=1) as store:
+            assert await pulled_bytes(store, (digest, layout_id)) == first
+            assert (store.images.disk_counts.misses, store.images.disk_counts.images) == (1, 0)
+        assert compiles.made == [digest, digest]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "header", "gone"])
+def test_a_damaged_disk_file_is_built_anew(start, make_adapter, make_layout, tmp_path, damage):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            digest = (await register(store, folder)).digest
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await store.ahead.idle()
+            good = await pulled_bytes(store, (digest, layout_id))
+        (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
+        data = bytearray(path.read_bytes())
+        if damage == "gone":
+            path.unlink()
+        else:
+            at = 20 if damage == "header" else len(data) - 5
+            data[at] ^= 0x40
+            path.write_bytes({"cut": data[:-1], "emptied": b""}.get(damage, data))
+        async with start() as store:
+            assert await pulled_bytes(store, (digest, layout_id)) == good
+            assert store.images.disk_counts.misses == 1
+        async with start() as store:
+            assert await pulled_bytes(store, (digest, layout_id)) == good
+            assert store.images.disk_counts.hits == 1
+
+    asyncio.run(main())
+
+
+def test_a_damaged_blob_is_data_loss_until_registered_again(
+    start, make_adapter, make_layout, tmp_path
+):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            record = await register(store, folder)
+            weights = tmp_path / "data" / "blobs" / record.digest[7:] / "adapter_model.safetensors"
+            good = weights.read_bytes()
+            weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await store.ahead.idle()
+            key = (record.digest, layout_id)
+            with pytest.raises(CorruptData, match="register the adapter again"):
+                await pulled_bytes(store, key)
+            assert state(store) is ImageState.PENDING
+            weights.write_bytes(good[:50])
+            with pytest.raises(CorruptData):
+                await pulled_bytes(store, key)
+            await register(store, folder)
+            expected = compile_image(open_checkpoint(folder), make_layout())
+            assert await pulled_bytes(store, key) == bytes(expected.buffer.numpy().data)
+
+    asyncio.run(main())
+
+
+def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layout, compiles):
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight" for x in "AB"]
+    shapes = [(4, 16), (99, 4)]
+    tensors = {n: torch.ones(s) for n, s in zip(names, shapes, strict=True)}
+    folder = make_adapter(("q_proj",), tensors=tensors)
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = (await register(store, folder)).digest
+            await store.ahead.idle()
+            assert state(store) is ImageState.INCOMPATIBLE
+        async with start() as store:  # the verdict is kept
+            with pytest.raises(IncompatibleAdapter, match=r"q_proj\.lora_B\.weight: shape"):
+                await pulled_bytes(store, (digest, layout_id))
+            assert compiles.made == []
+
+    asyncio.run(main())
+
+
+def test_overflow_in_the_cast_is_incompatible_with_that_dtype_only(
+    start, make_adapter, make_layout
+):
+    folder = make_adapter(lora_alpha=1e7)
+
+    async def main() -> None:
+        async with start() as store:
+            digest = (await register(store, folder)).digest
+            ids = [
+                (await store.registry.register_layout(make_layout(dtype), [1]))[0]
+                for dtype in (DataType.FLOAT16, DataType.FLOAT32)
+            ]
+            with pytest.raises(IncompatibleAdapter, match="not finite"):
+                await pulled_bytes(store, (digest, ids[0]))
+            assert await pulled_bytes(store, (digest, ids[1]))
+
+    asyncio.run(main())
+
+
+def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            with pytest.raises(NotFound, match="no layout sha256:00"):
+                await pulled_bytes(store, ("sha256:" + "11" * 32, "sha256:" + "00" * 32))
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            with pytest.raises(NotFound, match="no adapter sha256:11"):
+                await pulled_bytes(store, ("sha256:" + "11" * 32, layout_id))
+            digest = (await register(store, folder, base_model="org/other")).digest
+            with pytest.raises(IncompatibleAdapter, match="not registered for") as caught:
+                await pulled_bytes(store, (digest, layout_id))
+            assert caught.value.reason == "WRONG_BASE"
+            await register(store, folder, "b", base_model="tiny")
+            assert await pulled_bytes(store, (digest, layout_id))
+
+    asyncio.run(main())
+
+
+def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compiles):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
+
+    async def main() -> None:
+        async with start() as store:
+            digests = [
+                (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
+            ]
+            compiles.gate.clear()
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            while not compiles.made:
+                await asyncio.sleep(0.01)
+            wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
+            pull = asyncio.create_task(pulled_bytes(store, (wanted, layout_id)))
+            await asyncio.sleep(0.05)
+            compiles.gate.set()
+            await pull
+            await store.ahead.idle()
+            assert compiles.made[1] == wanted
+            assert sorted(compiles.made) == sorted(digests)
+            assert {state(store, f"n{i}") for i in range(4)} == {ImageState.READY}
+
+    asyncio.run(main())
+
+
+def test_ahead_fills_free_disk_space_only(start, make_adapter, make_layout, compiles):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
+    size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
+
+    async def main() -> None:
+        async with start(disk_cache_bytes=2 * (size + 5000)) as store:
+            digests = [
+                (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
+            ]
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await store.ahead.idle()
+            states = [state(store, f"n{i}") for i in range(4)]
+            assert (states.count(ImageState.READY), states.count(ImageState.PENDING)) == (2, 2)
+            assert store.images.disk_counts.evictions == 0
+            for digest in digests:
+                await pulled_bytes(store, (digest, layout_id))
+            assert store.images.disk_counts.evictions == 2
+
+    asyncio.run(main())
+
+
+def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
+    size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
+
+    async def main() -> None:
+        async with start(memory_bytes=2 * size) as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digests = [
+                (await register(store, folder, f"n{i}", pinned=i == 0)).digest
+                for i, folder in enumerate(folders)
+            ]
+            await store.ahead.idle()
+            for digest in digests:
+                await pulled_bytes(store, (digest, layout_id))
+            hits = store.images.memory_counts.hits
+            await pulled_bytes(store, (digests[0], layout_id))
+            assert store.images.memory_counts.hits == hits + 1
+            store.images.check_integrity()
+        async with start(memory_bytes=2 * size) as store:  # warm again after a restart
+            await store.ahead.idle()
+            await pulled_bytes(store, (digests[0], layout_id))
+            assert store.images.memory_counts.hits == 1
+            await store.registry.set_pinned(AdapterRef(AdapterName("default", "n0")), False)
+            for digest in digests[1:]:
+                await pulled_bytes(store, (digest, layout_id))
+            misses = store.images.memory_counts.misses
+            await pulled_bytes(store, (digests[0], layout_id))
+            assert store.images.memory_counts.misses == misses + 1
+
+    asyncio.run(main())
+
+
+def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layout):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(6)]
+    size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
+
+    async def main() -> None:
+        async with start(memory_bytes=2 * size) as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digests = [
+                (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
+            ]
+            await store.ahead.idle()
+            for _ in range(3):
+                await asyncio.gather(*(pulled_bytes(store, (d, layout_id)) for d in digests))
+                assert store.images.memory_counts.used_bytes <= 2 * size
+            store.images.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_two_processes_do_not_share_a_folder(start):
+    async def main() -> None:
+        async with start():
+            with pytest.raises(PreconditionFailed, match="another store"):
+                async with start():
+                    pass
+
+    asyncio.run(main())
+
+
+def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_path):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start(delete_grace_seconds=0.4, collect_seconds=0.1) as store:
+            digest = (await register(store, folder)).digest
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await store.ahead.idle()
+            await store.registry.delete(AdapterName("default", "a"), 0)
+            with pytest.raises(NotFound):
+                await store.registry.get(AdapterRef(digest=digest))
+            assert await pulled_bytes(store, (digest, layout_id))
+            for _ in range(100):
+                await asyncio.sleep(0.05)
+                if not list((tmp_path / "data" / "blobs").iterdir()):
+                    break
+            with pytest.raises(NotFound):
+                await pulled_bytes(store, (digest, layout_id))
+            assert list((tmp_path / "data" / "images").glob("*/*")) == []
+            counts = store.images.memory_counts
+            assert (counts.used_bytes, counts.images) == (0, 0)
+            assert store.catalog.counts().blob_bytes == 0
+            assert (await register(store, folder)).version == 2
+
+    asyncio.run(main())

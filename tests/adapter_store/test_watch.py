@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+import pytest
+
+from adapter_store import watch as watch_module
+from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.core import AdapterName, EventKind
+from adapter_store.errors import Draining, RevisionTooOld
+from adapter_store.watch import Watch
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    catalog = Catalog(tmp_path / "catalog.sqlite3", event_retention=200)
+    yield catalog
+    catalog.close()
+
+
+def register(catalog: Catalog, count: int, start: int = 0) -> None:
+    for i in range(start, start + count):
+        name = AdapterName("default", f"n{i}")
+        catalog.register(NewVersion(name, f"d{i}", "base", "", 1, (), 1))
+
+
+def run(catalog, scenario, bookmark_seconds: float = 30.0):
+    async def main():
+        with ThreadPoolExecutor(2) as executor:
+            watch = Watch(catalog, executor, bookmark_seconds)
+            async with asyncio.timeout(20):
+                return await scenario(watch)
+
+    return asyncio.run(main())
+
+
+async def take(events, count: int) -> list[int]:
+    return [(await anext(events)).revision for _ in range(count)]
+
+
+def test_the_past_then_what_happens(catalog):
+    register(catalog, 3)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(1)) as events:
+            assert await take(events, 2) == [2, 3]
+            waiting = asyncio.create_task(take(events, 2))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            await asyncio.to_thread(register, catalog, 2, 3)
+            assert await waiting == [4, 5]
+
+    run(catalog, scenario)
+
+
+def test_many_watchers_see_every_event_once(catalog):
+    async def scenario(watch: Watch) -> None:
+        streams = [watch.follow(0) for _ in range(200)]
+        takes = [asyncio.create_task(take(stream, 40)) for stream in streams]
+        await asyncio.to_thread(register, catalog, 40)
+        for found in await asyncio.gather(*takes):
+            assert found == list(range(1, 41))
+        assert watch.num_watchers == 200
+        for stream in streams:
+            await stream.aclose()
+        assert watch.num_watchers == 0
+
+    run(catalog, scenario)
+
+
+def test_bookmarks_in_silence_carry_the_revision(catalog):
+    register(catalog, 2)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(2)) as events:
+            for _ in range(2):
+                event = await anext(events)
+                assert (event.kind, event.revision) == (EventKind.BOOKMARK, 2)
+
+    run(catalog, scenario, bookmark_seconds=0.05)
+
+
+def test_a_slow_watcher_reads_on_from_the_catalog(catalog, monkeypatch):
+    monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
+    monkeypatch.setattr(watch_module, "BATCH_EVENTS", 5)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(0)) as events:
+            await asyncio.to_thread(register, catalog, 1)
+            assert await take(events, 1) == [1]
+            await asyncio.to_thread(register, catalog, 60, 1)
+            assert await take(events, 60) == list(range(2, 62))
+
+    run(catalog, scenario)
+
+
+def test_a_watcher_that_fell_behind_the_history_is_told(catalog, monkeypatch):
+    monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(0)) as events:
+            await asyncio.to_thread(register, catalog, 1)
+            assert await take(events, 1) == [1]
+            await asyncio.to_thread(register, catalog, 330, 1)
+            with pytest.raises(RevisionTooOld):
+                await anext(events)
+
+    run(catalog, scenario)
+
+
+@pytest.mark.parametrize("since", [4, 10**15])
+def test_a_revision_that_has_not_been_is_refused(catalog, since):
+    register(catalog, 3)
+
+    async def scenario(watch: Watch) -> None:
+        with pytest.raises(RevisionTooOld):
+            await anext(watch.follow(since))
+
+    run(catalog, scenario)
+
+
+def test_closing_ends_every_watcher(catalog):
+    register(catalog, 1)
+
+    async def scenario(watch: Watch) -> None:
+        waiting = [asyncio.ensure_future(anext(watch.follow(1))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        watch.close()
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, Draining)
+        with pytest.raises(Draining):
+            await anext(watch.follow(1))
+
+    run(catalog, scenario)
+
+
+def test_a_change_after_the_loop_has_gone_harms_nobody(catalog):
+    async def scenario(watch: Watch) -> None:
+        pass
+
+    run(catalog, scenario)
+    register(catalog, 1)
+    assert catalog.revision() == 1
