@@ -162,8 +162,9 @@ def _canonical_sha256(config: Mapping[str, Any]) -> str:
 
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
-    if isinstance(names, list) and len(names) == 1 and names[0] in READ_BY_ARCHITECTURE:
-        return str(names[0])
+    for architecture in READ_BY_ARCHITECTURE:
+        if names == [architecture]:
+            return architecture
     supported = ", ".join(READ_BY_ARCHITECTURE)
     raise _unsupported("architectures", names, f"supported is one of {supported}")
 
@@ -198,7 +199,7 @@ def _windows_of_layer_types(
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise _unsupported("layer_types", layer_types, f"must name {num_layers} layers")
     for kind in layer_types:
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             reason = f"supported here are {', '.join(kinds)}"
             raise _unsupported("layer_types", kind, reason)
     return tuple(kinds[kind] for kind in layer_types)

@@ -43,7 +43,7 @@ class Rope:
     """One kind of rotary embedding; fields of other kinds keep their defaults."""
 
     rope_type: str = "default"
-    theta: float = 10_000.0
+    rope_theta: float = 10_000.0
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -58,13 +58,13 @@ class Rope:
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """fp32 [head_dim / 2], on the CPU; position p turns pair i by p * result[i]."""
         steps = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        plain = 1.0 / (self.theta**steps)
+        plain = 1.0 / (self.rope_theta**steps)
         if self.rope_type == "linear":
             return plain / self.factor
         if self.rope_type == "llama3":
             return self._llama3(plain)
         if self.rope_type == "yarn":
-            return self._yarn(self.theta**steps, head_dim)
+            return self._yarn(self.rope_theta**steps, head_dim)
         return plain
 
     @property
@@ -95,7 +95,7 @@ class Rope:
 
         def dimension(rotations: float) -> float:
             ratio = self.original_max_position_embeddings / (rotations * 2 * math.pi)
-            return head_dim * math.log(ratio) / (2 * math.log(self.theta))
+            return head_dim * math.log(ratio) / (2 * math.log(self.rope_theta))
 
         low, high = dimension(self.beta_fast), dimension(self.beta_slow)
         if self.truncate:
@@ -122,7 +122,7 @@ def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
     if not isinstance(values, Mapping):
         raise UnsupportedModel(f"config.json: {where} is not an object: {values!r}")
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise UnsupportedModel(
             f"config.json: {where}.rope_type {kind!r} is not supported; "
             f"supported are {', '.join(_KEYS)}"
@@ -132,9 +132,7 @@ def parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
             raise UnsupportedModel(f"config.json: {where}.{key} is not supported for {kind!r} rope")
     _refuse_partial(values.get("partial_rotary_factor", config.get("partial_rotary_factor")))
     numbers = {key: values[key] for key in _KEYS[kind] if values.get(key) is not None}
-    theta = values.get("rope_theta") or config.get("rope_theta")
-    if theta is not None:
-        numbers["theta"] = theta
+    numbers["rope_theta"] = values.get("rope_theta") or config.get("rope_theta") or 10_000.0
     for key, value in numbers.items():
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or (value <= 0 and key not in {"mscale", "mscale_all_dim", "truncate"}):

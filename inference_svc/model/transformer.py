@@ -6,6 +6,8 @@ cache, and a `Lora` if the step has adapters.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,16 @@ from inference_svc.model.weights import LayerWeights, ModelWeights
 from kernels.attention import KVCache, attend
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What every layer of one step shares."""
+
+    inputs: StepInputs
+    rotation: Rotation
+    kv_cache: KVCache
+    lora: Lora | None
+
+
 class Transformer:
     def __init__(self, geometry: ModelGeometry, weights: ModelWeights) -> None:
         self.geometry = geometry
@@ -26,7 +38,7 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: Lora | None = None) -> Tensor:
-        """One step. Returns fp32 logits [len(inputs.logit_rows), vocab_size].
+        """One step. Returns fp32 logits [len(inputs.logit_rows), vocab_size], an inference tensor.
 
         Writes the step's keys and values to the cells of `inputs.attention`; what each token sees
         must lie in the cache already, or be computed in this step. Without `lora` no code of the
@@ -35,48 +47,38 @@ class Transformer:
         hidden = F.embedding(inputs.token_ids, self.weights.embedding)
         if lora is not None:
             lora.add_embedding(inputs.token_ids, hidden)
-        rotation = self._rotary(inputs.positions, hidden.dtype)
+        step = _Step(inputs, self._rotary(inputs.positions, hidden.dtype), kv_cache, lora)
         for index, layer in enumerate(self.weights.layers):
-            normed = layer.input_norm(hidden)
-            hidden += self._attention(index, layer, normed, rotation, inputs, kv_cache, lora)
-            normed = layer.post_attention_norm(hidden)
-            hidden += self._mlp(index, layer, normed, lora)
+            hidden += self._attention(index, layer, layer.input_norm(hidden), step)
+            hidden += self._mlp(index, layer, layer.post_attention_norm(hidden), step)
         return self._logits(hidden.index_select(0, inputs.logit_rows), lora)
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Tensor,
-        rotation: Rotation,
-        inputs: StepInputs,
-        kv_cache: KVCache,
-        lora: Lora | None,
-    ) -> Tensor:
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         g = self.geometry
-        qkv = _project(layer.qkv, x, lora, f"layers.{index}.qkv")
+        qkv = _project(layer.qkv, x, step.lora, f"layers.{index}.qkv")
         heads = qkv[:, : g.q_size + g.kv_size].unflatten(1, (-1, g.head_dim))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
             heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
-        q, k = rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
+        q, k = step.rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
+        # The rotated keys go back beside the values, as the cache wants them.
         qkv[:, g.q_size : g.q_size + g.kv_size].view(k.shape).copy_(k)
-        kv_cache.write(index, inputs.attention.cells, qkv[:, g.q_size :])
+        step.kv_cache.write(index, step.inputs.attention.cells, qkv[:, g.q_size :])
         mixed = attend(
             q,
-            kv_cache,
+            step.kv_cache,
             index,
-            inputs.attention,
+            step.inputs.attention,
             scale=g.head_dim**-0.5,
             window=g.sliding_windows[index],
         )
-        return _project(layer.o, mixed.flatten(1), lora, f"layers.{index}.o")
+        return _project(layer.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: Lora | None) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, step: _Step) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
-        gate_up = _project(layer.gate_up, x, lora, f"layers.{index}.gate_up")
-        return _project(layer.down, swiglu(gate_up), lora, f"layers.{index}.down")
+        gate_up = _project(layer.gate_up, x, step.lora, f"layers.{index}.gate_up")
+        return _project(layer.down, swiglu(gate_up), step.lora, f"layers.{index}.down")
 
     def _logits(self, hidden: Tensor, lora: Lora | None) -> Tensor:
         """hidden: [N, hidden_size] of the rows that sample -> fp32 [N, vocab_size]."""

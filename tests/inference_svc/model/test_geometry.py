@@ -66,7 +66,7 @@ def test_published_config(model_dir):
     assert geometry.dtype == "bfloat16"
     assert geometry.eos_token_ids == (128001, 128008, 128009)
     assert geometry.rope.rope_type == "llama3"
-    assert geometry.rope.theta == 500_000
+    assert geometry.rope.rope_theta == 500_000
     assert geometry.rope.original_max_position_embeddings == 8192
     assert geometry.tie_word_embeddings
     assert geometry.sliding_windows == (None,) * 16
@@ -86,7 +86,7 @@ def test_what_is_left_out_is_what_transformers_assumes(family, model_dir):
     assert geometry.rms_norm_eps == wanted.rms_norm_eps
     assert geometry.max_position_embeddings == wanted.max_position_embeddings
     assert geometry.tie_word_embeddings == wanted.tie_word_embeddings
-    assert geometry.rope.theta == wanted.rope_parameters["rope_theta"]
+    assert geometry.rope.rope_theta == wanted.rope_parameters["rope_theta"]
     assert geometry.eos_token_ids == ((wanted.eos_token_id,) if wanted.eos_token_id else ())
     window = getattr(wanted, "sliding_window", None)
     assert geometry.sliding_windows == (window,) * geometry.num_layers
@@ -108,6 +108,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 REFUSED = {
     "other architecture": ("Llama", {"architectures": ["GemmaForCausalLM"]}, "architectures"),
     "no architecture": ("Llama", {"architectures": None}, "architectures"),
+    "architecture is a list": (
+        "Llama",
+        {"architectures": [["LlamaForCausalLM"]]},
+        "architectures",
+    ),
     "two architectures": (
         "Llama",
         {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
@@ -130,7 +135,8 @@ REFUSED = {
     "rope key": ("Llama", {"rope_parameters": YARN | {"low_freq_factor": 1.0}}, "low_freq_factor"),
     "rope value": ("Llama", {"rope_parameters": YARN | {"beta_fast": "32"}}, "beta_fast"),
     "rope factor": ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
-    "rope theta": ("Llama", {"rope_theta": -1.0}, "theta"),
+    "rope theta": ("Llama", {"rope_theta": -1.0}, "rope_theta"),
+    "rope type is a list": ("Llama", {"rope_scaling": {"type": ["linear"]}}, "rope_type"),
     "partial rope": ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "partial rope, new": (
         "Llama",
@@ -163,6 +169,11 @@ REFUSED = {
     "sliding without a window": (
         "Qwen2",
         {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        "layer_types",
+    ),
+    "layer type is a list": (
+        "Qwen2",
+        {"num_hidden_layers": 1, "layer_types": [["full_attention"]]},
         "layer_types",
     ),
     "too few layer types": ("Qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
