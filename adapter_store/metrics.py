@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
+
+POLL_SECONDS = 0.05
+"""How soon the HTTP thread notices that it shall end."""
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -62,10 +69,21 @@ class Metrics:
         """Adds values that are read from the store whenever metrics are asked for."""
         self.registry.register(_Samples(read))
 
-    def serve(self, host: str, port: int) -> tuple[WSGIServer, int]:
-        """Serves /metrics over HTTP from a thread; gives the server and its real port."""
-        server, _ = start_http_server(port, host, registry=self.registry)
-        return server, server.server_port
+    @contextmanager
+    def serving(self, host: str, port: int) -> Iterator[int]:
+        """Serves /metrics over HTTP from a thread while the context lasts; gives the real port."""
+        kind = _HttpServerV6 if ":" in host else _HttpServer
+        app = make_wsgi_app(self.registry)
+        with make_server(host, port, app, kind, _SilentHandler) as server:
+            thread = threading.Thread(
+                target=server.serve_forever, args=(POLL_SECONDS,), name="metrics", daemon=True
+            )
+            thread.start()
+            try:
+                yield server.server_port
+            finally:
+                server.shutdown()
+                thread.join()
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"loadout_store_{name}", help_text, labels, registry=self.registry)
@@ -74,6 +92,19 @@ class Metrics:
         return Histogram(
             f"loadout_store_{name}", help_text, labels, buckets=_SECONDS, registry=self.registry
         )
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _HttpServerV6(_HttpServer):
+    address_family = socket.AF_INET6
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its base's name)
+        """Prometheus asks every few seconds: no news."""
 
 
 class _Samples:

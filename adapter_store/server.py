@@ -99,12 +99,8 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
 def _serving_metrics(store: Store, address: str) -> Iterator[str]:
     host, port = split_address(address)
     store.metrics.watch_samples(lambda: samples(store.registry.read_status()))
-    http, port = store.metrics.serve(host, port)
-    try:
-        yield _with_port(address, port)
-    finally:
-        http.shutdown()
-        http.server_close()
+    with store.metrics.serving(host, port) as real_port:
+        yield _with_port(address, real_port)
 
 
 def _add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:

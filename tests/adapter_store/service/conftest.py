@@ -1,0 +1,236 @@
+"""A served store in this process, with real channels to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from adapter_store.config import Settings
+from adapter_store.core import Layout
+from adapter_store.server import RunningStore, running_store
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+
+DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
+KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
+
+
+def layout_message(layout: Layout) -> pb.ModelLayout:
+    return pb.ModelLayout(
+        base_model=layout.base_model,
+        aliases=layout.aliases,
+        config_sha256=layout.config_sha256,
+        dtype=DTYPES[layout.dtype.value],
+        image_formats=[1],
+        targets=[
+            pb.Target(
+                name=target.name,
+                layer=target.layer,
+                group=target.group,
+                kind=KINDS[target.kind.value],
+                in_features=target.in_features,
+                out_features=target.out_features,
+            )
+            for target in layout.targets
+        ],
+    )
+
+
+@dataclass
+class Pulled:
+    """What a pull gave, its hashes checked as a client checks them."""
+
+    header: pb.ImageHeader
+    data: bytes = b""
+    part_ends: list[int] = field(default_factory=list)
+    is_whole: bool = False
+
+
+class Client:
+    """The contract as a caller sees it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.insecure_channel(address)
+        self.stub = pb_grpc.AdapterStoreServiceStub(self.channel)
+
+    def register(self, name: str, folder, **fields) -> pb.RegisterAdapterResponse:
+        return self.stub.RegisterAdapter(
+            pb.RegisterAdapterRequest(name=name, source_uri=f"file://{folder}", **fields)
+        )
+
+    def upload(self, name: str, files: dict[str, bytes], chunk_bytes: int = 1000, **fields):
+        def requests() -> Iterator[pb.UploadAdapterRequest]:
+            yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name=name, **fields))
+            for file_name, data in files.items():
+                for offset in range(0, len(data), chunk_bytes):
+                    part = data[offset : offset + chunk_bytes]
+                    chunk = pb.FileChunk(file_name=file_name, offset=offset, data=part)
+                    yield pb.UploadAdapterRequest(chunk=chunk)
+
+        return self.stub.UploadAdapter(requests())
+
+    def register_layout(self, layout: Layout) -> str:
+        request = pb.RegisterLayoutRequest(layout=layout_message(layout))
+        return self.stub.RegisterLayout(request).layout_id
+
+    def get(self, ref: str) -> pb.Adapter:
+        return self.stub.GetAdapter(pb.GetAdapterRequest(ref=ref)).adapter
+
+    def pull(self, digest: str, layout_id: str, offset: int = 0, image_id: str = "") -> Pulled:
+        """Pulls to the end; the part that the stream starts within is not hashed."""
+        stream = self.stub.PullAdapter(
+            pb.PullAdapterRequest(
+                digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
+            )
+        )
+        pulled = Pulled(next(stream).header)
+        position = part_start = pulled.header.offset
+        hashes = []
+        for response in stream:
+            kind = response.WhichOneof("part")
+            if kind == "chunk":
+                assert response.chunk.offset == position
+                pulled.data += response.chunk.data
+                position += len(response.chunk.data)
+            elif kind == "layer_end":
+                end = response.layer_end
+                part = pulled.data[part_start - pulled.header.offset :]
+                assert end.end_offset == position
+                if pulled.part_ends or pulled.header.offset == 0:
+                    assert hashlib.sha256(part).digest() == end.sha256
+                hashes.append(end.sha256)
+                pulled.part_ends.append(position)
+                part_start = position
+            else:
+                if pulled.header.offset == 0:
+                    whole = hashlib.sha256(b"".join(hashes)).digest()
+                    assert response.trailer.sha256 == whole
+                assert position == pulled.header.total_bytes
+                pulled.is_whole = True
+        return pulled
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class Served:
+    """A running store on a thread's own event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._ready = threading.Event()
+        self._settings = settings
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        assert self._ready.wait(30)
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        self.client = Client(self.running.grpc_address)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        try:
+            async with running_store(self._settings) as self.running:
+                self.running: RunningStore
+                self._ready.set()
+                await self._stop.wait()
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+
+    def run(self, coroutine):
+        """Runs a coroutine on the store's own loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def idle(self) -> None:
+        """Waits until everything wanted ahead is made."""
+        self.run(self.running.store.ahead.idle())
+
+    def begin_stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.begin_stop()
+        self.client.close()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(**settings): a served store over tmp_path/data that may read what tmp_path holds."""
+    with ExitStack() as stack:
+
+        def start(**settings) -> Served:
+            values = {
+                "listen": "127.0.0.1:0",
+                "metrics_listen": "127.0.0.1:0",
+                "data_dir": tmp_path / "data",
+                "source_roots": (tmp_path,),
+                "compile_workers": 1,
+                "grace_seconds": 5,
+                **settings,
+            }
+            served = Served(Settings(**values))
+            stack.callback(served.stop)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def store(serve) -> Served:
+    return serve()
+
+
+@pytest.fixture
+def client(store) -> Client:
+    return store.client
+
+
+@pytest.fixture
+def connect():
+    """connect(address): a Client that is closed in the end."""
+    with ExitStack() as stack:
+
+        def make(address: str) -> Client:
+            client = Client(address)
+            stack.callback(client.close)
+            return client
+
+        yield make
+
+
+@pytest.fixture
+def refused():
+    """with refused(code, "text", ...) as error: the call is answered so, and names each text."""
+
+    class Refused:
+        def __init__(self, code: str, *texts: str) -> None:
+            self.code, self.texts = code, texts
+
+        def __enter__(self) -> Refused:
+            return self
+
+        def __exit__(self, kind, error, traceback) -> bool:
+            assert isinstance(error, grpc.RpcError), f"not refused: {error!r}"
+            self.error = error
+            assert error.code().name == self.code, error.details()
+            for text in self.texts:
+                assert text in error.details()
+            return True
+
+    return Refused

@@ -1,0 +1,265 @@
+"""Names over a real channel: register, update, roll back, list, pin, delete, watch, upload."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+
+from adapter_store.checkpoint import open_checkpoint
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_register_update_and_roll_back(client, make_adapter):
+    one, two = make_adapter(folder="one", seed=1), make_adapter(folder="two", seed=2, rank=8)
+    first = client.register("team/a", one, labels={"run": "7"})
+    assert first.adapter.name == "team/a"
+    assert first.adapter.digest == open_checkpoint(one).digest
+    assert (first.adapter.version, first.adapter.rank, first.revision) == (1, 4, 1)
+    assert list(first.adapter.targets) == ["q_proj", "v_proj"]
+    assert first.adapter.base_model == "org/tiny"
+    assert first.adapter.source_bytes == (one / "adapter_model.safetensors").stat().st_size
+    assert client.register("team/a", one).revision == 1
+    second = client.register("team/a", two)
+    assert (second.adapter.version, second.revision) == (2, 2)
+    assert client.get("team/a").rank == 8
+    assert client.get("team/a@1").digest == first.adapter.digest
+    back = client.register("team/a", one)
+    assert (back.adapter.version, back.revision) == (1, 3)
+    assert back.adapter.labels == {"run": "7"}
+
+
+def test_the_source_is_never_read_again(client, make_adapter, make_layout):
+    folder = make_adapter()
+    digest = client.register("a", folder).adapter.digest
+    (folder / "adapter_model.safetensors").unlink()
+    layout_id = client.register_layout(make_layout())
+    assert client.pull(digest, layout_id).is_whole
+
+
+def test_conditions(client, make_adapter, refused):
+    one, two = make_adapter(folder="one", seed=1), make_adapter(folder="two", seed=2)
+    digests = [open_checkpoint(folder).digest for folder in (one, two)]
+    with refused("FAILED_PRECONDITION", "expected_digest", digests[0]):
+        client.register("a", one, expected_digest=digests[1])
+    with refused("NOT_FOUND"):
+        client.get("a")
+    client.register("a", one, expected_digest=digests[0])
+    with refused("ABORTED", "if_current_digest"):
+        client.register("a", two, if_current_digest=digests[1])
+    assert client.register("a", two, if_current_digest=digests[0]).adapter.version == 2
+    with refused("INVALID_ARGUMENT", "if_current_digest"):
+        client.register("a", two, if_current_digest="latest")
+
+
+def test_upload(client, make_adapter):
+    folder = make_adapter()
+    files = {**files_of(folder), "README.md": b"hello", "training_args.bin": b"\x80"}
+    uploaded = client.upload("up", files, labels={"by": "trainer"}, pinned=True)
+    assert uploaded.adapter.digest == open_checkpoint(folder).digest
+    assert uploaded.adapter.source_uri == "upload://"
+    assert uploaded.adapter.pinned
+    assert client.register("up", folder).revision == uploaded.revision
+
+
+def test_a_malformed_upload_leaves_nothing(client, store, make_adapter, refused, tmp_path):
+    files = files_of(make_adapter())
+    with refused("INVALID_ARGUMENT", "an upload starts with its meta"):
+        client.stub.UploadAdapter(iter([]))
+    with refused("INVALID_ARGUMENT", "starts with its meta"):
+        client.stub.UploadAdapter(iter([pb.UploadAdapterRequest(chunk=pb.FileChunk())]))
+    meta = pb.UploadAdapterRequest(meta=pb.UploadMeta(name="a"))
+    with refused("INVALID_ARGUMENT", "only chunks may follow"):
+        client.stub.UploadAdapter(iter([meta, meta]))
+    with refused("INVALID_ARGUMENT", "../evil"):
+        client.upload("a", {**files, "../evil": b"x"})
+    chunk = pb.FileChunk(file_name="adapter_config.json", offset=3, data=b"x")
+    with refused("INVALID_ARGUMENT", "chunk.offset"):
+        client.stub.UploadAdapter(iter([meta, pb.UploadAdapterRequest(chunk=chunk)]))
+    with refused("INVALID_ARGUMENT", "adapter_config.json is missing"):
+        client.upload("a", {"adapter_model.safetensors": files["adapter_model.safetensors"]})
+    deadline = time.monotonic() + 5
+    while list((tmp_path / "data" / "staging").iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list((tmp_path / "data" / "staging").iterdir()) == []
+    assert list((tmp_path / "data" / "blobs").iterdir()) == []
+
+
+def test_an_upload_given_up_midway_leaves_nothing(client, make_adapter, tmp_path):
+    staging = tmp_path / "data" / "staging"
+    sent = []
+
+    def requests():
+        yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="a"))
+        yield pb.UploadAdapterRequest(
+            chunk=pb.FileChunk(file_name="adapter_config.json", data=b"{")
+        )
+        while not sent:
+            time.sleep(0.01)
+
+    call = client.stub.UploadAdapter.future(requests())
+    deadline = time.monotonic() + 10
+    while not list(staging.glob("*/adapter_config.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    call.cancel()
+    sent.append(True)
+    while list(staging.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_delete(client, make_adapter, refused):
+    for seed in (1, 2):
+        client.register("a", make_adapter(folder=f"f{seed}", seed=seed))
+    assert client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a", version=2)).revision == 3
+    assert client.get("a").version == 1
+    with refused("NOT_FOUND", "default/a@2"):
+        client.get("a@2")
+    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+    for ref in ("a", "a@1"):
+        with refused("NOT_FOUND", "default/a"):
+            client.get(ref)
+    with refused("NOT_FOUND", "default/a"):
+        client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+
+
+def test_pin_and_unpin(client, make_adapter, refused):
+    digest = client.register("a", make_adapter()).adapter.digest
+    pinned = client.stub.PinAdapter(pb.PinAdapterRequest(ref=digest))
+    assert (pinned.adapter.name, pinned.adapter.pinned, pinned.revision) == ("default/a", True, 2)
+    assert not client.stub.UnpinAdapter(pb.UnpinAdapterRequest(ref="a@1")).adapter.pinned
+    with refused("NOT_FOUND", "default/b"):
+        client.stub.PinAdapter(pb.PinAdapterRequest(ref="b"))
+
+
+def test_lists_are_paged(client, make_adapter, refused):
+    folder = make_adapter()
+    for i in range(5):
+        client.register(f"t/n{i}", folder, labels={"even": str(i % 2 == 0)})
+    names, token = [], ""
+    while True:
+        request = pb.ListAdaptersRequest(page_size=2, page_token=token, filter="label.even=True")
+        page = client.stub.ListAdapters(request)
+        names += [adapter.name for adapter in page.adapters]
+        token = page.next_page_token
+        if not token:
+            break
+    assert names == ["t/n0", "t/n2", "t/n4"]
+    assert page.revision == 5
+    with refused("INVALID_ARGUMENT", "page_token"):
+        client.stub.ListAdapters(pb.ListAdaptersRequest(page_token="x"))
+    with refused("INVALID_ARGUMENT", "filter"):
+        client.stub.ListAdapters(pb.ListAdaptersRequest(filter="size>3"))
+
+
+def test_watch_from_the_start_and_live(client, make_adapter):
+    one, two = make_adapter(folder="one", seed=1), make_adapter(folder="two", seed=2)
+    digest = client.register("a", one).adapter.digest
+    watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest())
+    first = next(watch).event
+    assert (first.revision, first.kind, first.name) == (1, pb.EVENT_KIND_REGISTERED, "default/a")
+    assert (first.version, first.digest) == (1, digest)
+    start = time.monotonic()
+    client.register("a", two)
+    event = next(e.event for e in watch if e.event.kind != pb.EVENT_KIND_BOOKMARK)
+    assert time.monotonic() - start < 1
+    assert (event.revision, event.kind, event.version) == (2, pb.EVENT_KIND_UPDATED, 2)
+    client.stub.PinAdapter(pb.PinAdapterRequest(ref="a"))
+    client.stub.UnpinAdapter(pb.UnpinAdapterRequest(ref="a"))
+    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+    kinds = []
+    while len(kinds) < 3:
+        event = next(watch).event
+        if event.kind != pb.EVENT_KIND_BOOKMARK:
+            kinds.append((event.revision, event.kind, event.version))
+    assert kinds == [
+        (3, pb.EVENT_KIND_PINNED, 2),
+        (4, pb.EVENT_KIND_UNPINNED, 2),
+        (5, pb.EVENT_KIND_DELETED, 0),
+    ]
+    watch.cancel()
+
+
+def test_watch_sends_bookmarks(client, make_adapter):
+    client.register("a", make_adapter())
+    watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=1))
+    start = time.monotonic()
+    event = next(watch).event
+    assert (event.kind, event.revision) == (pb.EVENT_KIND_BOOKMARK, 1)
+    assert time.monotonic() - start < 3
+    watch.cancel()
+
+
+def test_watch_of_another_history(client, refused):
+    with refused("OUT_OF_RANGE", "list again"):
+        next(client.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=5)))
+
+
+def test_everything_survives_a_restart(serve, make_adapter, make_layout):
+    folder = make_adapter()
+    store = serve()
+    before = store.client.register("a", folder, labels={"x": "y"})
+    layout_id = store.client.register_layout(make_layout())
+    store.idle()
+    image = store.client.pull(before.adapter.digest, layout_id)
+    record = store.client.get("a")
+    store.stop()
+    store = serve()
+    assert store.client.get("a") == record
+    assert store.client.register("a", folder).revision == before.revision
+    assert store.client.register_layout(make_layout()) == layout_id
+    assert store.client.pull(before.adapter.digest, layout_id) == image
+    status = store.client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
+    assert (status.disk.hits, status.disk.misses, status.disk.images) == (1, 0, 1)
+    assert (status.adapters, status.layouts, status.revision) == (1, 1, 1)
+
+
+def test_a_call_whose_caller_leaves_is_still_recorded(client, make_adapter):
+    """Registrations are not interrupted: at least once, never half."""
+    folder = make_adapter()
+    call = client.stub.RegisterAdapter.future(
+        pb.RegisterAdapterRequest(name="a", source_uri=f"file://{folder}")
+    )
+    call.cancel()
+    assert client.register("a", folder).adapter.version == 1
+
+
+@pytest.mark.parametrize("name", ["", "A", "a/b/c", "a@1", "x" * 64])
+def test_malformed_names(client, make_adapter, refused, name):
+    with refused("INVALID_ARGUMENT", "name"):
+        client.register(name, make_adapter())
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [{"": "x"}, {"a b": "x"}, {'a"b': "x"}, {"a": "b c"}, {"a": "x" * 256}, {"a": "\n"}],
+)
+def test_malformed_labels(client, make_adapter, refused, labels):
+    with refused("INVALID_ARGUMENT", "labels"):
+        client.register("a", make_adapter(), labels=labels)
+
+
+def test_a_base_model_has_to_be_known(client, make_adapter, refused):
+    folder = make_adapter(base_model_name_or_path=None)
+    with refused("INVALID_ARGUMENT", "base_model"):
+        client.register("a", folder)
+    assert client.register("a", folder, base_model="org/x").adapter.base_model == "org/x"
+    with refused("INVALID_ARGUMENT", "base_model"):
+        client.register("a", folder, base_model="x" * 600)
+
+
+def test_a_missing_source_is_not_found(client, tmp_path, refused):
+    with refused("NOT_FOUND", "source_uri", "nowhere"):
+        client.register("a", tmp_path / "nowhere")
+
+
+def test_a_channel_with_a_deadline_gets_its_answer(client):
+    with pytest.raises(grpc.RpcError) as caught:
+        client.stub.WatchAdapters(pb.WatchAdaptersRequest(), timeout=0.2).__next__()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

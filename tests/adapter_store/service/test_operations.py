@@ -1,0 +1,266 @@
+"""What operators rely on: health, reflection, metrics, an orderly end, and a disorderly one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from adapter_store.checkpoint import open_checkpoint
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+SERVICE = "loadout.adapter_store.v1.AdapterStoreService"
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_health(client, service):
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    response = stub.Check(health_pb2.HealthCheckRequest(service=service))
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection(client):
+    stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (response,) = stub.ServerReflectionInfo(iter([request]))
+    names = {service.name for service in response.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+def read_metrics(store) -> dict[tuple[str, ...], float]:
+    url = f"http://{store.running.metrics_address}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as response:
+        text = response.read().decode()
+    return {
+        (sample.name.removeprefix("loadout_store_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("loadout_store_")
+    }
+
+
+def test_metrics(store, client, make_adapter, make_layout, refused):
+    folder = make_adapter()
+    digest = client.register("a", folder).adapter.digest
+    with refused("NOT_FOUND"):
+        client.register("b", folder / "nowhere")
+    layout_id = client.register_layout(make_layout())
+    store.idle()
+    image = client.pull(digest, layout_id)
+    client.pull(digest, layout_id)
+    found = read_metrics(store)
+    assert found["registrations_total", "ok"] == 1
+    assert found["registrations_total", "source_not_found"] == 1
+    assert found["requests_total", "NOT_FOUND", "RegisterAdapter"] == 1
+    assert found["requests_total", "OK", "PullAdapter"] == 2
+    assert found["fetched_bytes_total",] == sum(p.stat().st_size for p in folder.iterdir())
+    assert found["compiles_total", "ready"] == 1
+    assert found["compile_seconds_count",] == 1
+    assert found["pulls_total", "complete"] == 2
+    assert found["pulled_bytes_total",] == 2 * len(image.data)
+    hits = found["tier_hits_total", "memory"] + found["tier_hits_total", "disk"]
+    misses = found["tier_misses_total", "disk"]
+    assert (hits, misses) == (2, 0)
+    assert found["tier_used_bytes", "memory"] == len(image.data)
+    assert found["tier_images", "disk"] == 1
+    assert (found["adapters",], found["layouts",], found["revision",]) == (1, 1, 1)
+
+
+def test_an_address_that_is_taken_is_an_error(serve, client, tmp_path):
+    with pytest.raises(OSError, match="cannot listen on"):
+        serve(listen=client.address, data_dir=tmp_path / "other")
+
+
+def test_draining_ends_watches_and_lets_pulls_finish(store, make_adapter, make_layout):
+    client = store.client
+    digest = client.register("a", make_adapter()).adapter.digest
+    layout_id = client.register_layout(make_layout())
+    watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=1))
+    assert next(watch).event.kind == pb.EVENT_KIND_BOOKMARK
+    stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
+    next(stream)
+    store.begin_stop()
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in watch:
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert [response.WhichOneof("part") for response in stream][-1] == "trailer"
+    store.stop()
+
+
+class Process:
+    """`python -m adapter_store` as an operator starts it."""
+
+    def __init__(self, tmp_path, *arguments: str) -> None:
+        self.ready_file = tmp_path / "ready.json"
+        self.ready_file.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "adapter_store",
+                *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+                *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
+                *("--ready-file", str(self.ready_file), "--log-format", "json"),
+                *arguments,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_ready(self) -> dict[str, str]:
+        deadline = time.monotonic() + 60
+        while not self.ready_file.exists():
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return json.loads(self.ready_file.read_text())
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Signals, waits; gives the exit status and the log."""
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, log
+
+
+@pytest.fixture
+def spawn(tmp_path):
+    made: list[Process] = []
+
+    def start(*arguments: str) -> Process:
+        made.append(Process(tmp_path, *arguments))
+        return made[-1]
+
+    yield start
+    for process in made:
+        if process.process.poll() is None:
+            process.process.kill()
+        process.process.communicate()
+
+
+def test_sigterm_under_load_answers_every_call_and_exits_0(
+    spawn, connect, make_adapter, make_layout
+):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
+    process = spawn()
+    client = connect(process.wait_until_ready()["grpc"])
+    layout_id = client.register_layout(make_layout())
+    digest = client.register("a", folders[0]).adapter.digest
+    codes: list[str] = []
+    whole: list[bool] = []
+    stop = threading.Event()
+
+    def load(thread: int) -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            try:
+                if thread % 2:
+                    whole.append(client.pull(digest, layout_id).is_whole)
+                else:
+                    client.register(f"n{thread}", folders[i % 4])
+                codes.append("OK")
+            except grpc.RpcError as error:
+                codes.append(error.code().name)
+                return
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    status, log = process.end(signal.SIGTERM)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert status == 0, log
+    assert set(codes) <= {"OK", "UNAVAILABLE"}
+    assert codes.count("UNAVAILABLE") <= 6
+    assert whole
+    assert all(whole)
+    messages = [json.loads(line)["message"] for line in log.splitlines()]
+    assert messages[0] == "serving"
+    assert messages[-1] == "stopped"
+    assert "call failed" not in messages
+
+
+def test_kill_9_while_registering_leaves_the_catalog_whole(
+    spawn, connect, make_adapter, make_layout, tmp_path
+):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
+    digests = {open_checkpoint(folder).digest for folder in folders}
+    answered: dict[str, tuple[str, int]] = {}
+    for delay in (0.05, 0.15, 0.3):
+        process = spawn()
+        client = connect(process.wait_until_ready()["grpc"])
+        layout_id = client.register_layout(make_layout())
+        timer = threading.Timer(delay, process.process.kill)
+        timer.start()
+
+        def register(thread: int, client=client) -> None:
+            i = 0
+            while True:
+                i += 1
+                name = f"n{thread}"
+                try:
+                    made = client.register(name, folders[(i + thread) % 8])
+                except grpc.RpcError:
+                    return
+                answered[f"default/{name}"] = (made.adapter.digest, made.revision)
+
+        threads = [threading.Thread(target=register, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        timer.join()
+        process.process.wait()
+    process = spawn()
+    client = connect(process.wait_until_ready()["grpc"])
+    adapters = list(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters)
+    revision = client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision
+    assert answered
+    assert set(answered) <= {adapter.name for adapter in adapters}
+    # What was answered is in the history; the name may have moved on by one unanswered call.
+    assert max(revision_of for _, revision_of in answered.values()) <= revision
+    watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest())
+    events = [next(watch).event for _ in range(revision)]
+    watch.cancel()
+    assert [event.revision for event in events] == list(range(1, revision + 1))
+    for name, (digest, revision_of) in answered.items():
+        assert (events[revision_of - 1].name, events[revision_of - 1].digest) == (name, digest)
+    for adapter in adapters:
+        assert adapter.digest in digests
+        assert client.pull(adapter.digest, layout_id).is_whole
+    assert list((tmp_path / "data" / "staging").iterdir()) == []
+    assert process.end(signal.SIGTERM)[0] == 0
+
+
+def test_what_keeps_it_from_starting_is_one_plain_line(spawn, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = spawn("--listen", address)
+        _, log = process.process.communicate(timeout=60)
+        assert process.process.returncode == 1
+        assert log.splitlines()[-1] == f"the adapter store cannot run: cannot listen on {address}"
+        assert "Traceback" not in log
+    assert not process.ready_file.exists()
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    process = spawn("--data-dir", str(blocked))
+    _, log = process.process.communicate(timeout=60)
+    assert (process.process.returncode, "Traceback" in log) == (1, False)
+    assert os.fspath(blocked) in log

@@ -1,0 +1,255 @@
+"""Images over a real channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+
+from adapter_store.checkpoint import open_checkpoint
+from adapter_store.core import DataType, Target, TargetKind
+from adapter_store.image import IMAGE_FORMAT, compile_image
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+MODULES = ("q_proj", "v_proj", "down_proj")
+
+
+@pytest.fixture
+def adapter(client, make_adapter, make_layout):
+    """(digest, layout_id, the image as compiled here)"""
+    folder = make_adapter(MODULES)
+    digest = client.register("a", folder).adapter.digest
+    expected = compile_image(open_checkpoint(folder), make_layout())
+    return digest, client.register_layout(make_layout()), expected
+
+
+def test_a_whole_image(client, adapter):
+    digest, layout_id, expected = adapter
+    pulled = client.pull(digest, layout_id)
+    assert pulled.is_whole
+    assert pulled.data == bytes(expected.buffer.numpy().data)
+    assert pulled.part_ends == [part.end for part in expected.parts]
+    header = pulled.header
+    assert (header.digest, header.layout_id) == (digest, layout_id)
+    assert (header.image_id, header.image_format) == (expected.plan.image_id, IMAGE_FORMAT)
+    assert header.total_bytes == len(pulled.data)
+    segment = header.segments[1]
+    assert (segment.kind, segment.rank, segment.offset % 256) == (pb.SEGMENT_KIND_B, 4, 0)
+
+
+def test_resume_at_any_offset_of_the_same_image(client, adapter):
+    digest, layout_id, _ = adapter
+    whole = client.pull(digest, layout_id)
+    total = len(whole.data)
+    for offset in {0, 1, 255, whole.part_ends[0], whole.part_ends[0] + 1, total - 1, total}:
+        rest = client.pull(digest, layout_id, offset, whole.header.image_id)
+        assert rest.header.offset == offset
+        assert rest.is_whole
+        assert rest.data == whole.data[offset:]
+        assert rest.part_ends == [end for end in whole.part_ends if end > offset]
+
+
+def test_another_image_starts_again_at_0(client, adapter):
+    digest, layout_id, _ = adapter
+    whole = client.pull(digest, layout_id)
+    for image_id in ("", "sha256:" + "00" * 32):
+        again = client.pull(digest, layout_id, 300, image_id)
+        assert (again.header.offset, again.data) == (0, whole.data)
+
+
+def test_layouts_get_images_of_their_own(client, make_adapter, make_layout):
+    digest = client.register("a", make_adapter(MODULES)).adapter.digest
+    images = {
+        dtype: client.pull(digest, client.register_layout(make_layout(dtype))) for dtype in DataType
+    }
+    sizes = {dtype: image.header.total_bytes for dtype, image in images.items()}
+    assert sizes[DataType.FLOAT16] == sizes[DataType.BFLOAT16] < sizes[DataType.FLOAT32]
+    assert len({image.header.image_id for image in images.values()}) == 3
+
+
+def test_registering_a_layout_again_is_the_same(client, make_layout):
+    assert client.register_layout(make_layout()) == client.register_layout(make_layout())
+
+
+def test_images_are_made_ahead(store, client, make_adapter, make_layout):
+    client.register("before", make_adapter(folder="one", seed=1))
+    layout_id = client.register_layout(make_layout())
+    client.register("after", make_adapter(folder="two", seed=2))
+    store.idle()
+    for name in ("before", "after"):
+        (state,) = client.get(name).layout_states
+        assert (state.layout_id, state.state) == (layout_id, pb.IMAGE_STATE_READY)
+        assert state.image_bytes > 0
+    status = client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
+    assert (status.disk.images, status.memory.hits, status.disk.hits) == (2, 0, 0)
+
+
+def test_no_common_image_format(client, make_layout, refused):
+    for formats in ([], [2, 99]):
+        message = pb.ModelLayout(base_model="x", dtype=1, image_formats=formats)
+        with refused("FAILED_PRECONDITION", "image_formats"):
+            client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=message))
+
+
+def test_malformed_layouts_name_the_field(client, refused):
+    target = pb.Target(name="q", group="g", kind=1, in_features=4, out_features=4)
+    good = pb.ModelLayout(
+        base_model="x", dtype=1, image_formats=[1], config_sha256="0" * 64, targets=[target]
+    )
+    client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=good))
+    for field, value in (("base_model", ""), ("config_sha256", "z"), ("dtype", 0)):
+        bad = pb.ModelLayout()
+        bad.CopyFrom(good)
+        setattr(bad, field, value)
+        with refused("INVALID_ARGUMENT", f"layout.{field}"):
+            client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=bad))
+    bad = pb.ModelLayout()
+    bad.CopyFrom(good)
+    bad.targets[0].in_features = 0
+    with refused("INVALID_ARGUMENT", "layout.targets[0].in_features"):
+        client.stub.RegisterLayout(pb.RegisterLayoutRequest(layout=bad))
+
+
+def test_what_cannot_be_pulled(client, adapter, make_adapter, make_layout, refused):
+    digest, layout_id, _ = adapter
+    other = "sha256:" + "00" * 32
+    with refused("NOT_FOUND", f"no adapter {other}"):
+        client.pull(other, layout_id)
+    with refused("NOT_FOUND", f"no layout {other}"):
+        client.pull(digest, other)
+    with refused("INVALID_ARGUMENT", "digest"):
+        client.pull("a", layout_id)
+    with refused("INVALID_ARGUMENT", "layout_id"):
+        client.pull(digest, "")
+    whole = client.pull(digest, layout_id)
+    with refused("INVALID_ARGUMENT", "offset"):
+        client.pull(digest, layout_id, len(whole.data) + 1, whole.header.image_id)
+    with refused("FAILED_PRECONDITION", "org/other"):
+        client.pull(digest, client.register_layout(make_layout(base_model="org/other")))
+
+
+def test_incompatible_says_why(store, client, make_adapter, make_layout, refused):
+    narrow = tuple(
+        Target(t.name, t.layer, t.group, TargetKind.LINEAR, t.in_features, 99)
+        if t.name.endswith("layers.1.self_attn.q_proj")
+        else t
+        for t in make_layout().targets
+    )
+    layout_id = client.register_layout(make_layout(targets=narrow))
+    digest = client.register("a", make_adapter()).adapter.digest
+    store.idle()
+    (state,) = client.get("a").layout_states
+    assert state.state == pb.IMAGE_STATE_INCOMPATIBLE
+    assert "layers.1.self_attn.q_proj" in state.reason
+    with refused("FAILED_PRECONDITION", state.reason):
+        client.pull(digest, layout_id)
+
+
+def test_deleted_digests_are_pullable_through_the_grace(
+    serve, make_adapter, make_layout, refused, tmp_path
+):
+    store = serve(delete_grace_seconds=1.0, collect_seconds=0.1)
+    client = store.client
+    digest = client.register("a", make_adapter()).adapter.digest
+    layout_id = client.register_layout(make_layout())
+    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="a"))
+    with refused("NOT_FOUND"):
+        client.get(digest)
+    assert client.pull(digest, layout_id).is_whole
+    deadline = time.monotonic() + 10
+    while list((tmp_path / "data" / "blobs").iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with refused("NOT_FOUND"):
+        client.pull(digest, layout_id)
+
+
+@pytest.fixture
+def large(client, make_adapter, make_layout):
+    """An image of some 34 MB: more than a stream's windows and buffers hold."""
+    features = 1 << 20
+    target = Target("model.layers.0.q", 0, "g", TargetKind.LINEAR, features, 16)
+    name = "base_model.model.model.layers.0.q.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(8, features), name.format("B"): torch.ones(16, 8)}
+    folder = make_adapter(("q",), rank=8, tensors=tensors)
+    layout_id = client.register_layout(make_layout(targets=(target,)))
+    return client.register("large", folder).adapter.digest, layout_id
+
+
+def held(store) -> int:
+    entries = store.running.store.images._memory._entries.values()
+    return sum(entry.holds for entry in entries)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_cancelled_pull_releases_its_image(store, client, large):
+    digest, layout_id = large
+    stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
+    next(stream)
+    assert held(store) == 1
+    assert client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).active_pulls == 1
+    stream.cancel()
+    wait_until(lambda: held(store) == 0)
+    status = client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
+    assert status.active_pulls == 0
+    store.running.store.images.check_integrity()
+
+
+def test_a_reader_that_stalls_is_not_sent_more_than_fits_in_between(store, client, large):
+    digest, layout_id = large
+    stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
+    header = next(stream).header
+    time.sleep(0.5)
+    sent = store.running.store.metrics.pulled_bytes._value.get()
+    assert sent < header.total_bytes / 2
+    received = sum(len(r.chunk.data) for r in stream)
+    assert received == header.total_bytes
+
+
+def test_a_client_that_vanishes_releases_its_image(store, client, large):
+    digest, layout_id = large
+    channel = grpc.insecure_channel(client.address)
+    pull = channel.unary_stream(
+        "/loadout.adapter_store.v1.AdapterStoreService/PullAdapter",
+        request_serializer=pb.PullAdapterRequest.SerializeToString,
+        response_deserializer=pb.PullAdapterResponse.FromString,
+    )
+    stream = pull(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
+    next(stream)
+    channel.close()
+    wait_until(lambda: held(store) == 0)
+
+
+def test_many_pulls_at_once_while_names_change(client, make_adapter, make_layout):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
+    layout_id = client.register_layout(make_layout())
+    digests = [client.register("a", folder).adapter.digest for folder in folders]
+    expected = {
+        digest: bytes(compile_image(open_checkpoint(folder), make_layout()).buffer.numpy().data)
+        for digest, folder in zip(digests, folders, strict=True)
+    }
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            for folder in folders:
+                client.register("a", folder)
+
+    with ThreadPoolExecutor(9) as pool:
+        churning = pool.submit(churn)
+        pulls = [pool.submit(client.pull, digests[i % 4], layout_id) for i in range(40)]
+        results = [pull.result() for pull in pulls]
+        done.set()
+        churning.result()
+    for i, result in enumerate(results):
+        assert result.data == expected[digests[i % 4]]
