@@ -12,7 +12,7 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,14 +35,15 @@ class Blobs:
         for folder in (self._folder, self._staging, self._trash, self._damaged):
             make_folder(folder)
 
-    def sweep(self, is_known: Callable[[str], bool]) -> None:
-        """Removes what a crash left: only at start, before anything is staged."""
+    def sweep(self, known: Container[str]) -> None:
+        """Removes what a crash left, and blobs of no `known` digest: only at start, before anything
+        is staged."""
         for folder in (self._staging, self._trash):
             for leftover in folder.iterdir():
                 shutil.rmtree(leftover)
         for folder in self._folder.iterdir():
             digest = f"sha256:{folder.name}"
-            if not is_known(digest):
+            if digest not in known:
                 logger.info("removing a blob without a record", extra={"digest": digest})
                 self.remove(digest)
 

@@ -20,7 +20,14 @@ from adapter_store.tiers import DiskTier
 logger = logging.getLogger(__name__)
 
 # What was taken in stays servable when the limits for new adapters become tighter.
-_NO_LIMITS = CheckpointLimits(max_source_bytes=1 << 62, max_rank=1 << 31, max_header_bytes=1 << 30)
+_NO_LIMITS = CheckpointLimits(
+    max_config_bytes=1 << 30,
+    max_header_bytes=1 << 30,
+    max_tensors=1 << 30,
+    max_source_bytes=1 << 62,
+    max_rank=1 << 30,
+    max_match_seconds=1e9,
+)
 
 
 class NoRoomAhead(Exception):

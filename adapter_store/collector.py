@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from datetime import timedelta
 
 from adapter_store.blobs import Blobs
@@ -28,8 +27,11 @@ class Collector:
 
     def sweep(self) -> None:
         """At start: removes what crashes left behind."""
-        self._blobs.sweep(self._catalog.has_blob)
-        self._drop_images(d for d in self._disk.digests() if not self._catalog.has_blob(d))
+        known = self._catalog.blob_digests()
+        self._blobs.sweep(known)
+        for key in self._disk.cached():
+            if key[0] not in known:
+                self._disk.remove(key)
 
     def collect(self) -> list[str]:
         """Ends the grace of what was deleted long enough ago; gives the digests that are gone."""
@@ -49,10 +51,6 @@ class Collector:
             if not self._catalog.drop_blob(digest):
                 return False
             self._blobs.remove(digest)
-        self._drop_images([digest])
+        for layout_id in self._catalog.layout_ids():
+            self._disk.remove((digest, layout_id))
         return True
-
-    def _drop_images(self, digests: Iterable[str]) -> None:
-        for digest in digests:
-            for key in self._disk.keys_of(digest):
-                self._disk.remove(key)

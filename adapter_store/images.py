@@ -76,7 +76,7 @@ class Images:
         try:
             await self._fly(key, priority)
         except NoRoomAhead:
-            logger.info("no free disk space to compile ahead", extra={"digest": key[0]})
+            logger.debug("no free disk space to compile ahead", extra={"digest": key[0]})
         except StoreError as error:
             logger.info("not compiled ahead", extra={"digest": key[0], "why": str(error)})
         except Exception:

@@ -195,18 +195,13 @@ class DiskTier:
         remove_image(self.path(key))
 
     def clear(self) -> None:
-        with self._lock:
-            keys = list(self._sizes)
-        for key in keys:
+        for key in self.cached():
             self.remove(key)
 
-    def keys_of(self, digest: str) -> list[ImageKey]:
+    def cached(self) -> list[ImageKey]:
+        """Least recently used first."""
         with self._lock:
-            return [key for key in self._sizes if key[0] == digest]
-
-    def digests(self) -> set[str]:
-        with self._lock:
-            return {key[0] for key in self._sizes}
+            return list(self._sizes)
 
     def _forget(self, key: ImageKey) -> None:
         size = self._sizes.pop(key, None)

@@ -198,10 +198,9 @@ class Catalog:
 
     # Blobs
 
-    def has_blob(self, digest: str) -> bool:
-        query = select(schema.blobs.c.digest).where(schema.blobs.c.digest == digest)
+    def blob_digests(self) -> set[str]:
         with self._read() as conn:
-            return conn.execute(query).first() is not None
+            return set(conn.scalars(select(schema.blobs.c.digest)))
 
     def expire_versions(self, grace: timedelta) -> int:
         with self._write() as conn:

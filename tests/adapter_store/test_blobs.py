@@ -31,7 +31,7 @@ class Process:
         self.data_dir.mkdir(exist_ok=True)
         self.catalog = Catalog(self.data_dir / "catalog.sqlite3", event_retention=100)
         self.blobs = Blobs(self.data_dir)
-        self.blobs.sweep(self.catalog.has_blob)
+        self.blobs.sweep(self.catalog.blob_digests())
         self.registrar = Registrar(
             self.catalog,
             self.blobs,

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from adapter_store.blobs import Blobs
+from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.collector import Collector
+from adapter_store.core import AdapterName, AdapterRef
+from adapter_store.tiers import DiskTier
+
+GRACE = timedelta(seconds=60)
+A = AdapterName("default", "a")
+ONE, TWO = ("sha256:" + digit * 64 for digit in "12")
+LAYOUT = "sha256:" + "f" * 64
+
+
+class Parts:
+    """Catalog, blobs and disk tier of one folder, on a clock that tests turn."""
+
+    def __init__(self, folder) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self.catalog = Catalog(
+            folder / "catalog.sqlite3", event_retention=100, clock=lambda: self.now
+        )
+        self.catalog.add_layout(LAYOUT, ["base"], {})
+        self.blobs = Blobs(folder)
+        self.disk = DiskTier(folder / "images", 1 << 20)
+        self.collector = Collector(self.catalog, self.blobs, self.disk, GRACE)
+
+    def keep(self, digest: str) -> None:
+        staged = self.blobs.stage()
+        (staged / "file").write_bytes(b"x")
+        self.blobs.keep(staged, digest)
+        path = self.disk.prepare((digest, LAYOUT), 3)
+        path.write_bytes(b"xyz")
+        self.disk.add((digest, LAYOUT))
+
+    def register(self, name: AdapterName, digest: str) -> None:
+        self.catalog.register(NewVersion(name, digest, "base", "", 1, (), 1))
+
+    def exists(self, digest: str) -> tuple[bool, bool]:
+        return self.blobs.path(digest).exists(), self.disk.path((digest, LAYOUT)).exists()
+
+
+@pytest.fixture
+def parts(tmp_path):
+    parts = Parts(tmp_path)
+    yield parts
+    parts.catalog.close()
+
+
+def test_only_what_no_record_has_goes_and_only_after_the_grace(parts):
+    for digest in (ONE, TWO):
+        parts.keep(digest)
+        parts.register(A, digest)
+    parts.catalog.remove(A, 1)
+    parts.now += GRACE - timedelta(seconds=1)
+    assert parts.collector.collect() == []
+    parts.now += timedelta(seconds=1)
+    assert parts.collector.collect() == [ONE]
+    assert parts.exists(ONE) == (False, False)
+    assert parts.exists(TWO) == (True, True)
+    assert parts.disk.counts.images == 1
+    assert parts.collector.collect() == []
+
+
+def test_what_a_crash_in_between_left_is_swept(parts):
+    parts.keep(ONE)
+    parts.keep(TWO)
+    parts.register(A, ONE)
+    parts.collector.sweep()
+    assert parts.exists(ONE) == (True, True)
+    assert parts.exists(TWO) == (False, False)
+
+
+def test_a_digest_registered_again_during_its_collection_stays(parts):
+    """The registration holds the guard from keeping the blob until its commit."""
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    parts.catalog.remove(A)
+    parts.now += GRACE
+    with parts.blobs.guard(ONE):
+        collecting = threading.Thread(target=parts.collector.collect)
+        collecting.start()
+        collecting.join(0.2)
+        assert collecting.is_alive()
+        parts.register(AdapterName("default", "b"), ONE)
+    collecting.join()
+    assert parts.exists(ONE) == (True, True)
+    assert parts.catalog.get(AdapterRef(digest=ONE))[0].version == 1
