@@ -1,0 +1,108 @@
+"""Adapters that must not come in: each the right status, the culprit named, and no trace left."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+def tensors(**changed: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    good = {"A": torch.ones(4, 16), "B": torch.ones(16, 4)}
+    return {f"{PREFIX}{k}.weight": t for k, t in {**good, **changed}.items() if t is not None}
+
+
+def truncated(folder) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[:-7])
+
+
+def huge_header(folder) -> None:
+    (folder / WEIGHTS).write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+
+
+def pickled(folder) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+def not_json(folder) -> None:
+    (folder / CONFIG).write_text("{")
+
+
+CASES = {
+    "missing B": ({"tensors": tensors(B=None)}, None, "q_proj"),
+    "ranks differ": ({"tensors": tensors(B=torch.ones(16, 3))}, None, "q_proj"),
+    "NaN": ({"tensors": tensors(A=torch.full((4, 16), torch.nan))}, None, "lora_A"),
+    "infinity": ({"tensors": tensors(B=torch.full((16, 4), torch.inf))}, None, "lora_B"),
+    "integers": ({"tensors": tensors(A=torch.ones(4, 16, dtype=torch.int8))}, None, "I8"),
+    "unknown tensor": ({"tensors": {**tensors(), "surprise": torch.ones(1)}}, None, "surprise"),
+    "unused module": ({"tensors": tensors(), "target_modules": ["k_proj"]}, None, "q_proj"),
+    "rank too high": ({"rank": 65}, None, "65"),
+    "bias": ({"bias": "all"}, None, "bias"),
+    "DoRA": ({"use_dora": True}, None, "use_dora"),
+    "pissa": ({"init_lora_weights": "pissa"}, None, "init_lora_weights"),
+    "unknown key": ({"new_magic": 3}, None, "new_magic"),
+    "not LoRA": ({"peft_type": "IA3"}, None, "peft_type"),
+    "truncated": ({}, truncated, WEIGHTS),
+    "huge header": ({}, huge_header, WEIGHTS),
+    "pickle": ({}, pickled, "adapter_model.bin"),
+    "no JSON": ({}, not_json, CONFIG),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_malformed_adapters(serve, make_adapter, refused, tmp_path, case):
+    fields, change, culprit = CASES[case]
+    client = serve(max_rank=64).client
+    folder = make_adapter(("q_proj",), **fields)
+    if change is not None:
+        change(folder)
+    refusal = refused("INVALID_ARGUMENT", culprit)
+    with refusal:
+        client.register("a", folder)
+    status = rpc_status.from_call(refusal.error)
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(bad_request)
+    assert info.metadata["subject"] == bad_request.field_violations[0].field != ""
+    with refused("INVALID_ARGUMENT", culprit):
+        client.upload("a", {path.name: path.read_bytes() for path in folder.iterdir()})
+    assert list(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters) == []
+    assert list((tmp_path / "data" / "blobs").iterdir()) == []
+    assert client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision == 0
+
+
+def test_too_large(serve, make_adapter, refused):
+    client = serve(max_file_bytes=500).client
+    folder = make_adapter(("q_proj",))
+    with refused("RESOURCE_EXHAUSTED", WEIGHTS, "500"):
+        client.register("a", folder)
+    with refused("RESOURCE_EXHAUSTED", WEIGHTS, "500"):
+        client.upload("a", {path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+def test_a_config_that_says_twice_what_it_means(client, make_adapter, refused):
+    folder = make_adapter(("q_proj",))
+    fields = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(fields)[:-1] + ', "r": 9}')
+    with refused("INVALID_ARGUMENT", CONFIG):
+        client.register("a", folder)
+
+
+def test_a_source_outside_the_roots(client, refused):
+    with refused("INVALID_ARGUMENT", "source_uri", "source_roots"):
+        client.register("a", "/etc")
+    with refused("INVALID_ARGUMENT", "source_uri", "s3_buckets"):
+        request = pb.RegisterAdapterRequest(name="a", source_uri="s3://bucket/prefix")
+        client.stub.RegisterAdapter(request)
+    with refused("INVALID_ARGUMENT", "source_uri", "http://"):
+        request = pb.RegisterAdapterRequest(name="a", source_uri="http://169.254.169.254/x")
+        client.stub.RegisterAdapter(request)
