@@ -17,6 +17,7 @@ from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, T
 from adapter_store.digest import canonical_json, sha256_text
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.layout import layout_id, runs
+from adapter_store.peft_match import path_tails
 
 IMAGE_FORMAT = 1
 IMAGE_FORMATS = (IMAGE_FORMAT,)
@@ -164,16 +165,16 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
     module listed, present in the model and absent from the whole file was lost on the way.
     """
     config = checkpoint.config
-    for entry in config.modules.unweighted(checkpoint.targets):
-        for target in layout.targets:
-            is_meant = target.name == entry or target.name.endswith(f".{entry}")
-            is_embedding = target.kind is TargetKind.EMBEDDING
-            if is_meant and config.selects(target.name, is_embedding=is_embedding):
-                raise IncompatibleAdapter(
-                    f"target_modules lists {entry!r}, but the adapter has no weights for it",
-                    subject=target.name,
-                    reason="TARGET_MISSING",
-                )
+    lost = config.modules.unweighted(checkpoint.targets)
+    for target in layout.targets:
+        entry = next((tail for tail in path_tails(target.name) if tail in lost), None)
+        is_embedding = target.kind is TargetKind.EMBEDDING
+        if entry is not None and config.selects(target.name, is_embedding=is_embedding):
+            raise IncompatibleAdapter(
+                f"target_modules lists {entry!r}, but the adapter has no weights for it",
+                subject=target.name,
+                reason="TARGET_MISSING",
+            )
 
 
 def _incompatible(key: str, reason: str, detail: str) -> IncompatibleAdapter:

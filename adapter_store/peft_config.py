@@ -23,8 +23,8 @@ DEFAULT_ALPHA = 8
 class AdapterConfig:
     """The fields of a PEFT LoraConfig that change the maths, and how to apply them.
 
-    `base_model` is "" when the file does not name one. `budget` bounds all matching for this
-    adapter; the methods raise InvalidAdapter PATTERN_TOO_SLOW when it is used up.
+    `base_model` is "" when the file does not name one. The methods raise InvalidAdapter
+    PATTERN_TOO_SLOW when the seconds for matching this adapter's patterns are used up.
     """
 
     base_model: str
@@ -34,13 +34,12 @@ class AdapterConfig:
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
     modules: ModuleMatcher
-    budget: MatchBudget
 
     def rank_of(self, name: str) -> int:
-        return self.rank_pattern.lookup(name, self.rank, self.budget)
+        return self.rank_pattern.lookup(name, self.rank)
 
     def alpha_of(self, name: str) -> float:
-        return self.alpha_pattern.lookup(name, self.alpha, self.budget)
+        return self.alpha_pattern.lookup(name, self.alpha)
 
     def scale_of(self, rank: int, alpha: float) -> float:
         """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732)."""
@@ -48,7 +47,7 @@ class AdapterConfig:
 
     def selects(self, name: str, *, is_embedding: bool) -> bool:
         """Whether PEFT would adapt module `name`."""
-        return self.modules.selects(name, is_embedding=is_embedding, budget=self.budget)
+        return self.modules.selects(name, is_embedding=is_embedding)
 
 
 def read_config(folder: Path, limits: CheckpointLimits) -> AdapterConfig:
@@ -68,6 +67,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
     if peft_type != "LORA":
         raise _invalid("peft_type", peft_type, "only LORA is supported", "CONFIG_UNSUPPORTED")
     check_fields(fields, CONFIG_FILE)
+    budget = MatchBudget(limits.max_match_seconds)
     return AdapterConfig(
         base_model=_text(fields, "base_model_name_or_path"),
         rank=_rank("r", fields.get("r", DEFAULT_RANK), limits),
@@ -79,6 +79,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
                 pattern: _rank("rank_pattern", rank, limits)
                 for pattern, rank in _mapping(fields, "rank_pattern").items()
             },
+            budget,
         ),
         alpha_pattern=PatternTable(
             "alpha_pattern",
@@ -86,13 +87,13 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
                 pattern: _alpha("alpha_pattern", alpha)
                 for pattern, alpha in _mapping(fields, "alpha_pattern").items()
             },
+            budget,
         ),
-        modules=_modules(fields),
-        budget=MatchBudget(limits.max_match_seconds),
+        modules=_modules(fields, budget),
     )
 
 
-def _modules(fields: Mapping[str, Any]) -> ModuleMatcher:
+def _modules(fields: Mapping[str, Any], budget: MatchBudget) -> ModuleMatcher:
     target_modules = _names(fields, "target_modules")
     if not target_modules:
         raise _invalid(
@@ -108,7 +109,8 @@ def _modules(fields: Mapping[str, Any]) -> ModuleMatcher:
         raise _invalid(key, fields[key], "it needs target_modules to be a list")
     if patterns and layers is None:
         raise _invalid("layers_pattern", fields["layers_pattern"], "it needs layers_to_transform")
-    return ModuleMatcher(target_modules, _names(fields, "exclude_modules"), layers or (), patterns)
+    exclude_modules = _names(fields, "exclude_modules")
+    return ModuleMatcher(target_modules, exclude_modules, layers or (), patterns, budget)
 
 
 def _rank(key: str, value: Any, limits: CheckpointLimits) -> int:

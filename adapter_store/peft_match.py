@@ -22,15 +22,16 @@ NumberT = TypeVar("NumberT", int, float)
 class PatternTable(Generic[NumberT]):
     """`rank_pattern` or `alpha_pattern`: the first pattern, in the file's order, that matches."""
 
-    def __init__(self, key: str, values: Mapping[str, NumberT]) -> None:
+    def __init__(self, key: str, values: Mapping[str, NumberT], budget: MatchBudget) -> None:
+        self._budget = budget
         self._rows: list[tuple[Pattern, NumberT]] = [
-            (compile_pattern(key, source, r"(.*\.)?(", ")$"), value)
+            (compile_pattern(key, source, budget, before=r"(.*\.)?(", after=")$"), value)
             for source, value in values.items()
         ]
 
-    def lookup(self, name: str, default: NumberT, budget: MatchBudget) -> NumberT:
+    def lookup(self, name: str, default: NumberT) -> NumberT:
         for pattern, value in self._rows:
-            if budget.match(pattern, name):
+            if self._budget.match(pattern, name):
                 return value
         return default
 
@@ -41,11 +42,12 @@ class ModuleMatcher:
     def __init__(
         self,
         target_modules: str | tuple[str, ...],
-        exclude_modules: str | tuple[str, ...] = (),
-        layers_to_transform: tuple[int, ...] = (),
-        layers_pattern: tuple[str, ...] = (),
+        exclude_modules: str | tuple[str, ...],
+        layers_to_transform: tuple[int, ...],
+        layers_pattern: tuple[str, ...],
+        budget: MatchBudget,
     ) -> None:
-        """`fields` holds what is given, as the config names it, lists sorted.
+        """`fields` holds what is given, as the config names it, lists as sorted sets.
 
         A string is an expression for the whole path (or "all-linear"); a tuple holds whole
         paths or their last components. No layers: all of them.
@@ -59,64 +61,65 @@ class ModuleMatcher:
             "layers_pattern": layers_pattern,
         }
         self.fields: Mapping[str, Any] = {
-            key: value if isinstance(value, str) else sorted(value)
+            key: value if isinstance(value, str) else sorted(set(value))
             for key, value in given.items()
             if value
         }
-        self._entries = () if isinstance(target_modules, str) else target_modules
+        self._budget = budget
+        self._entries = _entries(target_modules)
         self._is_all_linear = (
             isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
         )
-        self._target = _whole_path("target_modules", target_modules)
-        self._exclude_entries = () if isinstance(exclude_modules, str) else exclude_modules
-        self._exclude = _whole_path("exclude_modules", exclude_modules)
+        self._target = _whole_path("target_modules", target_modules, budget)
+        self._exclude_entries = _entries(exclude_modules)
+        self._exclude = _whole_path("exclude_modules", exclude_modules, budget)
         self._layers = frozenset(layers_to_transform)
+        before, after = r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\."
         self._layer_patterns = [
-            compile_pattern("layers_pattern", source, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
+            compile_pattern("layers_pattern", source, budget, before=before, after=after)
             for source in layers_pattern
-        ] or [compile_pattern("layers_pattern", "", r".*?\.[^.]*\.(?P<idx>\d+)\.")]
+        ] or [compile_pattern("layers_pattern", "", budget, before=rf".*?\.[^.]*{after}")]
 
-    def selects(self, name: str, *, is_embedding: bool, budget: MatchBudget) -> bool:
+    def selects(self, name: str, *, is_embedding: bool) -> bool:
         """Whether PEFT would adapt module `name`."""
-        if self._is_excluded(name, budget):
+        if self._is_excluded(name):
             return False
         if self._is_all_linear:
             return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
         if self._target is not None:
-            return bool(budget.match(self._target, name, full=True))
+            return bool(self._budget.match(self._target, name, full=True))
         if name in self._entries:  # a whole path is meant whatever its layer
             return True
-        return _ends_with(name, self._entries) and self._is_in_layers(name, budget)
+        return not self._entries.isdisjoint(path_tails(name)) and self._is_in_layers(name)
 
-    def unweighted(self, weighted: Iterable[str]) -> tuple[str, ...]:
+    def unweighted(self, weighted: Iterable[str]) -> frozenset[str]:
         """The listed modules of which none is among the names `weighted`."""
-        tails = {name[start:] for name in weighted for start in _tail_starts(name)}
-        return tuple(entry for entry in self._entries if entry not in tails)
+        return self._entries.difference(tail for name in weighted for tail in path_tails(name))
 
-    def _is_excluded(self, name: str, budget: MatchBudget) -> bool:
+    def _is_excluded(self, name: str) -> bool:
         if self._exclude is not None:
-            return bool(budget.match(self._exclude, name, full=True))
-        return name in self._exclude_entries or _ends_with(name, self._exclude_entries)
+            return bool(self._budget.match(self._exclude, name, full=True))
+        return not self._exclude_entries.isdisjoint(path_tails(name))
 
-    def _is_in_layers(self, name: str, budget: MatchBudget) -> bool:
+    def _is_in_layers(self, name: str) -> bool:
         if not self._layers:
             return True
         for pattern in self._layer_patterns:
-            match = budget.match(pattern, name)
+            match = self._budget.match(pattern, name)
             if match:
                 return int(match["idx"]) in self._layers
         return False
 
 
-def _whole_path(key: str, value: str | tuple[str, ...]) -> Pattern | None:
+def path_tails(name: str) -> list[str]:
+    """What a list may name this path by: all of it, or what follows any of its dots."""
+    return [name, *(name[index + 1 :] for index, char in enumerate(name) if char == ".")]
+
+
+def _entries(value: str | tuple[str, ...]) -> frozenset[str]:
+    return frozenset() if isinstance(value, str) else frozenset(value)
+
+
+def _whole_path(key: str, value: str | tuple[str, ...], budget: MatchBudget) -> Pattern | None:
     """The expression to match in full, if `value` is one."""
-    return compile_pattern(key, value) if isinstance(value, str) and value else None
-
-
-def _tail_starts(name: str) -> list[int]:
-    """Where the tails of a path start that a list may name it by: at 0 and after every dot."""
-    return [0, *(index + 1 for index, char in enumerate(name) if char == ".")]
-
-
-def _ends_with(name: str, entries: tuple[str, ...]) -> bool:
-    return name.endswith(tuple(f".{entry}" for entry in entries))
+    return compile_pattern(key, value, budget) if isinstance(value, str) and value else None

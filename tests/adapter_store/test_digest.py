@@ -131,8 +131,9 @@ def test_listed_modules_without_weights_count(tmp_path):
         for index, config in enumerate(listings)
     ]
     assert len(set(digests)) == len(listings)
-    reordered = write(tmp_path / "reordered", config={"target_modules": ["k_proj", "q_proj"]})
-    assert open_checkpoint(reordered).digest == digests[1]
+    for number, same in enumerate((["k_proj", "q_proj"], ["q_proj", "k_proj", "k_proj"])):
+        folder = write(tmp_path / f"same{number}", config={"target_modules": same})
+        assert open_checkpoint(folder).digest == digests[1]
 
 
 def test_one_bit_of_a_weight_matters(tmp_path):

@@ -255,6 +255,8 @@ def test_catastrophic_pattern_is_stopped(source):
     [
         ("(", "PATTERN_INVALID"),
         ("(" * 4000, "PATTERN_INVALID"),
+        ("(?i)" + "[\u0000-\uffff]" * 900, "PATTERN_INVALID"),
+        (r"(?i)[\u0000-\uffff]", "PATTERN_INVALID"),
         ("[[:alpha:]]", "PATTERN_INVALID"),
         ("(?:ab){e<=1}", "PATTERN_INVALID"),
         ("(?R)", "PATTERN_INVALID"),
@@ -269,3 +271,31 @@ def test_catastrophic_pattern_is_stopped(source):
 def test_pattern_out_of_bounds_is_refused(source, reason):
     error = refusal(alpha_pattern={source: 3})
     assert (error.subject, error.reason) == ("alpha_pattern", reason)
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_many_patterns_share_the_seconds(key):
+    """Plain or not, quick or not: what counts is their sum, compiling them included."""
+    limits = CheckpointLimits(max_match_seconds=0.02)
+    for sources in ([f"a{i}" for i in range(20_000)], [f"a+{i}" for i in range(2000)]):
+        fields = {"peft_type": "LORA", "target_modules": ["x"], key: dict.fromkeys(sources, 2)}
+        with pytest.raises(InvalidAdapter) as error:
+            parse_config(fields, limits)
+        assert (error.value.subject, error.value.reason) == (key, "PATTERN_TOO_SLOW")
+
+
+@pytest.mark.parametrize("source", ["plain", "(a|aa)+b"])
+def test_quick_matches_use_up_the_seconds_too(source):
+    fields = {"peft_type": "LORA", "target_modules": ["q_proj"], "rank_pattern": {source: 2}}
+    config = parse_config(fields, CheckpointLimits(max_match_seconds=0.05))
+    with pytest.raises(InvalidAdapter) as error:
+        all(config.rank_of("a" * 14) for _ in range(10_000_000))
+    assert (error.value.subject, error.value.reason) == ("rank_pattern", "PATTERN_TOO_SLOW")
+
+
+def test_long_lists_of_modules_cost_nothing_per_module():
+    listed = [f"m{i}" for i in range(100_000)]
+    config = parse(target_modules=[*listed, "q_proj"], exclude_modules=listed)
+    start_s = time.perf_counter()
+    assert all(config.selects(f"layers.{i}.q_proj", is_embedding=False) for i in range(5000))
+    assert time.perf_counter() - start_s < 5
