@@ -70,6 +70,11 @@ REFUSED: Mapping[str, str] = {
     "ensure_weight_tying": "it ties the adapter of the head to that of the embedding",
 }
 
+SUBCONFIGS = frozenset(
+    {"use_bdlora", "velora_config", "monteclora_config", "arrow_config", "kasa_config"}
+)
+"""Of those, what PEFT takes as switched on with all its defaults when it is an empty object."""
+
 # Those that leave the base weight alone. True, False: the original initialisations.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -103,6 +108,8 @@ def check_fields(fields: Mapping[str, Any], subject: str) -> None:
 def _is_off(key: str, value: Any) -> bool:
     if key == "bias" and value == "none":
         return True
+    if key in SUBCONFIGS and value == {}:
+        return False
     return value is None or value is False or value in ("", [], {})
 
 

@@ -14,7 +14,7 @@ from peft.utils.other import get_pattern_key
 from adapter_store.checkpoint_files import CheckpointLimits
 from adapter_store.errors import InvalidAdapter
 from adapter_store.peft_config import AdapterConfig, parse_config
-from adapter_store.peft_fields import HONOURED, NO_EFFECT, REFUSED
+from adapter_store.peft_fields import HONOURED, NO_EFFECT, REFUSED, SUBCONFIGS
 
 LIMITS = CheckpointLimits(max_match_seconds=0.5)
 MODULES = [
@@ -89,9 +89,19 @@ def test_what_changes_the_maths_is_refused_by_name_and_value(key, value):
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-@pytest.mark.parametrize("value", [None, False, "", [], {}])
+@pytest.mark.parametrize("value", [None, False, "", []])
 def test_what_is_off_is_accepted(key, value):
     parse(**{key: value})
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_an_empty_object_is_on_where_it_is_for_peft(key):
+    is_on = bool(getattr(LoraConfig(task_type="CAUSAL_LM", **{key: {}}), key))
+    assert is_on == (key in SUBCONFIGS)
+    if is_on:
+        assert refusal(**{key: {}}).subject == key
+    else:
+        parse(**{key: {}})
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
