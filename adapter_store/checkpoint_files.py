@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -20,6 +21,7 @@ INDEX_FILE = "adapter_model.safetensors.index.json"
 _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 MAX_SHARDS = 256
+_NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES)
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -55,6 +57,8 @@ class RegularFile:
         except FileNotFoundError as exc:
             raise InvalidAdapter(f"{name} is missing", subject=name, reason="FILE_MISSING") from exc
         except OSError as exc:
+            if exc.errno not in _NOT_REGULAR:  # of this machine, not of the adapter
+                raise
             raise _not_regular(name) from exc
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
@@ -149,6 +153,9 @@ def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
 
 def _read_index(folder: Path, limits: CheckpointLimits) -> Mapping[str, str]:
     data = read_capped(folder, INDEX_FILE, limits.max_header_bytes)
+    # Before parsing: a parsed value takes many times the memory of its bracket or comma.
+    if sum(map(data.count, (b"{", b"[", b","))) > 2 * limits.max_tensors:
+        raise _invalid_index(f"more than {limits.max_tensors} tensors")
     index = parse_object(data, INDEX_FILE).get("weight_map")
     if not isinstance(index, dict) or not 0 < len(index) <= limits.max_tensors:
         raise _invalid_index("weight_map is not a map of tensors to files")

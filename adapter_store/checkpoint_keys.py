@@ -24,9 +24,13 @@ _LINEAR = re.compile(r"(?P<target>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _EMBEDDING = re.compile(r"(?P<target>.+)\.lora_embedding_(?P<side>[AB])(\.default)?")
 _TARGET = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 
+_BASE_WEIGHT = "a base weight: save with save_embedding_layers=False"
+
 # What people do save beside A and B, and what to do about it.
 _HINTS = (
-    (".base_layer.", "a base weight: save with save_embedding_layers=False"),
+    (".base_layer.", _BASE_WEIGHT),
+    (".embed_tokens.weight.", _BASE_WEIGHT),
+    (".lm_head.weight.", _BASE_WEIGHT),
     (".lora_magnitude_vector", "DoRA is not supported"),
     (".modules_to_save.", "modules_to_save is not supported"),
     (".lora_B.bias", "lora_bias is not supported"),

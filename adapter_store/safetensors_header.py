@@ -20,6 +20,9 @@ LENGTH_BYTES = 8
 MAX_NAME_CHARS = 512
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**48
+_MAX_COMMAS = 2 * MAX_DIMENSIONS
+"""Per tensor: between its fields, in its shape and offsets, and some for the metadata."""
+
 _METADATA = "__metadata__"
 _DTYPES = {dtype.value: dtype for dtype in DataType}
 
@@ -68,8 +71,12 @@ def read_header(
             f"header of {header_bytes} bytes in a file of {file_bytes}",
         )
     header = read_at(LENGTH_BYTES, header_bytes)
-    # Before parsing: a parsed object takes many times the memory of its two brackets.
-    if header.count(b"{") > max_tensors + 2 or header.count(b"[") > 2 * max_tensors:
+    # Before parsing: a parsed value takes many times the memory of its bracket or comma.
+    if (
+        header.count(b"{") > max_tensors + 2
+        or header.count(b"[") > 2 * max_tensors
+        or header.count(b",") > _MAX_COMMAS * max_tensors
+    ):
         raise _invalid(subject, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
     if not header.startswith(b"{"):
         raise _invalid(subject, "HEADER_START_INVALID", "the header does not start with '{'")

@@ -47,7 +47,10 @@ def parse_object(data: bytes, subject: str) -> dict[str, Any]:
 
 def show(value: object) -> str:
     """A stranger's value for an error message: quoted, escaped, short."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:  # what could just be parsed may be too deep to be written
+        return "(nested too deeply to show)"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

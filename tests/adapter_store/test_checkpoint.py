@@ -1,5 +1,6 @@
 """Every way an adapter can be wrong, each refused by its rule and with the culprit's name."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -81,6 +82,8 @@ def test_keys_with_the_default_adapter_name(make_adapter):
 
 UNKNOWN_TENSORS = {
     "base_model.model.model.embed_tokens.base_layer.weight": "save_embedding_layers=False",
+    "base_model.model.model.embed_tokens.weight": "save_embedding_layers=False",
+    "base_model.model.lm_head.weight": "save_embedding_layers=False",
     f"{Q0}.lora_magnitude_vector": "DoRA",
     f"{Q0}.lora_B.bias": "lora_bias",
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
@@ -222,6 +225,29 @@ def test_config_that_is_not_one_object_is_refused(make_adapter, text, reason):
     assert (error.reason, error.subject) == (reason, CONFIG)
 
 
+@pytest.mark.parametrize("key", ["target_modules", "layers_to_transform", "r", "new_thing"])
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}")])
+def test_config_at_the_edge_of_what_can_be_parsed_is_refused(make_adapter, key, start, end):
+    """Whatever depth the parser allows, the error message must allow as well."""
+    folder = make_adapter(**{key: ...})
+    config = (folder / CONFIG).read_text()
+    for depth in range(800, 1010):
+        nested = start * depth + "1" + end * depth
+        (folder / CONFIG).write_text(f'{config[:-1]}, "{key}": {nested}}}')
+        assert refusal(folder).subject in (key, CONFIG)
+
+
+def test_trouble_of_this_machine_is_not_blamed_on_the_adapter(make_adapter, monkeypatch):
+    folder = make_adapter()
+
+    def no_more_files(path: Path, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", no_more_files)
+    with pytest.raises(OSError, match="Too many open files"):
+        open_checkpoint(folder)
+
+
 def test_truncated_weights(make_adapter):
     folder = make_adapter()
     size = (folder / WEIGHTS).stat().st_size
@@ -283,6 +309,9 @@ def test_index_must_agree_with_the_shards(make_adapter):
     ):
         index_file.write_text(json.dumps({"weight_map": weight_map}))
         assert refusal(folder).reason == reason
+    for crowd in ({"weight_map": [[]] * 200_000}, {"weight_map": index, "x": [0] * 200_000}):
+        index_file.write_text(json.dumps(crowd))
+        assert "more than 65536 tensors" in refusal(folder).message
     (folder / WEIGHTS).touch()
     assert refusal(folder).reason == "FILES_AMBIGUOUS"
 

@@ -72,6 +72,7 @@ BAD_FILES = {
     "DUPLICATE_KEY": container(b'{"x": 1, "x": 2}'),
     "TOO_MANY_TENSORS": container({str(i): 0 for i in range(101)}),
     "TOO_MANY_TENSORS (brackets)": container(b"{" * 200),
+    "TOO_MANY_TENSORS (commas)": container(b'{"x": [' + b"0," * 2000 + b"0]}"),
     "METADATA_INVALID": container({"__metadata__": {"a": 1}}),
     "METADATA_INVALID (list)": container({"__metadata__": []}),
     "TENSOR_NAME_INVALID": container({"": tensor()}, bytes(8)),
