@@ -26,7 +26,7 @@ from adapter_store.checkpoint_scan import scan_tensors
 from adapter_store.checkpoint_targets import TargetWeights, TensorRecord, pair_targets
 from adapter_store.core import DataType, SegmentKind
 from adapter_store.digest import TensorContent, compute_digest
-from adapter_store.errors import InvalidAdapter
+from adapter_store.errors import CorruptData, InvalidAdapter
 from adapter_store.peft_config import AdapterConfig, read_config
 from adapter_store.safetensors_header import read_header
 
@@ -102,6 +102,24 @@ class Checkpoint:
         with RegularFile(self.folder, record.file) as file:
             file.read_into(record.offset, data.data)
         return torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(record.shape)
+
+    def verify(self) -> None:
+        """Reads every byte, unless that was done on opening. Raises CorruptData if the content
+        is not what `digest` says."""
+        if self.is_verified:
+            return
+        try:
+            found = self.compute_digest(scan_tensors(self.folder, self.records))
+        except InvalidAdapter as exc:
+            raise self.corrupt() from exc
+        if found != self.digest:
+            raise self.corrupt()
+
+    def corrupt(self) -> CorruptData:
+        """What to raise for bytes that are not those of `digest`."""
+        return CorruptData(
+            f"the kept source of {self.digest} no longer has this digest", subject=self.digest
+        )
 
     def compute_digest(self, sha256: Mapping[str, bytes]) -> str:
         """The digest that follows from the sha256 of each tensor's raw bytes, by tensor key."""

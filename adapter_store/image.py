@@ -17,7 +17,7 @@ import torch
 from adapter_store.checkpoint import TORCH_DTYPES, Checkpoint, TensorRecord
 from adapter_store.checkpoint_files import RegularFile
 from adapter_store.core import ImagePart, Layout, SegmentKind, Target, TargetKind
-from adapter_store.errors import CorruptData, IncompatibleAdapter
+from adapter_store.errors import IncompatibleAdapter
 from adapter_store.image_plan import (
     COMPILER_REVISION,
     IMAGE_FORMAT,
@@ -111,17 +111,17 @@ def compile_parts(
                 position = segment.offset + segment.length_bytes
                 output = buffer[segment.offset : position]
                 source = _source(checkpoint, layout.targets[segment.target], segment.kind)
-                _compile_segment(
-                    files, source, output.view(TORCH_DTYPES[plan.dtype]).view(shape), hashes
-                )
+                output = output.view(TORCH_DTYPES[plan.dtype]).view(shape)
+                try:
+                    _compile_segment(files, source, output, hashes)
+                except IncompatibleAdapter:
+                    checkpoint.verify()  # a flipped bit must not look like an overflow
+                    raise
             buffer[position:end].zero_()
             sha256 = hashlib.sha256(buffer[start:end].numpy().data).digest()
             yield ImagePart(index, start, end, sha256)
     if hashes is not None and checkpoint.compute_digest(hashes) != checkpoint.digest:
-        raise CorruptData(
-            f"the kept source of {checkpoint.digest} no longer has this digest",
-            subject=checkpoint.digest,
-        )
+        raise checkpoint.corrupt()
 
 
 def _source(checkpoint: Checkpoint, target: Target, kind: SegmentKind) -> _Source:

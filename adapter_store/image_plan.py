@@ -57,9 +57,14 @@ def plan_image(
     `base_model` is what the adapter was registered for; by default what its config names.
 
     Raises IncompatibleAdapter, with the tensor, target or base model as subject: WRONG_BASE,
-    FORMAT_UNKNOWN, TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING.
+    FORMAT_UNKNOWN, TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING; and
+    CorruptData if it seems so because the source differs from its digest.
     """
-    _check_fits(checkpoint, layout, checkpoint.base_model if base_model is None else base_model)
+    try:
+        _check_fits(checkpoint, layout, checkpoint.base_model if base_model is None else base_model)
+    except IncompatibleAdapter:
+        checkpoint.verify()  # a damaged blob must not look like an adapter that does not fit
+        raise
     segments: list[Segment] = []
     names: list[str] = []
     shapes: list[tuple[int, int]] = []

@@ -363,3 +363,27 @@ def test_changed_scale_of_a_blob_is_noticed(make_adapter, make_layout):
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(CorruptData):
         compile_image(open_checkpoint(folder, digest=digest), make_layout())
+
+
+@pytest.mark.parametrize("top", [0x7F, 0x47], ids=["NaN", "overflow"])
+def test_damage_is_not_taken_for_an_overflow(make_adapter, make_layout, top):
+    """A verdict of a layout is for good, and damage is not."""
+    folder = make_adapter(("q_proj",))
+    digest = open_checkpoint(folder).digest
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-4:] = bytes([0xFF, 0xFF, 0xFF, top])
+    weights.write_bytes(data)
+    with pytest.raises(CorruptData, match="no longer has this digest"):
+        compile_image(open_checkpoint(folder, digest=digest), make_layout(DataType.FLOAT16))
+
+
+def test_damage_is_not_taken_for_a_misfit(make_adapter, make_layout):
+    folder = make_adapter(("q_proj",))
+    digest = open_checkpoint(folder).digest
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"layers.1", b"layers.9"))
+    blob = open_checkpoint(folder, digest=digest)
+    with pytest.raises(CorruptData, match="no longer has this digest"):
+        plan_image(blob, make_layout())
+    assert refusal(open_checkpoint(folder), make_layout()).reason == "TARGET_UNKNOWN"
