@@ -117,7 +117,7 @@ def find_weight_files(
     """Names of the weight files, and for a sharded adapter its index {tensor: file}.
 
     Raises:
-        InvalidAdapter: FILE_MISSING, FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS or INDEX_INVALID.
+        InvalidAdapter: FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS, FILE_UNUSED or INDEX_INVALID.
     """
     single = _exists(folder, WEIGHTS_FILE)
     sharded = _exists(folder, INDEX_FILE)
@@ -127,8 +127,15 @@ def find_weight_files(
             subject=INDEX_FILE,
             reason="FILES_AMBIGUOUS",
         )
-    if sharded:
-        index = _read_index(folder, limits)
+    index = _read_index(folder, limits) if sharded else None
+    shards = {name for name in os.listdir(folder) if _SHARD.fullmatch(name)}
+    for name in sorted(shards.difference((index or {}).values())):
+        raise InvalidAdapter(
+            f"{name} is in no index, so its tensors would stay unused",
+            subject=name,
+            reason="FILE_UNUSED",
+        )
+    if index is not None:
         return tuple(sorted(set(index.values()))), index
     if not single:
         for name in _PICKLES:

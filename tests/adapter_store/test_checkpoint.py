@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,17 @@ def test_sharded_is_the_same_adapter(make_adapter):
     ):
         assert (old.key, old.shape) == (new.key, new.shape)
     assert sharded.read_tensor(sharded.targets[name].b).shape == (8, 4)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_shard_that_would_stay_unused_is_refused(make_adapter, is_sharded):
+    folder = make_adapter()
+    stray = "adapter_model-00003-of-00003.safetensors"
+    shutil.copy(folder / WEIGHTS, folder / stray)
+    if is_sharded:
+        shard(folder)
+    error = refusal(folder)
+    assert (error.reason, error.subject) == ("FILE_UNUSED", stray)
 
 
 def test_index_must_agree_with_the_shards(make_adapter):
