@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,26 @@ class Tokenizer:
             raise UnsupportedModel(f"the tokenizer in {model_dir} is not a fast one")
         self._hf = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        # A file may say how its training cut and filled texts; a prompt stays as it is.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Found now: a large vocabulary takes longer than the first token may.
+        self.visible_ids = self._find_visible_ids()
+        self.byte_ids = self._find_byte_ids()
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    @cached_property
-    def visible_ids(self) -> frozenset[int]:
+    def _find_visible_ids(self) -> frozenset[int]:
         """Tokens that `decode` does not leave out: neither special nor unknown. (A model's
         vocabulary may be padded beyond its tokenizer's.)"""
         added = self._backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         return frozenset(self._backend.get_vocab(with_added_tokens=True).values()) - special
 
-    @cached_property
-    def byte_ids(self) -> frozenset[int]:
+    def _find_byte_ids(self) -> frozenset[int]:
         """Tokens such as <0xE4> that stand for one byte: a run of them is decoded as a whole."""
         if "ByteFallback" not in repr(self._backend.decoder):
             return frozenset()
@@ -58,8 +61,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that Hugging Face adds by default."""
-        # Straight from the backend: the wrapper changes shared padding state on every call.
-        return list(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation under the model's chat template, up to where the
@@ -76,7 +78,13 @@ class Tokenizer:
                 f"the chat template refuses these messages: {error}", subject="chat"
             ) from error
         # The template writes the special tokens itself.
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Straight from the backend: the wrapper changes shared padding state on every call. As a
+        # batch: alone among the backend's ways to encode, it lets other threads run meanwhile.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens, and without the optional "clean up" of

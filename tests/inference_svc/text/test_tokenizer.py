@@ -1,3 +1,5 @@
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from inference_svc.errors import InvalidRequest, UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
 from inference_svc.text.tokenizer import Tokenizer
+from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 
 def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:
@@ -44,3 +47,30 @@ def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
 def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no tokenizer loads from"):
         Tokenizer(tmp_path)
+
+
+def test_what_training_cut_and_filled_is_not_done_to_prompts(tmp_path: Path) -> None:
+    backend = byte_level()
+    plain = backend.encode("the lazy dog").ids
+    backend.enable_truncation(3)
+    backend.enable_padding(length=6)
+    tokenizer = Tokenizer(save_tokenizer(backend, tmp_path, CHAT_TEMPLATE))
+    assert tokenizer.encode("the lazy dog") == plain
+    assert tokenizer.encode("") == []
+    assert len(tokenizer.encode_chat([ChatMessage("user", "the lazy dog")])) > 6
+
+
+def test_other_threads_run_while_a_long_prompt_is_tokenised(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    """The event loop and the engine among them: a prompt of megabytes takes a second."""
+    text = "the quick brown fox " * 50_000
+    tokenizing = threading.Thread(target=tokenizers["byte_level"].encode, args=(text,))
+    last_s = began_s = time.perf_counter()
+    longest_s = 0.0
+    tokenizing.start()
+    while tokenizing.is_alive():
+        time.sleep(0.001)
+        now_s = time.perf_counter()
+        last_s, longest_s = now_s, max(longest_s, now_s - last_s)
+    assert longest_s < 0.6 * (last_s - began_s)
