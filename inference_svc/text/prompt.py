@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard, cast
 
 from inference_svc.errors import InvalidRequest
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised at once: a change of threads would cost more."""
+TEMPLATE_CHARS = 20
+"""About what a chat template writes around each message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,21 @@ class PromptEncoder:
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._encoder.encode(prompt))
-        messages = [part for part in prompt if isinstance(part, ChatMessage)]
-        if messages:
-            return tuple(self._encoder.encode_chat(messages))
-        return tuple(part for part in prompt if isinstance(part, int))
+        if _is_chat(prompt):
+            return tuple(self._encoder.encode_chat(prompt))
+        return cast("tuple[int, ...]", prompt)
+
+
+def _is_chat(
+    prompt: tuple[int, ...] | tuple[ChatMessage, ...],
+) -> TypeGuard[tuple[ChatMessage, ...]]:
+    return bool(prompt) and isinstance(prompt[0], ChatMessage)
 
 
 def _num_chars(prompt: Prompt) -> int:
+    """What there is to tokenise; a message without content still has what the template adds."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(part.content) for part in prompt if isinstance(part, ChatMessage))
+    if _is_chat(prompt):
+        return sum(len(m.role) + len(m.content) + TEMPLATE_CHARS for m in prompt)
+    return 0

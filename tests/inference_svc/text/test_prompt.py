@@ -1,0 +1,72 @@
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from inference_svc.errors import InvalidRequest
+from inference_svc.text.prompt import INLINE_CHARS, ChatMessage, Prompt, PromptEncoder
+
+
+class Recording:
+    """Tokens are characters; remembers the thread that last made them."""
+
+    thread: threading.Thread | None = None
+
+    def encode(self, text: str) -> list[int]:
+        self.thread = threading.current_thread()
+        return [ord(char) for char in text]
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self.encode("".join(m.role + m.content for m in messages) or ".")
+
+
+def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...], Recording]:
+    async def body() -> tuple[int, ...]:
+        prompts = PromptEncoder(recording, max_model_len, vocab_size=128)
+        try:
+            return await prompts.encode(prompt)
+        finally:
+            prompts.close()
+
+    recording = Recording()
+    return asyncio.run(body()), recording
+
+
+def test_every_form_becomes_tokens() -> None:
+    assert encode("ab")[0] == (97, 98)
+    assert encode((5, 6))[0] == (5, 6)
+    assert encode((ChatMessage("a", "b"), ChatMessage("c", "d")))[0] == (97, 98, 99, 100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_long"),
+    [
+        ("x" * INLINE_CHARS, False),
+        ("x" * (INLINE_CHARS + 1), True),
+        ((ChatMessage("user", "hi"),), False),
+        ((ChatMessage("user", "x" * INLINE_CHARS),), True),
+        ((ChatMessage("x" * INLINE_CHARS, ""),), True),
+        ((ChatMessage("", ""),) * INLINE_CHARS, True),
+    ],
+    ids=["text", "long text", "chat", "long content", "long role", "many messages"],
+)
+def test_long_prompts_leave_the_event_loop(prompt: Prompt, is_long: bool) -> None:
+    thread = encode(prompt)[1].thread
+    assert (thread is not threading.main_thread()) == is_long
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "at least one token"),
+        ((), "at least one token"),
+        ("abcd", "has 4 tokens; at most 3"),
+        ("é", "token 233; this model knows 128"),
+        ((128,), "token 128"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(prompt: Prompt, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        encode(prompt, max_model_len=4)
+    assert caught.value.subject == "prompt"
