@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+MAX_HELD = 16
+"""Tokens that end in U+FFFD; of more than these, only the last few can still become text."""
+MAX_CHARACTER_BYTES = 4
 
 
 class Decoder(Protocol):
@@ -45,18 +48,34 @@ class Detokenizer:
             return ""
         text = decoder.decode(self._token_ids[self._prefix :])
         if text.endswith(REPLACEMENT):
-            return ""
-        return self._advance(text)
+            is_long = len(self._token_ids) - self._read > MAX_HELD
+            return self._push_certain(text) if is_long else ""
+        return self._advance(text, len(self._token_ids))
 
     def flush(self) -> str:
         """What is still held back, decoded as it stands. Call it once, at the end."""
-        return self._advance(self._decoder.decode(self._token_ids[self._prefix :]))
+        end = len(self._token_ids)
+        return self._advance(self._decoder.decode(self._token_ids[self._prefix :]), end)
 
-    def _advance(self, text: str) -> str:
+    def _push_certain(self, text: str) -> str:
+        """Broken bytes without end: all but the last few, which may begin a character.
+
+        Where decoding in two parts gives the same `text`, no character spans the cut. Without
+        this, each token would decode all of them again.
+        """
+        decode, end = self._decoder.decode, len(self._token_ids)
+        for cut in range(end - 1, end - MAX_CHARACTER_BYTES - 1, -1):
+            head = decode(self._token_ids[self._prefix : cut])
+            if head + decode(self._token_ids[cut:]) == text:
+                return self._advance(head, cut)
+        return ""
+
+    def _advance(self, text: str, end: int) -> str:
+        """What `text`, the decoding of tokens [_prefix, end), has beyond what was returned."""
         known = self._prefix_text
         if len(text) <= len(known) or not text.startswith(known):
             return ""
         # Only [_prefix:] is ever read again.
-        self._prefix, self._read = self._read, len(self._token_ids)
-        self._prefix_text = self._decoder.decode(self._token_ids[self._prefix :])
+        self._prefix, self._read = self._read, end
+        self._prefix_text = self._decoder.decode(self._token_ids[self._prefix : end])
         return text[len(known) :]

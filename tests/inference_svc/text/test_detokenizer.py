@@ -86,3 +86,30 @@ def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer]) -> None:
     for token_id in tokenizers["chars"].encode("the quick brown fox " * 20):
         detokenizer.push(token_id)
     assert counting.longest <= 3
+
+
+def test_broken_bytes_without_end_are_shown_and_cost_no_more(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers["byte_level"]
+    parts = [tokenizer.encode(char) for char in "😀語éa"]
+    rng = random.Random(3)
+    longest = 0
+
+    class Counting:
+        visible_ids, byte_ids = tokenizer.visible_ids, tokenizer.byte_ids
+
+        def decode(self, token_ids: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return tokenizer.decode(token_ids)
+
+    for _ in range(50):
+        # First halves of characters: never whole, and some that the next token completes.
+        token_ids = [rng.choice(rng.choice(parts)[:-1] or [parts[0][0]]) for _ in range(80)]
+        token_ids += [*parts[1], *parts[0][:-1]]
+        detokenizer = Detokenizer(Counting())
+        pieces = [*map(detokenizer.push, token_ids), detokenizer.flush()]
+        assert "".join(pieces) == tokenizer.decode(token_ids)
+        assert pieces[-2] == "", "an unfinished character is held back"
+    assert longest <= 48
