@@ -168,7 +168,14 @@ class Frontend:
             generation = self._generations.get(output.request_id)
             if generation is None:
                 continue
-            if generation.push(output):
+            try:
+                is_stopped = generation.push(output)
+            except Exception as error:
+                # One text that cannot be made must not silence the step's other requests. Its
+                # reader leaves with the error, which cancels the request.
+                generation.fail(error)
+                continue
+            if is_stopped:
                 self._engine.send(Cancel(output.request_id))
             if output.is_last:
                 del self._generations[output.request_id]

@@ -306,3 +306,34 @@ def test_many_requests_at_once_do_not_mix(engine, tokenizers) -> None:
         assert ["".join(d.text for d in deltas) for deltas in results] == texts
 
     run(body)
+
+
+def test_a_text_that_cannot_be_made_harms_no_other_request(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+    poison = tokenizer.encode("q")[0]
+
+    class Breaking:
+        visible_ids, byte_ids = tokenizer.visible_ids, tokenizer.byte_ids
+
+        def decode(self, token_ids: list[int]) -> str:
+            if poison in token_ids:
+                raise ValueError("no such text")
+            return tokenizer.decode(token_ids)
+
+    async def body() -> None:
+        frontend = make_frontend(engine, Breaking())
+        engine.hold.set()  # so that all run in the same steps
+        bad = [
+            asyncio.create_task(collect(frontend, make_request(tokenizer, "aqa", f"bad{i}")))
+            for i in range(2)
+        ]
+        good = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "good")))
+        await until(lambda: engine.num_running == 3)
+        engine.hold.clear()
+        for task in bad:
+            with pytest.raises(ValueError, match="no such text"):
+                await task
+        assert "".join(d.text for d in await good) == "abc"
+        await until(lambda: engine.num_running == 0)
+
+    run(body)
