@@ -35,6 +35,8 @@ MAX_LOGPROBS = 20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_PENALTY = 2.0
+MAX_DEADLINE_SECONDS = 1e6
+"""Callers without a deadline may send centuries, which no clock of ours can wait for."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -65,6 +67,8 @@ class GenerateCall:
     ) -> Request:
         """For the engine. `remaining_s` is what the caller's deadline leaves."""
         now_s = time.monotonic()
+        if remaining_s is not None and remaining_s > MAX_DEADLINE_SECONDS:
+            remaining_s = None
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         min_tokens = min(self.sampling.min_tokens, max_tokens)
         tenant = DEFAULT_TENANT if binding is None else binding.tenant
@@ -102,8 +106,8 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
         return request.text
     if kind == "token_ids":
         ids = tuple(request.token_ids.ids)
-        unknown = next((i for i in ids if i >= vocab_size), None)
-        _check(unknown is None, "token_ids", f"below {vocab_size}; {unknown} is no token")
+        largest = max(ids, default=0)
+        _check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
         return ids
     if kind == "chat":
         _check(bool(request.chat.messages), "chat", "at least one message")
@@ -168,7 +172,9 @@ def _from_stop_token_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]
 
 def _check_range(name: str, value: float, low: float, high: float, or_else: str = "") -> None:
     allowed = f"{or_else}from {low:g} to {high:g}, not {value:g}"
-    _check(math.isfinite(value) and low <= value <= high, f"sampling.{name}", allowed)
+    # A float on the wire has seven digits: 0.01 arrives as 0.00999999978.
+    holds = low <= value <= high or math.isclose(value, low, rel_tol=1e-6)
+    _check(math.isfinite(value) and holds, f"sampling.{name}", allowed)
 
 
 def _check(holds: bool, field: str, requirement: str) -> None:

@@ -109,6 +109,13 @@ def test_sampling_out_of_range_names_the_field(name: str, value: Any) -> None:
     assert caught.value.message.startswith(f"sampling.{name} must be")
 
 
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_bounds_are_allowed_as_they_arrive_on_the_wire(name: str) -> None:
+    for value in (0.01, 100):
+        sampling = call(sampling=pb.SamplingParams(**{name: value})).sampling
+        assert getattr(sampling, name) == pytest.approx(value)
+
+
 def test_request_fields_out_of_range_name_the_field() -> None:
     for field in ("request_id", "cache_salt"):
         with pytest.raises(InvalidRequest) as caught:
@@ -151,6 +158,11 @@ def test_deadline_and_arrival_are_on_the_monotonic_clock() -> None:
     assert abs(request.arrival_s - time.monotonic()) < 5
     assert request.deadline_s == pytest.approx(request.arrival_s + 5.0)
     assert call().to_request((1,), None, 20, None).deadline_s is None
+
+
+def test_a_deadline_in_centuries_is_none() -> None:
+    """ "99999999H" is the longest of the protocol, and more than a thread can be told to wait."""
+    assert call().to_request((1,), None, 20, remaining_s=99_999_999 * 3600).deadline_s is None
 
 
 def test_prefixes_are_seeded_by_tenant_and_salt() -> None:
