@@ -23,6 +23,8 @@ from inference_svc.refs import parse_ref
 
 LIVE_SECONDS = 2.0
 """The watch speaks every second; silent for longer it counts as lost, and names are asked for."""
+PATIENCE_SECONDS = 1.0
+"""How long an answer is waited for where the last known one would do."""
 RETRY_SECONDS = 1.0
 """After the store did not answer, cached names are used this long without asking again."""
 
@@ -84,6 +86,7 @@ class Directory:
         self._fetches: dict[str, asyncio.Task[AdapterRecord]] = {}
         # Revisions of changes that answers under way may be too old to know of.
         self._changed_at: dict[str, int] = {}
+        self._reset_at = 0
         self._is_watched = False
         self._right_from = 0
         self._heard_s = float("-inf")
@@ -134,13 +137,17 @@ class Directory:
         if stale is not None and self._clock() - self._asked_in_vain_s < RETRY_SECONDS:
             return stale
         try:
-            return await self._fetch(ref, min_revision)
-        except StoreUnavailable:
+            async with asyncio.timeout(None if stale is None else PATIENCE_SECONDS):
+                return await self._fetch(ref, min_revision)
+        except TimeoutError:
             self._asked_in_vain_s = self._clock()
-            stale = self._stale(ref, min_revision)
-            if stale is None:
-                raise
-            return stale
+            error = StoreUnavailable("the adapter store does not answer")
+        except StoreUnavailable as unavailable:
+            error = unavailable
+        stale = self._stale(ref, min_revision)
+        if stale is None:
+            raise error
+        return stale
 
     def _stale(self, ref: str, min_revision: int) -> AdapterRecord | None:
         entry = self._cache.get(ref)
@@ -181,11 +188,12 @@ class Directory:
         try:
             record = await self._catalog.get_adapter(ref)
         except StoreUnavailable:
+            self._asked_in_vain_s = self._clock()
             raise
         except InferenceError:
             self._cache.remove(ref)
             raise
-        if record.revision >= self._changed_at.get(record.name, 0):
+        if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
             self._cache.put(ref, CachedName(record, asked_s))
         return record
 
@@ -240,4 +248,5 @@ class Directory:
         """The next watch starts behind `revision`, and what changed before is not known."""
         self._cache.clear()
         self._changed_at.clear()
+        self._reset_at = revision
         self.revision = revision

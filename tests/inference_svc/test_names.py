@@ -219,6 +219,58 @@ def test_an_unreachable_store_is_not_asked_for_every_request() -> None:
     run(body)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.names.PATIENCE_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_store_that_hangs_delays_a_known_name_once() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        catalog.gate = asyncio.Event()  # never set: it is asked and does not answer
+        directory.lost()
+        for _ in range(3):
+            async with asyncio.timeout(5):
+                assert (await directory.resolve("upper")).digest == A
+        assert len(catalog.asked) == 2
+
+    run(body)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_changed_name_is_not_used_when_patience_ends() -> None:
+    catalog, directory, clock = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        catalog.gate = asyncio.Event()
+        clock.now_s += 5
+        asking = asyncio.create_task(directory.resolve("upper"))
+        await asyncio.sleep(0.01)
+        directory.apply(NameEvent(6, "default/upper"))
+        with pytest.raises(StoreUnavailable):
+            await asking
+
+    run(body)
+
+
+def test_a_revision_from_the_future_does_not_count_as_an_outage() -> None:
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        await directory.resolve("upper")
+        directory.lost()
+        with pytest.raises(StoreUnavailable):
+            await directory.resolve("upper", min_revision=99)
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        assert (await directory.resolve("upper")).digest == B
+
+    run(body)
+
+
 def test_a_silent_watch_is_no_proof() -> None:
     catalog, directory, clock = make()
 
@@ -263,6 +315,24 @@ def test_reset_forgets_everything() -> None:
         with pytest.raises(StoreUnavailable):
             await directory.resolve("upper")
         assert directory.revision == 20
+
+    run(body)
+
+
+def test_an_answer_from_before_a_reset_is_not_kept() -> None:
+    """Changes between that answer and the reset are in no watch."""
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        catalog.gate = asyncio.Event()
+        asking = asyncio.create_task(directory.resolve("upper"))
+        await asyncio.sleep(0.01)
+        directory.reset(20)
+        directory.begin(20)
+        catalog.gate.set()
+        await asking
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        assert (await directory.resolve("upper")).digest == B
 
     run(body)
 

@@ -418,6 +418,9 @@ def test_a_failed_engine_answers_all_and_ends_the_process_with_1(serve) -> None:
 def test_load_pin_list_and_unload(serve) -> None:
     async def body(running: Running) -> None:
         stub, digest = running.stub, digest_of("upper")
+        # The first connection to the store forgets the names known before it.
+        while "store_connected 1.0" not in await asyncio.to_thread(running.scrape):
+            await asyncio.sleep(0.01)
         loaded = await stub.LoadAdapter(pb.LoadAdapterRequest(ref="upper", pin=True))
         assert (loaded.adapter.digest, loaded.adapter.pinned) == (digest, True)
         assert list(loaded.adapter.names) == ["default/upper"]
