@@ -72,7 +72,8 @@ _SEGMENT_KINDS = {
     pb.SEGMENT_KIND_MAGNITUDE: "magnitude",
     pb.SEGMENT_KIND_BIAS: "bias",
 }
-_NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED)
+_NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMARK)
+"""Events after which every name points to what it did before."""
 
 
 class CatalogClient:
@@ -114,8 +115,7 @@ class CatalogClient:
                 if response is grpc.aio.EOF:
                     raise StoreUnavailable("the store ended the watch")
                 event = response.event
-                if event.kind not in _NO_CHANGE:
-                    yield NameEvent(event.revision, event.name)
+                yield NameEvent(event.revision, "" if event.kind in _NO_CHANGE else event.name)
         except TimeoutError:
             raise StoreUnavailable("the store's watch has fallen silent") from None
         except grpc.RpcError as error:

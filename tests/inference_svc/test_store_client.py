@@ -322,7 +322,6 @@ def test_the_layout_is_registered_and_names_are_watched(engine: Any) -> None:
             assert linked.directory.layout_id == LAYOUT
             assert store.watched_from == [5]
             store.tell(6, pb.EVENT_KIND_UPDATED, "default/upper")
-            store.tell(7, pb.EVENT_KIND_PINNED, "default/upper")
             store.tell(8)
             await until(lambda: linked.directory.revision == 8)
         (layout,) = store.layouts
@@ -399,11 +398,14 @@ def test_a_watch_that_falls_silent_is_taken_for_dead(monkeypatch: pytest.MonkeyP
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(address)
         store.tell(6, pb.EVENT_KIND_REGISTERED, "default/upper")
+        store.tell(7, pb.EVENT_KIND_PINNED, "default/upper")
+        store.tell(7)
         events = []
         with pytest.raises(StoreUnavailable, match="silent"):  # noqa: PT012
             async for event in client.watch(5):
                 events.append(event)
-        assert events == [NameEvent(6, "default/upper")]
+        # A pin changes no name, and yet the revision.
+        assert events == [NameEvent(6, "default/upper"), NameEvent(7), NameEvent(7)]
         store.oldest = 10
         with pytest.raises(HistoryGone):
             await anext(aiter(client.watch(5)))
