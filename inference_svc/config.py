@@ -140,6 +140,15 @@ class Config(BaseSettings):
             raise ValueError("base_model is needed: the model directory has no name")
         return self
 
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        if self.max_sequences > self.max_batch_tokens:
+            raise ValueError(
+                f"--max-sequences {self.max_sequences} exceeds --max-batch-tokens "
+                f"{self.max_batch_tokens}: each takes at least one token of a step"
+            )
+        return self
+
     @property
     def base_model_names(self) -> tuple[str, ...]:
         """The base model's name, then its aliases, each once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -30,7 +29,7 @@ async def serve(config: Config) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     geometry = load_geometry(config.model)
-    config = resolve(config, _machine(config.model), _model_facts(geometry))
+    config = resolve(config, _machine(config), _model_facts(geometry))
     server = InferenceServer(config)
     images = ImageClient(config.store) if config.store else NoStore()
     try:
@@ -43,10 +42,11 @@ async def serve(config: Config) -> int:
         images.close()
 
 
-def _machine(model: Path) -> Machine:
-    if not torch.cuda.is_available():
+def _machine(config: Config) -> Machine:
+    # Even asking takes memory of the device.
+    if config.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
-    weights_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    weights_bytes = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))
     return Machine(has_cuda=True, free_bytes=torch.cuda.mem_get_info()[0] - weights_bytes)
 
 

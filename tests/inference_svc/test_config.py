@@ -58,6 +58,7 @@ def test_command_line_wins_over_environment(model: Path, monkeypatch: pytest.Mon
         (["--max-loras", "0"], "--max-loras: Input should be greater than or equal to 1"),
         (["--dtype", "int8"], "--dtype"),
         (["--model", "/nowhere"], "--model: /nowhere holds no config.json"),
+        (["--max-batch-tokens", "63"], "--max-sequences 64 exceeds --max-batch-tokens 63"),
     ],
 )
 def test_mistakes_end_in_one_line_that_names_the_flag(
