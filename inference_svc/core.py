@@ -134,10 +134,6 @@ class Batch:
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -146,6 +142,14 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the sampler chose for one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +167,6 @@ class Timings:
     queued_s: float
     adapter_wait_s: float
     first_token_s: float
-
-
-# --- messages to the engine ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +217,6 @@ class Stop:
 
 
 Message = Submit | Cancel | Call | LayoutAccepted | Stop
-
-
-# --- messages from the engine -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

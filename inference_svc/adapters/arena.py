@@ -7,39 +7,14 @@ that may see it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.slots import Resident
 from kernels.lora import LoraTable, TableEntry
-
-
-@dataclass(frozen=True, slots=True)
-class TableWrite:
-    """Makes an image visible to kernels in its row; its bytes are already in the arena."""
-
-    resident: Resident
-
-
-@dataclass(frozen=True, slots=True)
-class TableClear:
-    """Takes a row away from kernels."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """Copies an image from the host tier into the arena, then makes it visible."""
-
-    host: Resident
-    resident: Resident
-
-
-ResidencyChange = TableWrite | TableClear | HostCopy
 
 
 class Arena:
@@ -65,6 +40,7 @@ class Arena:
         self.table = LoraTable.create(max_loras, num_targets, self.flat, device, max_rank)
         self._bytes = self.flat.view(torch.uint8)
         self._slab = slab
+        self._copied: torch.cuda.Event | None = None
 
     @property
     def memory(self) -> memoryview:
@@ -81,6 +57,14 @@ class Arena:
             if isinstance(change, HostCopy):
                 self._copy(change.host.extents, change.resident.extents)
             self.table.set_row(change.resident.slot, self._entries(change.resident))
+        if self.device.type == "cuda" and any(isinstance(c, HostCopy) for c in changes):
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def copies_are_done(self) -> bool:
+        """Whether the host memory that `apply` copied from may be reused. Never blocks."""
+        return self._copied is None or self._copied.query()
 
     def _copy(self, sources: Sequence[Extent], destinations: Sequence[Extent]) -> None:
         assert self._slab is not None

@@ -42,9 +42,12 @@ class ExtentAllocator:
     def free_bytes(self) -> int:
         return sum(self._sizes)
 
-    @property
-    def largest_free_bytes(self) -> int:
-        return max(self._sizes, default=0)
+    def copy(self) -> ExtentAllocator:
+        """An equal allocator to try things on."""
+        other = ExtentAllocator(0)
+        other.capacity = self.capacity
+        other._starts, other._sizes = list(self._starts), list(self._sizes)
+        return other
 
     def allocate(self, num_bytes: int, cuts: Sequence[int]) -> tuple[Extent, ...] | None:
         """Room for `num_bytes`, in one extent if any hole fits, else cut at some of `cuts`.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.adapters.extents import round_up
+from inference_svc.adapters.slots import Shape
 from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.errors import CorruptImage
 from inference_svc.model.geometry import ModelGeometry
@@ -41,32 +42,36 @@ class ModelLayout:
     image_formats: tuple[int, ...]
     targets: tuple[LayoutTarget, ...]
 
-    def image_bytes(self, rank: int) -> int:
-        """Size of an image that has every target at this rank."""
-        return sum(
-            round_up(rank * target.in_features * self.dtype.itemsize)
-            + round_up(rank * target.out_features * self.dtype.itemsize)
-            for target in self.targets
-        )
+    def largest_image(self, rank: int) -> Shape:
+        """The shape of an image that has every target at this rank."""
+        end, cuts = 0, []
+        for target in self.targets:
+            cuts.append(end)
+            for features in (target.in_features, target.out_features):
+                end += round_up(rank * features * self.dtype.itemsize)
+        return Shape(end, tuple(cuts))
 
     def check_header(self, header: ImageHeader) -> None:
-        """Raises CorruptImage unless every segment is a whole A or B of one of our targets, and
-        each A is followed by its B."""
-        end = 0
-        for segment in header.segments:
-            if segment.target >= len(self.targets) or segment.length_bytes != self._length(segment):
-                raise CorruptImage(f"segment at byte {segment.offset} does not fit the layout")
-            if segment.offset < end or segment.offset % 256:
-                raise CorruptImage(f"segment at byte {segment.offset} overlaps or is not aligned")
-            end = segment.offset + segment.length_bytes
-        kinds = [(segment.target, segment.kind) for segment in header.segments]
-        pairs = [(target, kind) for target, a in kinds[::2] for kind in "ab" if a == "a"]
-        if kinds != pairs or len({target for target, _ in kinds}) * 2 != len(kinds):
-            raise CorruptImage("an A of the image has no B, or the reverse")
-        if not header.segments or end > header.total_bytes:
-            raise CorruptImage("the image's segments exceed its size")
+        """Raises CorruptImage unless the image is the A and then the B, of one rank, of some of
+        our targets, in order, each whole, aligned and within the image."""
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
+        segments = header.segments
+        if not segments or len(segments) % 2:
+            raise CorruptImage("the image has no segments, or an A without its B")
+        end, previous = 0, -1
+        for a, b in zip(segments[::2], segments[1::2], strict=True):
+            if (a.kind, b.kind) != ("a", "b") or a.target != b.target or a.rank != b.rank:
+                raise CorruptImage(f"segment at byte {a.offset} is not an A followed by its B")
+            if not previous < a.target < len(self.targets) or a.rank < 1:
+                raise CorruptImage(f"segment at byte {a.offset} does not fit the layout")
+            for segment in (a, b):
+                if segment.offset != end or segment.length_bytes != self._length(segment):
+                    raise CorruptImage(f"segment at byte {segment.offset} is misplaced")
+                end = round_up(segment.offset + segment.length_bytes)
+            previous = a.target
+        if header.total_bytes != end:
+            raise CorruptImage(f"the image has {header.total_bytes} bytes; its segments need {end}")
 
     def _length(self, segment: Segment) -> int:
         target = self.targets[segment.target]

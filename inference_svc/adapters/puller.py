@@ -2,18 +2,29 @@
 
 A pull asks for room when it knows the image's size (`PullOpened`), waits for the engine's grant,
 then writes straight into the granted memory, verifying every part before it counts. A lost
-stream is resumed at the last verified part.
+stream is resumed at the last verified part. A pull that gets no room soon is parked: it gives its
+thread back and starts its stream anew when there is room.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
 
-from inference_svc.adapters.extents import Extent
+from inference_svc.adapters.pull_job import (
+    ImageSink,
+    Parked,
+    Progress,
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    PullOpened,
+)
 from inference_svc.adapters.store import (
     AdapterStore,
     ImageChunk,
@@ -21,105 +32,16 @@ from inference_svc.adapters.store import (
     ImageTrailer,
     LayerEnd,
     PullMessage,
-    PullStream,
 )
 from inference_svc.errors import CorruptImage, InferenceError, StoreUnavailable
 
+log = logging.getLogger(__name__)
+
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-class ImageSink:
-    """Writes image bytes to where their extents lie in `memory`, a writable byte view."""
-
-    def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
-        self._memory = memory
-        self._extents = sorted(extents, key=lambda extent: extent.image_offset)
-
-    def write(self, offset: int, data: bytes) -> None:
-        for extent in self._extents:
-            start = max(offset, extent.image_offset)
-            end = min(offset + len(data), extent.image_offset + extent.num_bytes)
-            if start < end:
-                at = extent.start + start - extent.image_offset
-                self._memory[at : at + end - start] = memoryview(data)[
-                    start - offset : end - offset
-                ]
-
-
-@dataclass(eq=False)
-class PullJob:
-    """One digest on its way. `grant` and `cancel` belong to the engine's thread."""
-
-    digest: str
-    layout_id: str
-    _grants: queue.SimpleQueue[ImageSink | None] = field(default_factory=queue.SimpleQueue)
-    _cancelled: threading.Event = field(default_factory=threading.Event)
-    _stream: PullStream | None = None
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def grant(self, sink: ImageSink) -> None:
-        self._grants.put(sink)
-
-    def cancel(self) -> None:
-        """Ends the pull; its PullFailed, without error, says when it no longer writes."""
-        self._cancelled.set()
-        self._grants.put(None)
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
-
-    def attach(self, stream: PullStream) -> None:
-        self._stream = stream
-        if self.is_cancelled:
-            stream.cancel()
-
-    def wait_for_grant(self) -> ImageSink | None:
-        sink = self._grants.get()
-        return None if self.is_cancelled else sink
-
-    def wait_before_retry(self, delay_s: float) -> None:
-        self._cancelled.wait(delay_s)
-
-
-@dataclass(frozen=True, slots=True)
-class PullOpened:
-    """The size is known; the job waits for `grant`. Comes again if the image's identity changed,
-    and then the earlier grant is void."""
-
-    job: PullJob
-    header: ImageHeader
-
-
-@dataclass(frozen=True, slots=True)
-class PullDone:
-    """Every byte is in the granted memory and verified."""
-
-    job: PullJob
-
-
-@dataclass(frozen=True, slots=True)
-class PullFailed:
-    """The job writes no more. `error` is None when it was cancelled."""
-
-    job: PullJob
-    error: InferenceError | None
-
-
-PullEvent = PullOpened | PullDone | PullFailed
-
-
-@dataclass
-class _Progress:
-    """What of an image is verified: `offset` bytes, in parts of these hashes."""
-
-    image_id: str = ""
-    offset: int = 0
-    part_hashes: list[bytes] = field(default_factory=list)
-    sink: ImageSink | None = None
-    num_corrupt: int = 0
+PARK_AFTER_S = 0.05
+"""How long a thread waits for room: longer than a step, shorter than a generation."""
+MAX_CORRUPT = 2
+"""Bytes that fail their hash are pulled again, once."""
 
 
 class _Cancelled(Exception):
@@ -151,10 +73,14 @@ class Puller:
         for thread in self._threads:
             thread.start()
 
-    def start(self, digest: str, layout_id: str) -> PullJob:
-        job = PullJob(digest, layout_id)
+    def start(self, job: PullJob) -> None:
+        """Queues a new job, or a parked one that was granted room."""
         self._jobs.put(job)
-        return job
+
+    def cancel(self, job: PullJob) -> None:
+        """Ends a job; its PullFailed, without error, says when it no longer writes."""
+        if job.cancel():
+            self._post(PullFailed(job, None))
 
     def close(self) -> None:
         """Ends the threads; every job must have been cancelled before."""
@@ -165,41 +91,54 @@ class Puller:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._post(self._pull(job))
+            event = self._pull(job)
+            if event is not None:
+                self._post(event)
 
-    def _pull(self, job: PullJob) -> PullDone | PullFailed:
-        progress = _Progress()
-        attempt = 0
+    def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
+        """Works on a job until it ends or, None, is parked."""
+        num_failed = 0
         while not job.is_cancelled:
-            verified = progress.offset
+            verified = job.progress.offset
             try:
-                self._stream(job, progress)
+                self._stream(job)
                 return PullDone(job)
+            except Parked:
+                return None
             except _Cancelled:
                 break
-            except CorruptImage as error:
-                progress.num_corrupt += 1
-                if progress.num_corrupt > 1:
-                    return PullFailed(job, error)
             except StoreUnavailable:
-                attempt = 0 if progress.offset > verified else attempt + 1
-                job.wait_before_retry(RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S) - 1)])
+                num_failed = 0 if job.progress.offset > verified else num_failed
+                delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
+                num_failed += 1
+                job.wait_before_retry(delay_s)
+            except CorruptImage as error:
+                log.warning("pull of %s: %s", job.digest, error.message)
+                job.progress.num_corrupt += 1
+                if job.progress.num_corrupt >= MAX_CORRUPT:
+                    return PullFailed(job, error)
             except InferenceError as error:
                 return PullFailed(job, error)
             except Exception as error:  # a bug here must not strand the requests that wait
+                log.exception("pull of %s failed", job.digest)
                 return PullFailed(job, InferenceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 
-    def _stream(self, job: PullJob, progress: _Progress) -> None:
+    def _stream(self, job: PullJob) -> None:
         """Pulls until the trailer; raises what ended it before."""
-        stream = self._store.pull(job.digest, job.layout_id, progress.offset, progress.image_id)
+        progress = job.progress
+        if progress.header is not None and progress.sink is None:
+            progress.sink = self._wait_for_room(job)  # granted while it was parked
+        image_id = "" if progress.header is None else progress.header.image_id
+        stream = self._store.pull(job.digest, job.layout_id, progress.offset, image_id)
         job.attach(stream)
         try:
             messages = iter(stream)
-            self._open(job, next(messages, None), progress)
+            self._open(job, next(messages, None))
             hasher = hashlib.sha256()
             position = progress.offset
             for message in messages:
+                job.last_progress_s = time.monotonic()
                 if isinstance(message, ImageChunk):
                     position = _write(progress, message, position)
                     hasher.update(message.data)
@@ -207,44 +146,59 @@ class Puller:
                     _end_part(progress, message, position, hasher.digest())
                     hasher = hashlib.sha256()
                 else:
-                    return _check_trailer(progress, message)
+                    return _check_trailer(progress, message, position)
         finally:
             stream.cancel()
         raise StoreUnavailable("the image stream ended before its trailer")
 
-    def _open(self, job: PullJob, header: PullMessage | None, progress: _Progress) -> None:
+    def _open(self, job: PullJob, header: PullMessage | None) -> None:
+        """Checks that the stream goes on where it was asked to; if not, begins anew."""
+        progress = job.progress
         if not isinstance(header, ImageHeader):
             raise StoreUnavailable("the image stream ended before its header")
-        resumes = progress.sink is not None and header.image_id == progress.image_id
-        if resumes and header.offset == progress.offset:
-            return
+        known = progress.header
+        if known is not None and known.image_id == header.image_id and progress.sink is not None:
+            if header.offset == progress.offset:
+                return None
+            if header.offset == 0:
+                return progress.restart()
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
             raise CorruptImage("the store sent another image than was asked for")
         self._check_header(header)
+        progress.begin(header)
         self._post(PullOpened(job, header))
-        sink = job.wait_for_grant()
+        progress.sink = self._wait_for_room(job)
+
+    def _wait_for_room(self, job: PullJob) -> ImageSink:
+        sink = job.wait_for_grant(PARK_AFTER_S)
         if sink is None:
             raise _Cancelled
-        progress.image_id, progress.offset, progress.sink = header.image_id, 0, sink
-        progress.part_hashes = []
+        return sink
 
 
-def _write(progress: _Progress, chunk: ImageChunk, position: int) -> int:
-    if chunk.offset != position:
-        raise CorruptImage(f"image bytes at {chunk.offset} where {position} was due")
+def _write(progress: Progress, chunk: ImageChunk, position: int) -> int:
+    assert progress.header is not None
     assert progress.sink is not None
-    progress.sink.write(chunk.offset, chunk.data)
-    return position + len(chunk.data)
+    end = position + len(chunk.data)
+    if chunk.offset != position or end > progress.header.total_bytes:
+        raise CorruptImage(f"image bytes [{chunk.offset}, {end}) where {position} was due")
+    progress.sink.write(position, chunk.data)
+    return end
 
 
-def _end_part(progress: _Progress, end: LayerEnd, position: int, sha256: bytes) -> None:
+def _end_part(progress: Progress, end: LayerEnd, position: int, sha256: bytes) -> None:
     if end.end_offset != position or end.sha256 != sha256:
         raise CorruptImage(f"part {end.part} of the image fails its sha256")
     progress.part_hashes.append(sha256)
     progress.offset = position
 
 
-def _check_trailer(progress: _Progress, trailer: PullMessage) -> None:
+def _check_trailer(progress: Progress, trailer: PullMessage, position: int) -> None:
+    assert progress.header is not None
     total = hashlib.sha256(b"".join(progress.part_hashes)).digest()
     if not isinstance(trailer, ImageTrailer) or trailer.sha256 != total:
+        progress.restart()
         raise CorruptImage("the image fails its trailer's sha256")
+    if not position == progress.offset == progress.header.total_bytes:
+        progress.restart()
+        raise CorruptImage(f"the image ends after {position} of its bytes")

@@ -6,62 +6,37 @@ threads and report by PullEvents; changes to the arena are collected and ride in
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.arena import HostCopy, ResidencyChange, TableClear, TableWrite
+from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear, TableWrite
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.puller import (
+from inference_svc.adapters.loads import Load, LoadCounters, LoadState
+from inference_svc.adapters.pull_job import (
     ImageSink,
     PullDone,
-    Puller,
     PullEvent,
     PullFailed,
     PullJob,
     PullOpened,
 )
+from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.adapters.store import ImageHeader
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, InferenceError
 
-
-@dataclass(eq=False, slots=True)
-class _Load:
-    """A digest on its way: pulled by `job`, or (job None) waiting for its layout or device room.
-
-    `since_s` is when it last began to wait for the store rather than for room.
-    """
-
-    since_s: float
-    started_s: float
-    job: PullJob | None = None
-    opened: ImageHeader | None = None
-    waits_for_room: bool = False
-
-
-@dataclass
-class ResidencyCounters:
-    """Monotonic counts: requests that found their adapter on the device, in the host tier, or
-    nowhere; pulls by outcome."""
-
-    device_hits: int = 0
-    host_hits: int = 0
-    misses: int = 0
-    pulls_done: int = 0
-    pulls_failed: int = 0
-    pulled_bytes: int = 0
-    load_seconds: float = 0.0
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class Residency:
     """`device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena.
 
-    `pulled_into` is the memory that pulls write to: the host tier's or the arena's.
-    `ahead_of(digest)` names the digests that requests queued before its first waiter want: what
-    must not be evicted for its sake.
+    `pulled_into` is the memory that pulls write to: the host tier's or the arena's. `stall_s` is
+    how long a pull that nobody waits for any more may go without progress.
     """
 
     device: Slots
@@ -69,48 +44,51 @@ class Residency:
     pulled_into: memoryview
     puller: Puller
     max_rank: int
-    ahead_of: Callable[[str], Collection[str]] = lambda digest: ()
+    stall_s: float
     layout_id: str = ""
-    counters: ResidencyCounters = field(default_factory=ResidencyCounters)
+    counters: LoadCounters = field(default_factory=LoadCounters)
     _waiters: Counter[str] = field(default_factory=Counter)
-    _loads: dict[str, _Load] = field(default_factory=dict)
+    _loads: dict[str, Load] = field(default_factory=dict)
     _changes: list[ResidencyChange] = field(default_factory=list)
     _copying: list[str] = field(default_factory=list)
+    _ready: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.device.on_evict = lambda resident: self._changes.append(TableClear(resident.slot))
+        self.device.on_evict = self._on_evict
 
-    # --- what requests ask for ------------------------------------------------------------------
+    # What requests ask for.
 
     def want(self, digest: str, now_s: float, count: bool = True) -> None:
         """One more waits for this adapter; starts its load if need be."""
         self._waiters[digest] += 1
-        resident = self.device.get(digest)
         if count:
-            self._count(digest, resident)
-        if resident is None:
-            self._begin(digest, now_s)
+            self._count(digest)
+        self.ensure(digest, now_s)
 
-    def unwant(self, digest: str) -> None:
-        """One waits no more; a load that nobody waits for is abandoned."""
+    def ensure(self, digest: str, now_s: float) -> None:
+        """Starts the load of an adapter that is neither resident nor on its way."""
+        if digest in self.device or digest in self._loads:
+            return
+        load = self._loads[digest] = Load(now_s, now_s)
+        if self._in_host(digest) is not None:
+            self._wait_for_device_room(digest, load, now_s)
+        elif self.layout_id:
+            self._pull(digest, load)
+
+    def unwant(self, digest: str, *, expired: bool = False) -> None:
+        """One waits no more. A load that nobody waits for is abandoned, unless the last waiter
+        only `expired` and bytes are arriving: then the next request shall find it."""
         self._waited(digest)
         load = self._loads.get(digest)
-        if load is not None and not self._waiters[digest]:
-            if load.job is None:
-                del self._loads[digest]
-            else:
-                load.job.cancel()
-
-    def is_ready(self, digest: str, now_s: float) -> bool:
-        """Whether `acquire` may be called; starts the load again if it was evicted since."""
-        resident = self.device.get(digest)
-        if resident is None:
-            self._begin(digest, now_s)
-        return self.can_run(digest)
+        if load is None or self._waiters[digest]:
+            return
+        if expired and load.state is LoadState.PULLING and load.header is not None:
+            return
+        self._abandon(digest, load)
 
     def can_run(self, digest: str) -> bool:
-        """`is_ready`, without starting anything."""
+        """Whether `acquire` may be called."""
         resident = self.device.get(digest)
         return resident is not None and resident.ready and not resident.draining
 
@@ -126,28 +104,37 @@ class Residency:
         if resident.draining and resident.users == 0:
             self._drop(digest)
 
-    def waits_for_room(self, digest: str) -> bool:
-        """Whether only memory, held by what runs or is pinned, keeps it from being loaded."""
-        load = self._loads.get(digest)
-        return load is not None and load.waits_for_room
+    def room_waits(self) -> dict[str, float]:
+        """The adapters that only wait for memory which others use or pin, and since when."""
+        return {
+            digest: load.room_wait_since_s
+            for digest, load in self._loads.items()
+            if load.room_wait_since_s is not None
+        }
 
-    def waiting_on_store_since_s(self, digest: str) -> float | None:
-        """When the current wait for the store began; None while it waits for nothing of it."""
+    def store_wait_since_s(self, digest: str) -> float | None:
+        """When the wait for the store began; None while it waits for nothing of the store."""
         load = self._loads.get(digest)
-        return None if load is None or load.waits_for_room else load.since_s
+        return load.store_wait_since_s if load is not None and load.waits_on_store else None
 
-    # --- what operators ask for -----------------------------------------------------------------
+    def last_progress_s(self, digest: str) -> float | None:
+        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        load = self._loads.get(digest)
+        if load is None or not load.waits_on_store:
+            return None
+        return load.store_wait_since_s if load.job is None else load.job.last_progress_s
+
+    # What operators ask for.
 
     def unload(self, digest: str) -> int:
         """Drains and frees; returns the bytes that this frees, maybe later (`is_draining`)."""
-        resident = self.device.get(digest)
-        hosted = None if self.host is None else self.host.slots.get(digest)
+        resident, hosted = self.device.get(digest), self._in_host(digest)
+        if digest in self._loads:
+            raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         if resident is None and hosted is None:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")
-        if any(r is not None and r.pinned for r in (resident, hosted)):
+        if resident is not None and resident.pinned:
             raise AdapterUnusable(f"adapter {digest} is pinned; unpin it first", subject="ref")
-        if resident is not None and not resident.ready:
-            raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         freed = sum(r.num_bytes for r in (resident, hosted) if r is not None)
         if resident is None or resident.users == 0:
             self._drop(digest)
@@ -159,53 +146,75 @@ class Residency:
         resident = self.device.get(digest)
         return resident is not None and resident.draining
 
-    # --- the turn of the engine -----------------------------------------------------------------
+    # The turn of the engine.
 
-    def set_layout(self, layout_id: str, now_s: float) -> None:
+    def set_layout(self, layout_id: str) -> None:
         """Pulls may begin; what waited for this begins now."""
         self.layout_id = layout_id
         for digest, load in self._loads.items():
-            if load.job is None and not load.waits_for_room:
-                load.job = self.puller.start(digest, layout_id)
-                load.since_s = now_s
+            if load.state is LoadState.NEEDS_LAYOUT:
+                self._pull(digest, load)
 
     def on_pull_event(self, event: PullEvent, now_s: float) -> None:
         load = self._loads[event.job.digest]
         assert load.job is event.job
         if isinstance(event, PullOpened):
-            self._on_opened(event, load)
+            self._on_opened(event, load, now_s)
         elif isinstance(event, PullDone):
-            self._on_done(event, load, now_s)
+            self._on_done(event.job, load, now_s)
         else:
             self._on_failed(event, now_s)
 
-    def advance(self, now_s: float) -> None:
-        """Gives room to what waits for it, in the order of asking, as far as room goes.
+    def advance(self, now_s: float, queue_order: Callable[[], Sequence[str]]) -> None:
+        """Gives room to what waits for it, as far as room goes; gives up pulls that nobody waits
+        for and that stand still.
 
-        Strictly in order within each memory, so that a small image never starves a large one.
+        `queue_order` names the digests that requests wait for, in order of service: room is given
+        in this order, and what comes before a digest is never evicted for its sake.
         """
-        full: set[bool] = set()
-        for digest, load in list(self._loads.items()):
-            into_device = load.job is None
-            if not load.waits_for_room or into_device in full:
+        self._give_up_orphans(now_s)
+        if not any(load.needs_room for load in self._loads.values()):
+            return
+        order = list(queue_order())
+        wanted = set(order)
+        order += [digest for digest in self._loads if digest not in wanted]
+        full: set[LoadState] = set()  # strictly in order, or small images would starve large ones
+        for place, digest in enumerate(order):
+            load = self._loads.get(digest)
+            if load is None or not load.needs_room or load.state in full:
                 continue
             if load.job is not None and load.job.is_cancelled:
                 continue
-            if not self._give_room(digest, load, now_s):
-                full.add(into_device)
+            state = load.state
+            if not self._give_room(digest, load, set(order[:place]), wanted, now_s):
+                full.add(state)
+
+    def next_expiry_s(self) -> float | None:
+        """When a pull that nobody waits for would be given up."""
+        moments = [self.last_progress_s(digest) for digest in self._orphans()]
+        return min((m + self.stall_s for m in moments if m is not None), default=None)
 
     def take_changes(self) -> tuple[ResidencyChange, ...]:
         """What takes effect with the next batch."""
         changes, self._changes = tuple(self._changes), []
         return changes
 
+    def take_ready(self) -> list[str]:
+        """Adapters that have become ready since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
     def take_failures(self) -> list[tuple[str, InferenceError]]:
         """Digests that cannot be loaded, each once: their waiters are to be ended."""
         failures, self._failures = self._failures, []
         return failures
 
-    def settled(self) -> None:
-        """The batch with the changes taken before has completed: copies are done."""
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._copying)
+
+    def copied(self) -> None:
+        """The copies of all changes taken so far have completed."""
         for digest in self._copying:
             assert self.host is not None
             self.host.slots.release(digest)
@@ -219,21 +228,27 @@ class Residency:
     def cancel_all(self) -> None:
         for load in self._loads.values():
             if load.job is not None:
-                load.job.cancel()
+                self.puller.cancel(load.job)
 
-    def check_integrity(self) -> None:
-        """Asserts that memory, waiters and loads agree."""
+    def check_integrity(self, waiters: Counter[str]) -> None:
+        """Asserts that memory, loads and `waiters`, the true ones by digest, agree."""
+        assert self._waiters == waiters, "waiters without a request, or the reverse"
         self.device.check_integrity()
-        memories = [self.device]
-        if self.host is not None:
-            self.host.slots.check_integrity()
-            memories.append(self.host.slots)
-        for slots in memories:
-            for resident in slots.residents():
-                assert resident.ready or resident.digest in self._loads, "a half-loaded image"
-        assert all(count > 0 for count in self._waiters.values())
+        for resident in self.device.residents():
+            assert resident.ready or resident.digest in self._loads, "a half-loaded image"
+        held = Counter(self._copying)
+        for digest, load in self._loads.items():
+            assert (load.room_wait_since_s is not None) == load.needs_room
+            held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
+        if self.host is None:
+            assert not +held
+            return
+        self.host.slots.check_integrity()
+        for hosted in self.host.slots.residents():
+            assert hosted.users == held[hosted.digest], "a host image held for nothing"
+            assert hosted.ready or hosted.digest in self._loads, "a half-pulled image"
 
-    # --- within -----------------------------------------------------------------------------------
+    # Within.
 
     @property
     def _pull_slots(self) -> Slots:
@@ -245,8 +260,8 @@ class Residency:
         if not self._waiters[digest]:
             del self._waiters[digest]
 
-    def _count(self, digest: str, resident: Resident | None) -> None:
-        if resident is not None and resident.ready:
+    def _count(self, digest: str) -> None:
+        if self.can_run(digest):
             self.counters.device_hits += 1
         elif self._in_host(digest) is not None:
             self.counters.host_hits += 1
@@ -257,79 +272,115 @@ class Residency:
         hosted = None if self.host is None else self.host.slots.get(digest)
         return hosted if hosted is not None and hosted.ready else None
 
-    def _begin(self, digest: str, now_s: float) -> None:
-        if digest in self._loads:
-            return
-        load = self._loads[digest] = _Load(now_s, now_s)
-        if self._in_host(digest) is not None:
-            load.waits_for_room = True
-        elif self.layout_id:
-            load.job = self.puller.start(digest, self.layout_id)
+    def _on_evict(self, resident: Resident) -> None:
+        log.debug("evicted %s", resident.digest)
+        self._changes.append(TableClear(resident.slot))
 
-    def _on_opened(self, event: PullOpened, load: _Load) -> None:
+    def _pull(self, digest: str, load: Load) -> None:
+        load.pull(PullJob(digest, self.layout_id))
+        assert load.job is not None
+        self.puller.start(load.job)
+
+    def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
+        """The host image is held until it is copied or the load abandoned."""
+        assert self.host is not None
+        self.host.slots.acquire(digest, time.time())
+        load.job = None
+        load.wait_for_room(LoadState.NEEDS_DEVICE_ROOM, now_s)
+
+    def _abandon(self, digest: str, load: Load) -> None:
+        if load.job is not None:
+            self.puller.cancel(load.job)
+            return
+        del self._loads[digest]
+        if load.state is LoadState.NEEDS_DEVICE_ROOM:
+            assert self.host is not None
+            self.host.slots.release(digest)
+
+    def _orphans(self) -> list[str]:
+        """Loads that nobody waits for and nobody has cancelled."""
+        return [
+            digest
+            for digest, load in self._loads.items()
+            if not self._waiters[digest] and not (load.job and load.job.is_cancelled)
+        ]
+
+    def _give_up_orphans(self, now_s: float) -> None:
+        for digest in self._orphans():
+            since_s = self.last_progress_s(digest)
+            if since_s is not None and now_s >= since_s + self.stall_s:
+                self._abandon(digest, self._loads[digest])
+
+    def _on_opened(self, event: PullOpened, load: Load, now_s: float) -> None:
         digest = event.job.digest
         if digest in self._pull_slots:
             self._pull_slots.remove(digest)
-        load.opened = event.header
+        load.header = event.header
+        load.wait_for_room(LoadState.NEEDS_PULL_ROOM, now_s)
         reason = self._inadmissible(event.header)
-        if reason is None:
-            load.waits_for_room = True
-        else:
-            self._failures.append((digest, AdapterUnusable(f"adapter {digest} has {reason}")))
-            event.job.cancel()
+        if reason is not None:
+            error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
+            self._failures.append((digest, error))
+            self.puller.cancel(event.job)
 
     def _inadmissible(self, header: ImageHeader) -> str | None:
-        rank = max(segment.rank for segment in header.segments)
-        if rank > self.max_rank:
-            return f"rank {rank}, above max_lora_rank {self.max_rank}"
-        needed = header.total_bytes
-        if not (self._pull_slots.admits(needed) and self.device.admits(needed)):
-            return f"{needed} bytes, more than the memory for adapters can give"
+        if header.rank > self.max_rank:
+            return f"rank {header.rank}, above max_lora_rank {self.max_rank}"
+        if not (self._pull_slots.admits(header) and self.device.admits(header)):
+            return f"{header.total_bytes} bytes, more than the memory for adapters can give"
         return None
 
-    def _give_room(self, digest: str, load: _Load, now_s: float) -> bool:
-        if load.job is None:
-            return self._give_device_room(digest, load)
-        assert load.opened is not None
-        resident = self._pull_slots.reserve(load.opened, self.ahead_of(digest))
+    def _give_room(
+        self, digest: str, load: Load, keep: set[str], wanted: set[str], now_s: float
+    ) -> bool:
+        if load.state is LoadState.NEEDS_DEVICE_ROOM:
+            return self._give_device_room(digest, keep, wanted)
+        assert load.header is not None
+        assert load.job is not None
+        resident = self._pull_slots.reserve(load.header, keep, wanted)
         if resident is None:
             return False
-        load.waits_for_room = False
-        load.since_s = now_s
-        load.job.grant(ImageSink(self.pulled_into, resident.extents))
+        load.got_pull_room(now_s)
+        load.job.last_progress_s = now_s
+        if load.job.grant(ImageSink(self.pulled_into, resident.extents)):
+            self.puller.start(load.job)
         return True
 
-    def _give_device_room(self, digest: str, load: _Load) -> bool:
+    def _give_device_room(self, digest: str, keep: set[str], wanted: set[str]) -> bool:
         """Moves a host image into the arena; the copy rides in the next batch."""
-        assert self.host is not None
-        hosted = self.host.slots.get(digest)
-        assert hosted is not None
-        resident = self.device.reserve(hosted.header, self.ahead_of(digest))
+        hosted = self._in_host(digest)
+        assert hosted is not None, "the load holds it"
+        resident = self.device.reserve(hosted.header, keep, wanted)
         if resident is None:
             return False
-        self.host.slots.acquire(digest, time.time())
         self._copying.append(digest)
         self._changes.append(HostCopy(hosted, resident))
-        resident.ready = True
-        resident.load_seconds = hosted.load_seconds
-        del self._loads[digest]
+        self._arrive(resident, hosted.load_seconds)
         return True
 
-    def _on_done(self, event: PullDone, load: _Load, now_s: float) -> None:
-        digest = event.job.digest
-        resident = self._pull_slots.get(digest)
-        assert resident is not None
+    def _arrive(self, resident: Resident, load_seconds: float) -> None:
         resident.ready = True
-        resident.load_seconds = now_s - load.started_s
+        resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
+        self._ready.append(resident.digest)
+        del self._loads[resident.digest]
+
+    def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
+        resident = self._pull_slots.get(job.digest)
+        assert resident is not None
+        load_seconds = now_s - load.started_s
         self.counters.pulls_done += 1
         self.counters.pulled_bytes += resident.header.total_bytes
-        self.counters.load_seconds += resident.load_seconds
-        del self._loads[digest]
+        self.counters.load_seconds += load_seconds
         if self.host is None:
             self._changes.append(TableWrite(resident))
-        elif self._waiters[digest]:
-            self._begin(digest, now_s)
+            self._arrive(resident, load_seconds)
+            return
+        resident.ready, resident.load_seconds = True, load_seconds
+        if self._waiters[job.digest]:
+            self._wait_for_device_room(job.digest, load, now_s)
+        else:
+            del self._loads[job.digest]
 
     def _on_failed(self, event: PullFailed, now_s: float) -> None:
         digest = event.job.digest
@@ -337,13 +388,17 @@ class Residency:
             self._pull_slots.remove(digest)
         del self._loads[digest]
         if event.error is not None:
+            log.warning("adapter %s cannot be loaded: %s", digest, event.error.message)
             self.counters.pulls_failed += 1
             self._failures.append((digest, event.error))
         elif self._waiters[digest]:
-            self._begin(digest, now_s)  # cancelled, and wanted again before it had ended
+            self.ensure(digest, now_s)  # cancelled, and wanted again before it had ended
 
     def _drop(self, digest: str) -> None:
         if digest in self.device:
             self._changes.append(TableClear(self.device.remove(digest).slot))
-        if self.host is not None and digest in self.host.slots:
+        if self._in_host(digest) is not None:
+            assert self.host is not None
             self.host.slots.remove(digest)
+        if self._waiters[digest]:
+            self.ensure(digest, time.monotonic())

@@ -25,6 +25,7 @@ class Resident:
     header: ImageHeader
     slot: int
     extents: tuple[Extent, ...]
+    rank: int
     ready: bool = False
     users: int = 0
     pinned: bool = False
@@ -40,10 +41,6 @@ class Resident:
     def num_bytes(self) -> int:
         return sum(extent.num_bytes for extent in self.extents)
 
-    @property
-    def rank(self) -> int:
-        return max(segment.rank for segment in self.header.segments)
-
 
 def target_cuts(header: ImageHeader) -> list[int]:
     """The image offsets at which a target starts, where an image may be cut."""
@@ -56,20 +53,38 @@ def target_cuts(header: ImageHeader) -> list[int]:
     return cuts
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An image as an allocator sees it: its size, and where it may be cut."""
+
+    num_bytes: int
+    cuts: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(cls, header: ImageHeader) -> Shape:
+        return cls(header.total_bytes, tuple(target_cuts(header)))
+
+
 class Slots:
     """Images in a memory of `capacity` bytes, at most `max_images` of them.
 
-    `pin_reserve_bytes` is what pins must always leave free: the largest admissible image, so that
-    pins can never stop others from loading.
+    `largest` is the shape of the largest admissible image: pins must always leave room for it, so
+    that they can never stop others from loading.
     """
 
-    def __init__(self, capacity: int, max_images: int, pin_reserve_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_images: int,
+        largest: Shape | None = None,
+        on_evict: Callable[[Resident], None] = lambda resident: None,
+    ) -> None:
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
-        self.pin_reserve_bytes = min(pin_reserve_bytes, self.extents.capacity)
+        self.largest = largest
+        self.on_evict = on_evict
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
         self._free_slots = list(range(max_images - 1, -1, -1))
-        self.on_evict: Callable[[Resident], None] = lambda resident: None
         self.num_evictions = 0
 
     def __contains__(self, digest: str) -> bool:
@@ -92,46 +107,61 @@ class Slots:
     def used_bytes(self) -> int:
         return self.extents.capacity - self.extents.free_bytes
 
-    def admits(self, num_bytes: int) -> bool:
-        """Whether an image of this size could be loaded once nothing runs."""
-        pinned = sum(r.num_bytes for r in self._by_digest.values() if r.pinned)
-        return round_up(num_bytes) <= self.extents.capacity - pinned
+    def admits(self, header: ImageHeader) -> bool:
+        """Whether the image can be loaded once nothing runs: beside what is pinned."""
+        return self._beside_pins().allocate(header.total_bytes, target_cuts(header)) is not None
 
-    def reserve(self, header: ImageHeader, keep: Collection[str] = ()) -> Resident | None:
-        """Room for an image, evicting the least recently used as needed, never those in `keep`.
+    def _beside_pins(self, pinned_too: Resident | None = None) -> ExtentAllocator:
+        """The memory with only pinned images in it."""
+        left = self.extents.copy()
+        for resident in self._by_digest.values():
+            if not resident.pinned and resident is not pinned_too:
+                left.free(resident.extents)
+        return left
 
-        None when there is none now; nothing is evicted in vain for lack of bytes or rows.
+    def reserve(
+        self, header: ImageHeader, keep: Collection[str] = (), wanted: Collection[str] = ()
+    ) -> Resident | None:
+        """Room for an image, evicting as few as needed: what is not `wanted` first, then the least
+        recently used; never those in `keep`. None, and nothing evicted, when that is not enough.
         """
         assert header.digest not in self._by_digest, "reserved twice"
-        evictable = [r for r in self._by_digest.values() if self._may_evict(r, keep)]
-        if not self._can_fit(header.total_bytes, evictable):
-            return None
         cuts = target_cuts(header)
+        victims = self._victims(header.total_bytes, cuts, keep, wanted)
+        if victims is None:
+            return None
+        for victim in victims:
+            self.num_evictions += 1
+            self.remove(victim.digest)
+            self.on_evict(victim)
+        extents = self.extents.allocate(header.total_bytes, cuts)
+        assert extents is not None, "planned, and does not fit"
+        resident = Resident(header, self._free_slots.pop(), extents, header.rank)
+        self._by_digest[header.digest] = resident
+        return resident
+
+    def _victims(
+        self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]
+    ) -> list[Resident] | None:
+        """The images whose eviction makes room; None if no eviction does."""
+        planned = self.extents.copy()
+        victims: list[Resident] = []
+        evictable = [r for r in self._by_digest.values() if self._may_evict(r, keep)]
+        evictable.sort(key=lambda resident: resident.digest in wanted)
         while True:
-            extents = None
-            if self._free_slots:
-                extents = self.extents.allocate(header.total_bytes, cuts)
-            if extents is not None:
-                resident = Resident(header, self._free_slots.pop(), extents)
-                self._by_digest[header.digest] = resident
-                return resident
+            has_row = bool(self._free_slots or victims)
+            # `planned` changes only when it fits, and then it has served its purpose.
+            if has_row and planned.allocate(num_bytes, cuts) is not None:
+                return victims
             if not evictable:
                 return None
-            self._evict(evictable.pop(0))
+            victims.append(evictable.pop(0))
+            planned.free(victims[-1].extents)
 
     def _may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         if resident.pinned or resident.users or not resident.ready:
             return False
         return resident.digest not in keep
-
-    def _can_fit(self, num_bytes: int, evictable: list[Resident]) -> bool:
-        room = self.extents.free_bytes + sum(r.num_bytes for r in evictable)
-        return room >= round_up(num_bytes) and bool(self._free_slots or evictable)
-
-    def _evict(self, resident: Resident) -> None:
-        self.num_evictions += 1
-        self.remove(resident.digest)
-        self.on_evict(resident)
 
     def remove(self, digest: str) -> Resident:
         """Frees the image's row and bytes; nobody may be using it."""
@@ -156,25 +186,26 @@ class Slots:
         resident.users -= 1
         return resident
 
-    def check_pin(self, num_bytes: int) -> None:
-        """Raises NoRoom if pinning an image of this size could stop others from loading."""
-        pinned = sum(r.num_bytes for r in self._by_digest.values() if r.pinned)
-        room = self.extents.capacity - self.pin_reserve_bytes - pinned
-        rows = sum(r.pinned for r in self._by_digest.values())
-        if round_up(num_bytes) > room or rows + 1 >= self.max_images:
+    def pin(self, digest: str) -> Resident:
+        """Protects from eviction. Raises NoRoom when pins could stop others from loading."""
+        resident = self._by_digest[digest]
+        if resident.pinned:
+            return resident
+        if sum(r.pinned for r in self._by_digest.values()) + 1 >= self.max_images:
             raise NoRoom(
-                f"pinning {num_bytes} bytes would leave less than the largest admissible adapter "
-                f"({self.pin_reserve_bytes} bytes) of {self.extents.capacity} bytes; "
+                f"pinning would take the last of {self.max_images} rows; raise max_loras or "
+                "unpin another adapter",
+                subject="max_loras",
+            )
+        left = self._beside_pins(pinned_too=resident)
+        if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
+            raise NoRoom(
+                f"pinning {resident.num_bytes} bytes would leave no room for the largest "
+                f"admissible adapter ({self.largest.num_bytes} bytes) in {self.capacity} bytes; "
                 "raise adapter_memory or unpin another adapter",
                 subject="adapter_memory",
             )
-
-    def pin(self, digest: str) -> Resident:
-        """Protects from eviction. Raises NoRoom when pins would fill the memory."""
-        resident = self._by_digest[digest]
-        if not resident.pinned:
-            self.check_pin(resident.num_bytes)
-            resident.pinned = True
+        resident.pinned = True
         return resident
 
     def unpin(self, digest: str) -> Resident:

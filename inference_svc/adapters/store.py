@@ -33,6 +33,11 @@ class ImageHeader:
     segments: tuple[Segment, ...]
     offset: int = 0
 
+    @property
+    def rank(self) -> int:
+        """The largest rank of any target."""
+        return max(segment.rank for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:

@@ -10,7 +10,8 @@ import torch
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
-from inference_svc.adapters.puller import Puller, PullEvent
+from inference_svc.adapters.pull_job import PullEvent
+from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
@@ -47,6 +48,8 @@ def build_engine(
 
     Raises UnsupportedModel; ValueError when the memory given does not suffice.
     """
+    if not 0 < config.max_sequences <= config.max_batch_tokens:
+        raise ValueError("max_sequences must be above 0 and at most max_batch_tokens")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
@@ -57,11 +60,9 @@ def build_engine(
     host = _allocate_host_tier(config, device)
     slab = None if host is None else host.slab
     arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)
-    puller = Puller(store, config.pull_workers, post, layout.check_header)
     pulled_into = arena.memory if host is None else host.memory
-    slots = Slots(config.arena_bytes, config.max_loras, layout.image_bytes(config.max_lora_rank))
-    residency = Residency(slots, host, pulled_into, puller, config.max_lora_rank)
-
+    largest = layout.largest_image(config.max_lora_rank)
+    slots = Slots(config.arena_bytes, config.max_loras, largest)
     pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
     limits = Limits(
         config.max_sequences,
@@ -69,8 +70,11 @@ def build_engine(
         config.max_prefill_chunk,
         config.max_overtake_s,
     )
+    puller = Puller(store, config.pull_workers, post, layout.check_header)
+    residency = Residency(
+        slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s
+    )
     scheduler = Scheduler(limits, pages, residency)
-    residency.ahead_of = scheduler.digests_ahead_of
     runner = Runner(
         Transformer(geometry, weights),
         kv_cache,

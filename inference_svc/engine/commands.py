@@ -31,7 +31,7 @@ class Commands:
         """The reply, or None when it follows from `poll`."""
         try:
             if call.command is Command.LOAD:
-                self.residency.want(call.digest, now_s)
+                self.residency.want(call.digest, now_s, count=False)
                 self._loads.append(_PendingLoad(call, now_s))
                 return None
             if call.command is Command.UNLOAD:
@@ -47,8 +47,8 @@ class Commands:
             return self._list()
         if call.command is Command.DESCRIBE:
             return self.describe()
-        if call.digest not in device:
-            raise AdapterNotFound(f"adapter {call.digest} is not resident", subject="ref")
+        if not self.residency.can_run(call.digest):
+            raise AdapterNotFound(f"adapter {call.digest} is not on the device", subject="ref")
         change = device.pin if call.command is Command.PIN else device.unpin
         return _view(change(call.digest), "device")
 
@@ -76,7 +76,7 @@ class Commands:
 
     def _poll_load(self, pending: _PendingLoad, now_s: float) -> Reply | None:
         call = pending.call
-        if self.residency.is_ready(call.digest, now_s):
+        if self.residency.can_run(call.digest):
             device = self.residency.device
             try:
                 resident = device.pin(call.digest) if call.pin else device.get(call.digest)
@@ -84,10 +84,18 @@ class Commands:
                 return Reply(call.call_id, error=error)
             assert resident is not None
             return Reply(call.call_id, _view(resident, "device"))
-        if now_s - pending.wanted_s > self.adapter_wait_s:
-            message = f"adapter {call.digest} was not resident after {self.adapter_wait_s:g} s"
+        self.residency.ensure(call.digest, now_s)  # it may have been evicted meanwhile
+        expiry_s = self._expiry_s(pending)
+        if expiry_s is not None and now_s >= expiry_s:
+            message = f"the store sent nothing of {call.digest} for {self.adapter_wait_s:g} s"
             return Reply(call.call_id, error=AdapterUnavailable(message, subject="ref"))
         return None
+
+    def _expiry_s(self, pending: _PendingLoad) -> float | None:
+        """A load is waited for as long as its bytes come, or memory is short; its caller has a
+        deadline."""
+        since_s = self.residency.last_progress_s(pending.call.digest)
+        return None if since_s is None else max(since_s, pending.wanted_s) + self.adapter_wait_s
 
     def fail(self, digest: str, error: InferenceError) -> list[Reply]:
         """The replies to loads of an adapter that cannot be loaded."""
@@ -99,17 +107,24 @@ class Commands:
 
     def fail_all(self, error: Exception) -> list[Reply]:
         """Answers everything that is still open, when the engine ends."""
-        replies = [Reply(p.call.call_id, error=error) for p in self._loads]
-        replies += [Reply(call.call_id, error=error) for call, _freed in self._unloads]
+        replies = [Reply(call_id, error=error) for call_id in self.open_call_ids]
         for pending in self._loads:
             self.residency.unwant(pending.call.digest)
         self._loads, self._unloads = [], []
         return replies
 
     @property
+    def open_call_ids(self) -> list[int]:
+        return [p.call.call_id for p in self._loads] + [call.call_id for call, _ in self._unloads]
+
+    @property
+    def loading(self) -> list[str]:
+        """The digests that open LOADs wait for, one for each."""
+        return [pending.call.digest for pending in self._loads]
+
     def next_expiry_s(self) -> float | None:
-        expiries = [p.wanted_s + self.adapter_wait_s for p in self._loads]
-        return min(expiries, default=None)
+        moments = map(self._expiry_s, self._loads)
+        return min((moment for moment in moments if moment is not None), default=None)
 
 
 def _view(resident: Resident, tier: str) -> ResidentAdapter:

@@ -6,9 +6,10 @@ It never reads a file, waits on a socket or parses; it waits only for messages, 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.puller import PullDone, PullEvent, PullFailed, PullOpened
+from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import (
     Call,
@@ -35,6 +36,9 @@ from inference_svc.errors import (
     ShuttingDown,
 )
 
+SCAN_S = 0.01
+"""How often deadlines and waits are looked at."""
+
 
 @dataclass
 class Engine:
@@ -50,13 +54,14 @@ class Engine:
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
     num_steps: int = 0
+    _next_scan_s: float = 0.0
     _outputs: list[Output] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
     def turn(self, messages: list[Message | PullEvent]) -> tuple[StepOutputs, bool]:
         """Takes all messages, then one step, if there is anything to compute.
 
-        Returns what there is to say, and whether a step ran: if none did, nothing will change
+        Returns what there is to say, and whether to go on at once: if not, nothing will change
         before the next message or `next_expiry_s`.
         """
         for message in messages:
@@ -64,15 +69,16 @@ class Engine:
         self._before_step(time.monotonic())
         stepped = not self.is_stopping and self.step()
         self._replies += self.commands.poll(time.monotonic())
-        return self._say(), stepped
+        return self._say(), stepped or self.residency.is_copying
 
     def step(self) -> bool:
+        if self.runner.copies_are_done:
+            self.residency.copied()
         batch = self.scheduler.schedule(time.monotonic())
         if batch is None:
             return False
         sampled = self.runner.run(batch)
         outputs = self.settler.settle(batch, sampled, time.monotonic())
-        self.residency.settled()
         for output in outputs:
             if output.is_last:
                 del self.sequences[output.request_id]
@@ -88,11 +94,11 @@ class Engine:
     def next_expiry_s(self) -> float | None:
         """When, on the monotonic clock, a waiting sequence or load would expire."""
         expiries = [s.request.deadline_s for s in self.sequences.values()]
-        expiries += [self._adapter_expiry_s(s) for s in self.scheduler.waiting]
-        expiries.append(self.commands.next_expiry_s)
+        expiries += [self._adapter_expiry_s(s) for s in self.scheduler.all_waiting()]
+        expiries += [self.commands.next_expiry_s(), self.residency.next_expiry_s()]
         return min((e for e in expiries if e is not None), default=None)
 
-    # --- messages --------------------------------------------------------------------------------
+    # Messages.
 
     def _take(self, message: Message | PullEvent, now_s: float) -> None:
         if isinstance(message, Submit):
@@ -103,7 +109,7 @@ class Engine:
             reply = self.commands.handle(message, now_s)
             self._replies += [] if reply is None else [reply]
         elif isinstance(message, LayoutAccepted):
-            self.residency.set_layout(message.layout_id, now_s)
+            self.residency.set_layout(message.layout_id)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             self.residency.on_pull_event(message, now_s)
         else:
@@ -121,12 +127,16 @@ class Engine:
         self.scheduler.add(sequence, now_s)
 
     def _refusal(self, message: Submit) -> InferenceError | None:
-        request_id = message.request.request_id
+        request_id, digest = message.request.request_id, message.request.digest
         if self.is_stopping:
             return ShuttingDown("the server is shutting down")
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
-        if len(self.scheduler.waiting) >= self.max_queue:
+        if digest and not self.residency.can_run(digest):  # apart: they must not keep others out
+            is_full = self.scheduler.num_parked >= self.max_queue + self.scheduler.num_places
+        else:
+            is_full = len(self.scheduler.waiting) >= self.max_queue + self.scheduler.num_places
+        if is_full:
             return QueueFull(f"{self.max_queue} requests are waiting", retry_after_s=1.0)
         return None
 
@@ -135,29 +145,32 @@ class Engine:
         if sequence is not None:
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
 
-    # --- around the step -------------------------------------------------------------------------
+    # Around the step.
 
     def _before_step(self, now_s: float) -> None:
         """Ends what has expired or failed, then lets loads go on."""
         for digest, error in self.residency.take_failures():
             self._fail_adapter(digest, error, now_s)
+        if now_s >= self._next_scan_s:
+            self._end_expired(now_s)
+            self._next_scan_s = now_s + SCAN_S
+        self.residency.advance(now_s, self.scheduler.queue_order)
+
+    def _end_expired(self, now_s: float) -> None:
         for sequence in list(self.sequences.values()):
             deadline_s = sequence.request.deadline_s
             if deadline_s is not None and now_s >= deadline_s:
                 self._end(sequence, now_s, reason=FinishReason.ABORTED)
-        for sequence in list(self.scheduler.waiting):
+        for sequence in self.scheduler.all_waiting():
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
-                self._end(sequence, now_s, error=self._unavailable(sequence))
-        self.residency.advance(now_s)
-        for digest, error in self.residency.take_failures():
-            self._fail_adapter(digest, error, now_s)
+                self._end(sequence, now_s, error=self._unavailable(sequence), expired=True)
 
     def _adapter_expiry_s(self, sequence: Sequence) -> float | None:
         """Waiting for the store is bounded; waiting for memory that others use is queueing."""
         if not sequence.request.digest:
             return None
-        since_s = self.residency.waiting_on_store_since_s(sequence.request.digest)
+        since_s = self.residency.store_wait_since_s(sequence.request.digest)
         if since_s is None or sequence.adapter_wanted_s is None:
             return None
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
@@ -170,9 +183,8 @@ class Engine:
 
     def _fail_adapter(self, digest: str, error: InferenceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
-        for sequence in list(self.scheduler.waiting):
-            if sequence.request.digest == digest:
-                self._end(sequence, now_s, error=error)
+        for sequence in list(self.scheduler.parked.get(digest, [])):
+            self._end(sequence, now_s, error=error)
 
     def _end(
         self,
@@ -181,8 +193,10 @@ class Engine:
         *,
         reason: FinishReason | None = None,
         error: Exception | None = None,
+        expired: bool = False,
     ) -> None:
-        self._outputs.append(self.settler.end(sequence, now_s, reason=reason, error=error))
+        output = self.settler.end(sequence, now_s, reason=reason, error=error, expired=expired)
+        self._outputs.append(output)
         del self.sequences[sequence.request.request_id]
 
     def end_all(self, error: Exception) -> StepOutputs:
@@ -194,11 +208,22 @@ class Engine:
         self.residency.cancel_all()
         return self._say()
 
+    def give_up(self, error: Exception) -> StepOutputs:
+        """What was to be said, and `error` for everything open. Touches no other structure: after
+        a bug they may be broken."""
+        said = self._say()
+        ended = {output.request_id for output in said.outputs if output.is_last}
+        lost = [Output(r, error=error) for r in self.sequences if r not in ended]
+        replies = [Reply(call_id, error=error) for call_id in self.commands.open_call_ids]
+        return StepOutputs((*said.outputs, *lost), (*said.replies, *replies), failure=error)
+
     def check_integrity(self) -> None:
         """Asserts that queues, pages, pins, memory and waiters agree."""
         self.scheduler.check_integrity()
-        self.residency.check_integrity()
-        queued = self.scheduler.running + self.scheduler.waiting
+        all_waiting = self.scheduler.all_waiting()
+        waiters = Counter(s.request.digest for s in all_waiting if s.request.digest)
+        self.residency.check_integrity(waiters + Counter(self.commands.loading))
+        queued = self.scheduler.running + all_waiting
         assert {id(s) for s in queued} == {id(s) for s in self.sequences.values()}
         users = [s.request.digest for s in self.scheduler.running if s.request.digest]
         for resident in self.residency.device.residents():

@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.puller import PullEvent
+from inference_svc.adapters.pull_job import PullEvent
 from inference_svc.adapters.store import AdapterStore
-from inference_svc.core import Message, Output, StepOutputs, Stop
+from inference_svc.core import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.errors import EngineFailed, ShuttingDown
 from inference_svc.model.geometry import ModelGeometry
 
 log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+"""An idle engine looks around at least this often; longer waits overflow the clock."""
 
 
 class EngineThread:
@@ -69,21 +72,26 @@ class EngineThread:
             self.send(Stop())
             self._thread.join()
 
-    # --- in the engine's thread ------------------------------------------------------------------
+    # In the engine's thread.
 
     def _serve(self) -> None:
         engine = self.built.engine
         try:
-            stepped = False
+            go_on = False
             while not engine.is_stopping:
-                outputs, stepped = engine.turn(self._messages(wait=not stepped))
+                outputs, go_on = engine.turn(self._messages(wait=not go_on))
                 if outputs.outputs or outputs.replies:
                     self._on_outputs(outputs)
-            self._on_outputs(engine.end_all(ShuttingDown("the server is shutting down")))
+            error: Exception = ShuttingDown("the server is shutting down")
+            self._on_outputs(engine.end_all(error))
         except Exception:
             log.exception("the engine failed")
-            self._fail()
-        self._end_pulls()
+            self._failed = True
+            error = EngineFailed("the engine failed")
+            self._on_outputs(engine.give_up(error))
+            self.built.residency.cancel_all()
+        self.built.puller.close()  # nobody writes into the memory of adapters afterwards
+        self._refuse_the_rest(error)
 
     def _messages(self, wait: bool) -> list[Message | PullEvent]:
         """Everything in the inbox; when there is nothing to compute, waits for a message or for
@@ -92,28 +100,25 @@ class EngineThread:
         try:
             if wait:
                 expiry_s = self.built.engine.next_expiry_s()
-                timeout_s = None if expiry_s is None else max(0.0, expiry_s - time.monotonic())
+                timeout_s = MAX_WAIT_S
+                if expiry_s is not None:
+                    timeout_s = min(MAX_WAIT_S, max(0.0, expiry_s - time.monotonic()))
                 messages.append(self._inbox.get(timeout=timeout_s))
             while True:
                 messages.append(self._inbox.get_nowait())
         except queue.Empty:
             return messages
 
-    def _fail(self) -> None:
-        """Answers every request; the structures may be broken, so nothing is touched."""
-        self._failed = True
-        error = EngineFailed("the engine failed")
-        outputs = tuple(
-            Output(request_id, error=error) for request_id in self.built.engine.sequences
-        )
-        self._on_outputs(StepOutputs(outputs, failure=error))
-        self.built.residency.cancel_all()
-
-    def _end_pulls(self) -> None:
-        """Waits until no pull thread writes any more, then ends the threads."""
-        residency = self.built.residency
-        self.built.puller.close()
+    def _refuse_the_rest(self, error: Exception) -> None:
+        """Answers what came too late to be taken."""
+        outputs, replies = [], []
         while not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, PullEvent) and not self._failed:
-                residency.on_pull_event(message, time.monotonic())
+                self.built.residency.on_pull_event(message, time.monotonic())
+            elif isinstance(message, Submit):
+                outputs.append(Output(message.request.request_id, error=error))
+            elif isinstance(message, Call):
+                replies.append(Reply(message.call_id, error=error))
+        if outputs or replies:
+            self._on_outputs(StepOutputs(tuple(outputs), tuple(replies)))

@@ -8,9 +8,8 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.lora_step import make_lora_step
-from inference_svc.core import Batch
+from inference_svc.core import Batch, SampledToken
 from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.settle import SampledToken
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.transformer import Transformer
 from kernels.attention import KVCache
@@ -34,6 +33,11 @@ class Runner:
         self._groups = groups
         self._sampler = sampler
         self.num_lora_steps = 0
+
+    @property
+    def copies_are_done(self) -> bool:
+        """Whether all residency changes of earlier batches have read what they copy."""
+        return self._arena.copies_are_done
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledToken]:

@@ -12,8 +12,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from inference_svc.core import SamplingParams, Sequence, TokenLogprobs
-from inference_svc.engine.settle import SampledToken
+from inference_svc.core import SampledToken, SamplingParams, Sequence, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
 

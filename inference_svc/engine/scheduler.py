@@ -7,7 +7,6 @@ holds up another.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,11 +34,13 @@ class AdapterView(Protocol):
     """What the scheduler needs of residency."""
 
     def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def unwant(self, digest: str) -> None: ...
-    def is_ready(self, digest: str, now_s: float) -> bool: ...
+    def unwant(self, digest: str, *, expired: bool = False) -> None: ...
+    def ensure(self, digest: str, now_s: float) -> None: ...
+    def can_run(self, digest: str) -> bool: ...
     def acquire(self, digest: str) -> int: ...
     def release(self, digest: str) -> None: ...
-    def waits_for_room(self, digest: str) -> bool: ...
+    def room_waits(self) -> dict[str, float]: ...
+    def take_ready(self) -> list[str]: ...
     def take_changes(self) -> tuple[Any, ...]: ...
 
 
@@ -50,36 +51,84 @@ def _order(sequence: Sequence) -> tuple[int, float]:
 
 @dataclass
 class Scheduler:
-    """`waiting` and `running` are in order of service."""
+    """All queues are in order of service. `waiting` may run as far as adapters go; `parked` wait
+    for an adapter that is not resident, by digest, and cost a step nothing."""
 
     limits: Limits
     pages: PagePool
     adapters: AdapterView
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)
+    parked: dict[str, list[Sequence]] = field(default_factory=dict)
     num_preemptions: int = 0
 
-    # --- sequences come and go -------------------------------------------------------------------
+    # Sequences come and go.
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.num_parked
+
+    @property
+    def num_parked(self) -> int:
+        return sum(map(len, self.parked.values()))
+
+    @property
+    def num_places(self) -> int:
+        """How many more could run, for all that sequences say."""
+        return self.limits.max_sequences - len(self.running)
+
+    def all_waiting(self) -> list[Sequence]:
+        """Waiting and parked, in order of service."""
+        parked = [sequence for queue in self.parked.values() for sequence in queue]
+        return sorted(self.waiting + parked, key=_order)
+
+    def queue_order(self) -> list[str]:
+        """The digests that sequences wait for, each at its first waiter's place."""
+        return list(dict.fromkeys(s.request.digest for s in self.all_waiting() if s.request.digest))
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
         if digest:
             sequence.adapter_wanted_s = now_s
             self.adapters.want(digest, now_s)
-            self._note_ready(sequence, now_s)
+        self._enqueue(sequence, now_s)
+
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        digest = sequence.request.digest
+        if digest and not self.adapters.can_run(digest):
+            self.adapters.ensure(digest, now_s)
+            bisect.insort(self.parked.setdefault(digest, []), sequence, key=_order)
+            return
+        if digest and sequence.adapter_ready_s is None:
+            sequence.adapter_ready_s = now_s
         bisect.insort(self.waiting, sequence, key=_order)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
         """Takes a sequence out of its queue and gives back all that it holds."""
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._give_back(sequence)
         else:
-            self.waiting.remove(sequence)
+            self._dequeue(sequence)
             if digest:
-                self.adapters.unwant(digest)
+                self.adapters.unwant(digest, expired=expired)
         sequence.state = SequenceState.FINISHED
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        digest = sequence.request.digest
+        queue = self.parked.get(digest, [])
+        if sequence not in queue:
+            self.waiting.remove(sequence)
+            return
+        queue.remove(sequence)
+        if not queue:
+            del self.parked[digest]
+
+    def _unpark(self, now_s: float) -> None:
+        for digest in self.adapters.take_ready():
+            for sequence in self.parked.pop(digest, []):
+                self._enqueue(sequence, now_s)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pages.release(sequence.page_ids)
@@ -88,16 +137,7 @@ class Scheduler:
             self.adapters.release(sequence.request.digest)
         sequence.slot = BASE_SLOT
 
-    def digests_ahead_of(self, digest: str) -> Collection[str]:
-        """What sequences queued before the first that waits for `digest` are waiting for."""
-        ahead: set[str] = set()
-        for sequence in self.waiting:
-            if sequence.request.digest == digest:
-                break
-            ahead.add(sequence.request.digest)
-        return ahead
-
-    # --- one step --------------------------------------------------------------------------------
+    # One step.
 
     def schedule(self, now_s: float) -> Batch | None:
         """The next step's work, or None when there is none.
@@ -105,6 +145,7 @@ class Scheduler:
         Decodes always run; prefills share what is left of the token budget, those that run before
         those that wait. When pages run out, the last in order of service is preempted.
         """
+        self._unpark(now_s)
         budget = self.limits.max_batch_tokens - sum(s.num_uncomputed == 1 for s in self.running)
         rows: list[BatchRow] = []
         num_preemptions = self.num_preemptions
@@ -148,19 +189,20 @@ class Scheduler:
         self.num_preemptions += 1
         if sequence.request.digest:
             self.adapters.want(sequence.request.digest, now_s, count=False)
-        bisect.insort(self.waiting, sequence, key=_order)
+        self._enqueue(sequence, now_s)
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
-        """Starts waiting sequences in order, passing over those whose adapter is not resident."""
-        hold_adapters = False
+        """Starts waiting sequences in order of service."""
+        held_after = self._held_after(now_s)
         for sequence in list(self.waiting):
             if len(self.running) >= self.limits.max_sequences or budget <= 0:
                 return
             digest = sequence.request.digest
-            if digest and hold_adapters:
+            if digest and not self.adapters.can_run(digest):  # evicted, or draining
+                self.waiting.remove(sequence)
+                self._enqueue(sequence, now_s)
                 continue
-            if digest and not self._note_ready(sequence, now_s):
-                hold_adapters = self._overtaken_too_long(sequence, now_s)
+            if digest and held_after is not None and _order(sequence) > held_after:
                 continue
             if not self._start(sequence, now_s):
                 return  # pages are short: whoever is next in order must not be passed
@@ -171,19 +213,16 @@ class Scheduler:
             rows.append(_row(sequence, num_tokens))
             budget -= num_tokens
 
-    def _note_ready(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether its adapter is resident, and when that was first seen."""
-        ready = self.adapters.is_ready(sequence.request.digest, now_s)
-        if ready and sequence.adapter_ready_s is None:
-            sequence.adapter_ready_s = now_s
-        return ready
-
-    def _overtaken_too_long(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether others' use of the arena must now run dry for this sequence's sake."""
-        if not self.adapters.waits_for_room(sequence.request.digest):
-            return False
-        wanted_s = sequence.adapter_wanted_s
-        return wanted_s is not None and now_s - wanted_s > self.limits.max_overtake_s
+    def _held_after(self, now_s: float) -> tuple[int, float] | None:
+        """The place of the first sequence whose adapter has waited for memory too long: those with
+        adapters behind it must wait, so that what they would hold on to is given up."""
+        overdue_s = now_s - self.limits.max_overtake_s
+        places = [
+            _order(self.parked[digest][0])
+            for digest, since_s in self.adapters.room_waits().items()
+            if since_s < overdue_s and digest in self.parked
+        ]
+        return min(places, default=None)
 
     def _start(self, sequence: Sequence, now_s: float) -> bool:
         """Moves to running with its cached prefix, if its known tokens fit the free pages."""
@@ -216,7 +255,13 @@ class Scheduler:
         """Asserts that queues, pages and states agree."""
         self.pages.check_integrity([s.page_ids for s in self.running])
         assert self.waiting == sorted(self.waiting, key=_order)
-        assert all(s.state is SequenceState.WAITING and not s.page_ids for s in self.waiting)
+        for digest, queue in self.parked.items():
+            assert queue == sorted(queue, key=_order)
+            assert queue, "an empty queue"
+            assert all(sequence.request.digest == digest for sequence in queue)
+        for sequence in self.all_waiting():
+            assert sequence.state is SequenceState.WAITING
+            assert not sequence.page_ids
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.num_uncomputed > 0

@@ -10,20 +10,12 @@ from inference_svc.core import (
     BatchRow,
     FinishReason,
     Output,
+    SampledToken,
     Sequence,
     Timings,
-    TokenLogprobs,
     Usage,
 )
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What the sampler chose for one row."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +44,10 @@ class Settler:
         *,
         reason: FinishReason | None = None,
         error: Exception | None = None,
+        expired: bool = False,
     ) -> Output:
         """Ends a sequence wherever it is; all that it held is free afterwards."""
-        self.scheduler.remove(sequence)
+        self.scheduler.remove(sequence, expired=expired)
         return Output(
             sequence.request.request_id,
             finish_reason=reason,

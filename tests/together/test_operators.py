@@ -5,26 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
+
 from inference_svc.core import Command, EngineStatus
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, AdapterUnusable, NoRoom
 
 
-def test_load_ahead_then_hit(start: Callable) -> None:
-    running = start()
+@pytest.fixture(params=[0, 2 << 20], ids=["arena-only", "host-tier"])
+def host_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def test_load_ahead_then_hit(start: Callable, host_bytes: int) -> None:
+    running = start(host_bytes=host_bytes)
     loaded = running.call(Command.LOAD, "r16").result
     assert (loaded.tier, loaded.rank, loaded.pinned) == ("device", 16, False)
     assert loaded.num_bytes > 0
     running.submit("r", [5], "r16", max_tokens=2)
     running.result("r")
     assert running.engine.built.residency.counters.device_hits == 1
-    (listed,) = running.call(Command.LIST_RESIDENT).result
+    listed = running.call(Command.LIST_RESIDENT).result[0]
     assert listed.digest == running.digests["r16"]
     assert listed.load_seconds > 0
 
 
-def test_unload_drains_then_frees_every_byte(start: Callable) -> None:
-    running = start()
-    before = running.call(Command.DESCRIBE).result.memory["arena"]
+def test_unload_drains_then_frees_every_byte(start: Callable, host_bytes: int) -> None:
+    running = start(host_bytes=host_bytes)
+    before = running.call(Command.DESCRIBE).result.memory
     running.call(Command.LOAD, "r16")
     running.submit("r", [5], "r16", max_tokens=100)
     running.until(lambda: "r" in running.outputs)
@@ -32,12 +39,13 @@ def test_unload_drains_then_frees_every_byte(start: Callable) -> None:
     assert running.is_done("r"), "unload answers when the last user has ended"
     assert len(running.result("r")[0]) == 100
     assert freed > 0
-    assert running.call(Command.DESCRIBE).result.memory["arena"] == before
+    after = running.call(Command.DESCRIBE).result.memory
+    assert (after["arena"], after["host_tier"]) == (before["arena"], before["host_tier"])
     assert isinstance(running.call(Command.UNLOAD, "r16").error, AdapterNotFound)
 
 
-def test_requests_that_come_while_it_drains_load_it_again(start: Callable) -> None:
-    running = start()
+def test_requests_that_come_while_it_drains_load_it_again(start: Callable, host_bytes: int) -> None:
+    running = start(host_bytes=host_bytes)
     running.submit("first", [5], "r16", max_tokens=100)
     running.until(lambda: "first" in running.outputs)
     reply = running.call(Command.UNLOAD, "r16")
@@ -45,6 +53,30 @@ def test_requests_that_come_while_it_drains_load_it_again(start: Callable) -> No
     running.submit("second", [5], "r16", max_tokens=3)
     assert len(running.result("second")[0]) == 3
     assert running.engine.built.residency.counters.pulls_done == 2
+
+
+def test_unload_of_what_is_loading_is_refused(start: Callable, host_bytes: int) -> None:
+    running = start(host_bytes=host_bytes)
+    running.store.gate.clear()
+    running.submit("r", [5], "r16", max_tokens=3)
+    assert isinstance(running.call(Command.UNLOAD, "r16").error, AdapterUnusable)
+    running.store.gate.set()
+    assert len(running.result("r")[0]) == 3
+
+
+def test_an_image_in_the_host_tier_stays_while_it_waits_for_the_device(start: Callable) -> None:
+    """r16 is one copy away and waits for device room; the pull of r64 needs host room."""
+    running = start(arena_bytes=360 << 10, host_bytes=360 << 10)
+    for request_id, name in (("0", "r16"), ("1", "r33")):
+        running.submit(request_id, [5], name, max_tokens=2)
+        running.result(request_id)
+    running.submit("runs", [5], "r33", max_tokens=200)
+    running.until(lambda: "runs" in running.outputs)
+    for index, name in enumerate(("r16", "r64", "r3", "r16")):
+        running.submit(f"w{index}", [5], name, max_tokens=2)
+    for request_id in ("w0", "w1", "w2", "w3", "runs"):
+        assert running.result(request_id)[1].error is None
+    running.check_idle()
 
 
 def test_a_pinned_adapter_stays(start: Callable) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.core import Sequence
+from inference_svc.core import SampledToken, Sequence
 from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.settle import SampledToken
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 

@@ -20,10 +20,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     def allocate(self, sizes: list[int]) -> None:
         cuts = [sum(sizes[:i]) * GRANULE_BYTES for i in range(len(sizes))]
         size = sum(sizes) * GRANULE_BYTES
-        largest, free = self.allocator.largest_free_bytes, self.allocator.free_bytes
+        holes, free = self.holes(), self.allocator.free_bytes
+        largest = max(holes, default=0)
         extents = self.allocator.allocate(size - 3, cuts)
         if extents is None:
             assert largest < size
+            # The largest piece between two cuts fits nowhere, or the holes are too few for all.
+            pieces = [part * GRANULE_BYTES for part in sizes]
+            assert not self.fits_one_by_one(pieces, holes)
             return
         assert (len(extents) == 1) == (largest >= size)
         assert self.allocator.free_bytes == free - size
@@ -34,6 +38,21 @@ class AllocatorMachine(RuleBasedStateMachine):
             position += extent.num_bytes
         assert position == size
         self.held.append(extents)
+
+    def holes(self) -> list[int]:
+        used = sorted((e.start, e.end) for extents in self.held for e in extents)
+        starts = [0, *(end for _, end in used)]
+        ends = [*(start for start, _ in used), self.allocator.capacity]
+        return [end - start for start, end in zip(starts, ends, strict=True) if end > start]
+
+    @staticmethod
+    def fits_one_by_one(pieces: list[int], holes: list[int]) -> bool:
+        """Whether the pieces, in order, fill the holes, largest first, as far as each goes."""
+        left = list(pieces)
+        for hole in sorted(holes, reverse=True):
+            while left and left[0] <= hole:
+                hole -= left.pop(0)
+        return not left
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

@@ -31,18 +31,19 @@ class Loop:
         slab = None if host is None else host.slab
         self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
         memory = self.arena.memory if host is None else host.memory
-        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller, 64)
-        self.residency.set_layout(LAYOUT_ID, 0.0)
+        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller, 64, 10.0)
+        self.residency.set_layout(LAYOUT_ID)
         self.failures: list[tuple[str, Exception]] = []
+        self.queue: list[str] = []
 
     def turn(self, timeout_s: float = 0.02) -> None:
         with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
-        self.residency.advance(time.monotonic())
+        self.residency.advance(time.monotonic(), lambda: self.queue)
         self.failures += self.residency.take_failures()
         self.arena.apply(self.residency.take_changes())
-        self.residency.settled()
-        self.residency.check_integrity()
+        self.residency.copied()
+        self.residency.check_integrity(self.residency._waiters)
 
     def until(self, condition) -> None:
         deadline = time.monotonic() + 10
@@ -53,7 +54,7 @@ class Loop:
     def load(self, digest: str) -> int:
         """Wants, waits and acquires."""
         self.residency.want(digest, time.monotonic())
-        self.until(lambda: self.residency.is_ready(digest, time.monotonic()))
+        self.until(lambda: self.residency.can_run(digest))
         return self.residency.acquire(digest)
 
 
@@ -151,7 +152,7 @@ def test_wanted_again_while_the_cancelled_load_ends(loop: Loop, store) -> None:
     loop.residency.unwant("aaaa")
     loop.residency.want("aaaa", 0.0)
     store.gate.set()
-    loop.until(lambda: loop.residency.is_ready("aaaa", 0.0))
+    loop.until(lambda: loop.residency.can_run("aaaa"))
     assert_computes(loop, store, "aaaa", loop.residency.acquire("aaaa"))
 
 
@@ -174,10 +175,10 @@ def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
     for digest in ("aaaa", "bbbb"):
         loop.load(digest)
     loop.residency.want("cccc", 0.0)
-    loop.until(lambda: loop.residency.waits_for_room("cccc"))
-    assert loop.residency.waiting_on_store_since_s("cccc") is None
+    loop.until(lambda: "cccc" in loop.residency.room_waits())
+    assert loop.residency.store_wait_since_s("cccc") is None
     loop.residency.release("aaaa")
-    loop.until(lambda: loop.residency.is_ready("cccc", 0.0))
+    loop.until(lambda: loop.residency.can_run("cccc"))
     assert_computes(loop, store, "cccc", loop.residency.acquire("cccc"))
     assert loop.residency.device.get("bbbb") is not None
 
@@ -188,7 +189,7 @@ def test_what_the_queue_needs_sooner_is_not_evicted(loop: Loop, store) -> None:
     for digest in ("aaaa", "bbbb"):
         loop.load(digest)
         loop.residency.release(digest)
-    loop.residency.ahead_of = lambda digest: {"aaaa"}
+    loop.queue = ["aaaa", "cccc"]
     loop.load("cccc")
     assert loop.residency.can_run("aaaa")
     assert not loop.residency.can_run("bbbb")
@@ -208,7 +209,7 @@ def test_unload_drains_then_frees(loop: Loop, store) -> None:
     loop.load("aaaa")
     assert loop.residency.unload("aaaa") > 0
     assert loop.residency.is_draining("aaaa")
-    assert not loop.residency.is_ready("aaaa", 0.0)
+    assert not loop.residency.can_run("aaaa")
     loop.residency.release("aaaa")
     assert loop.residency.device.used_bytes == 0
     if loop.residency.host is not None:
@@ -229,3 +230,47 @@ def test_an_image_cut_by_fragmentation_computes_the_same(loop: Loop, store) -> N
     assert resident is not None
     assert len(resident.extents) == 2
     assert_computes(loop, store, "cccc", slot)
+
+
+def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
+    """More of them than there are pull threads; a load that needs no room still ends."""
+    for digest in ("aaaa", "bbbb", "cccc", "dddd", "eeee"):
+        store.add(digest)
+    for digest in ("aaaa", "bbbb"):
+        loop.load(digest)
+    waiting = ("cccc", "dddd", "eeee")
+    for digest in waiting:
+        loop.residency.want(digest, 0.0)
+    loop.until(lambda: len(loop.residency.room_waits()) == 3)
+    loop.residency.want("missing", 0.0)
+    loop.until(lambda: loop.failures)
+    loop.residency.unwant("missing")
+    for digest in waiting:
+        loop.residency.unwant(digest)
+    loop.until(lambda: loop.residency.num_loading == 0)
+
+
+def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None:
+    """So that the next request finds it; one that stands still is given up."""
+    store.add("aaaa")
+    store.gate.clear()
+    loop.residency.want("aaaa", 0.0)
+    loop.until(lambda: loop.residency._loads["aaaa"].header is not None)
+    loop.turn()
+    loop.residency.unwant("aaaa", expired=True)
+    loop.turn()
+    assert loop.residency.num_loading == 1
+    store.gate.set()
+    memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
+    loop.until(lambda: loop.residency.num_loading == 0)
+    assert "aaaa" in memory
+
+    store.add("bbbb")
+    store.gate.clear()
+    loop.residency.stall_s = 0.1
+    loop.residency.want("bbbb", 0.0)
+    loop.until(lambda: loop.residency._loads["bbbb"].header is not None)
+    loop.turn()
+    loop.residency.unwant("bbbb", expired=True)
+    loop.until(lambda: loop.residency.num_loading == 0)
+    assert "bbbb" not in memory

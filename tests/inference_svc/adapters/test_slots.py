@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.slots import Shape, Slots
 from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.errors import NoRoom
 
@@ -27,7 +27,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(16 * KIB, 4, pin_reserve_bytes=6 * KIB)
+        self.slots = Slots(16 * KIB, 4, Shape.of(header("largest", 6)))
         self.users: dict[str, int] = {}
 
     @rule(digest=digests, kib=st.integers(1, 6), keep=st.sets(digests, max_size=3))
@@ -35,6 +35,7 @@ class SlotsMachine(RuleBasedStateMachine):
         if digest in self.slots:
             return
         before = {r.digest: r for r in self.slots.residents()}
+        could_fit = self.slots.admits(header(digest, kib))
         resident = self.slots.reserve(header(digest, kib), keep)
         gone = set(before) - {r.digest for r in self.slots.residents()}
         for lost in gone:
@@ -42,9 +43,12 @@ class SlotsMachine(RuleBasedStateMachine):
             assert not before[lost].pinned
             assert not self.users.get(lost)
             assert lost not in keep
-        if resident is not None:
-            assert resident.num_bytes == kib * KIB
-            self.users[digest] = 0
+        if resident is None:
+            assert not gone, "evicted in vain"
+            return
+        assert could_fit
+        assert resident.num_bytes == kib * KIB
+        self.users[digest] = 0
 
     @rule(digest=digests)
     def make_ready(self, digest: str) -> None:
@@ -85,9 +89,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_leave_room_for_the_largest(self) -> None:
-        pinned = sum(r.num_bytes for r in self.slots.residents() if r.pinned)
-        assert pinned + self.slots.pin_reserve_bytes <= self.slots.capacity
-        assert self.slots.admits(6 * KIB)
+        assert self.slots.admits(header("largest", 6))
 
 
 TestSlots = SlotsMachine.TestCase
@@ -120,9 +122,30 @@ def test_evicts_nothing_in_vain() -> None:
 
 
 def test_pins_that_would_block_others_are_refused() -> None:
-    slots = Slots(8 * KIB, 8, pin_reserve_bytes=4 * KIB)
+    slots = Slots(8 * KIB, 8, Shape.of(header("largest", 4)))
     for digest in "ab":
         ready(slots, digest, 3)
     slots.pin("a")
     with pytest.raises(NoRoom, match="adapter_memory"):
         slots.pin("b")
+
+
+def test_evicts_nothing_in_vain_when_memory_is_fragmented() -> None:
+    """Eight KiB are free or idle, in holes of two between used images; six in one piece are not."""
+    slots = Slots(16 * KIB, 16)
+    for digest in "abcdefgh":
+        ready(slots, digest, 2)
+    for digest in "aceg":
+        slots.acquire(digest, 0.0)
+    whole = ImageHeader("w", "w", "layout", 1, 6 * KIB, (Segment(0, "a", 1, 0, 6 * KIB),))
+    assert not slots.reserve(whole)
+    assert len(slots) == 8
+
+
+def test_what_nobody_waits_for_goes_first() -> None:
+    slots = Slots(4 * KIB, 8)
+    for digest in "abcd":
+        ready(slots, digest, 1)
+    slots.reserve(header("e", 1), wanted={"a", "b"})
+    assert "c" not in slots
+    assert "a" in slots

@@ -1,0 +1,144 @@
+"""One pull: what is verified so far, where the bytes go, and what it says to the engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inference_svc.adapters.extents import Extent
+from inference_svc.adapters.store import ImageHeader, PullStream
+from inference_svc.errors import InferenceError
+
+
+class ImageSink:
+    """Writes image bytes to where their extents lie in `memory`, a writable byte view."""
+
+    def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
+        self._memory = memory
+        self._extents = sorted(extents, key=lambda extent: extent.image_offset)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """The bytes must lie within the image."""
+        view, written = memoryview(data), 0
+        for extent in self._extents:
+            start = max(offset, extent.image_offset)
+            end = min(offset + len(data), extent.image_offset + extent.num_bytes)
+            if start < end:
+                at = extent.start + start - extent.image_offset
+                self._memory[at : at + end - start] = view[start - offset : end - offset]
+                written += end - start
+        assert written == len(data), "bytes outside the image's extents"
+
+
+@dataclass
+class Progress:
+    """What of an image is verified: `offset` bytes, in parts of these hashes. `sink` is where they
+    went; without one the image waits for room."""
+
+    header: ImageHeader | None = None
+    offset: int = 0
+    part_hashes: list[bytes] = field(default_factory=list)
+    sink: ImageSink | None = None
+    num_corrupt: int = 0
+
+    def begin(self, header: ImageHeader) -> None:
+        self.header, self.offset, self.part_hashes, self.sink = header, 0, [], None
+
+    def restart(self) -> None:
+        self.offset, self.part_hashes = 0, []
+
+
+class Parked(Exception):
+    """No room came in time; whoever grants it queues the job again."""
+
+
+class PullJob:
+    """One digest on its way. The engine's thread owns it together with the puller; `progress`
+    belongs to the pull thread that works on it.
+
+    `last_progress_s` is when bytes last arrived, on the monotonic clock.
+    """
+
+    def __init__(self, digest: str, layout_id: str) -> None:
+        self.digest = digest
+        self.layout_id = layout_id
+        self.progress = Progress()
+        self.last_progress_s = time.monotonic()
+        self._grants: queue.SimpleQueue[ImageSink | None] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: PullStream | None = None
+        self._is_parked = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def grant(self, sink: ImageSink) -> bool:
+        """Room for the image. True: the job is parked, and must be queued again."""
+        with self._lock:
+            self._grants.put(sink)
+            was_parked, self._is_parked = self._is_parked, False
+            return was_parked
+
+    def cancel(self) -> bool:
+        """Ends the pull. True: it is parked, so that nobody will report its end."""
+        self._cancelled.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        with self._lock:
+            self._grants.put(None)
+            was_parked, self._is_parked = self._is_parked, False
+            return was_parked
+
+    def attach(self, stream: PullStream) -> None:
+        self._stream = stream
+        if self.is_cancelled:
+            stream.cancel()
+
+    def wait_for_grant(self, timeout_s: float) -> ImageSink | None:
+        """The room granted, or None if the job is cancelled. Raises Parked if neither came in
+        time: the job is no longer the caller's."""
+        try:
+            return self._grants.get(timeout=timeout_s)
+        except queue.Empty:
+            pass
+        with self._lock:
+            if self._grants.empty():
+                self._is_parked = True
+                raise Parked
+        return self._grants.get()
+
+    def wait_before_retry(self, delay_s: float) -> None:
+        self._cancelled.wait(delay_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PullOpened:
+    """The size is known; the job waits for room. Comes again if the image's identity changed, and
+    then the earlier grant is void."""
+
+    job: PullJob
+    header: ImageHeader
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """Every byte is in the granted memory and verified."""
+
+    job: PullJob
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The job writes no more. `error` is None when it was cancelled."""
+
+    job: PullJob
+    error: InferenceError | None
+
+
+PullEvent = PullOpened | PullDone | PullFailed

@@ -1,0 +1,168 @@
+"""A store that breaks the protocol: nothing of it is ever computed with, and nothing hangs."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.pull_job import (
+    ImageSink,
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    PullOpened,
+)
+from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.store import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+)
+from inference_svc.errors import CorruptImage
+
+LAYOUT_ID = "sha256:layout"
+
+
+class Scripted:
+    """A store that says what it is told to, to every pull."""
+
+    def __init__(self, messages: list[PullMessage]) -> None:
+        self.messages = messages
+        self.num_pulls = 0
+
+    def pull(self, *_asked: object) -> Scripted:
+        self.num_pulls += 1
+        return self
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        return iter(self.messages)
+
+    def cancel(self) -> None:
+        pass
+
+
+def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
+    """How a pull of these messages ends; room is granted at once."""
+    events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
+    puller = Puller(Scripted(messages), 1, events.put, layout.check_header)
+    job = PullJob("aaaa", LAYOUT_ID)
+    puller.start(job)
+    memory = memoryview(bytearray(1 << 16))
+    while isinstance(event := events.get(timeout=10), PullOpened):
+        slots = Slots(1 << 16, 1)
+        resident = slots.reserve(event.header)
+        assert resident is not None
+        if job.grant(ImageSink(memory, resident.extents)):
+            puller.start(job)
+    puller.close()
+    return event
+
+
+@pytest.fixture
+def good(store) -> list[PullMessage]:
+    store.add("aaaa")
+    return list(store.pull("aaaa", LAYOUT_ID))
+
+
+def test_a_good_stream_is_done(good: list[PullMessage], layout: ModelLayout) -> None:
+    assert isinstance(outcome(good, layout), PullDone)
+
+
+def without(kind: type, count: int | None = None) -> Callable[[list], list]:
+    def change(messages: list) -> list:
+        found = [m for m in messages if isinstance(m, kind)][:count]
+        return [m for m in messages if m not in found]
+
+    return change
+
+
+def second_half(messages: list) -> list:
+    """Leaves out the last part, with a trailer that agrees."""
+    ends = [i for i, m in enumerate(messages) if isinstance(m, LayerEnd)]
+    kept = messages[: ends[-2] + 1]
+    hashes = b"".join(m.sha256 for m in kept if isinstance(m, LayerEnd))
+    return [*kept, ImageTrailer(hashlib.sha256(hashes).digest())]
+
+
+def only_a_trailer(messages: list) -> list:
+    return [messages[0], ImageTrailer(hashlib.sha256(b"").digest())]
+
+
+def beyond_the_end(messages: list) -> list:
+    total = messages[0].total_bytes
+    return [*messages[:-1], ImageChunk(total, b"x" * 256), messages[-1]]
+
+
+def moved(messages: list) -> list:
+    return [replace(m, offset=m.offset + 256) if isinstance(m, ImageChunk) else m for m in messages]
+
+
+BROKEN: dict[str, Callable[[list], list]] = {
+    "only-a-trailer": only_a_trailer,
+    "half-the-bytes": second_half,
+    "no-hashes": without(LayerEnd),
+    "a-chunk-missing": without(ImageChunk, 1),
+    "bytes-beyond-the-end": beyond_the_end,
+    "bytes-elsewhere": moved,
+    "wrong-trailer": lambda messages: [*messages[:-1], ImageTrailer(b"0" * 32)],
+    "another-digest": lambda messages: [replace(messages[0], digest="bbbb"), *messages[1:]],
+    "another-layout": lambda messages: [replace(messages[0], layout_id="?"), *messages[1:]],
+    "starts-in-the-middle": lambda messages: [replace(messages[0], offset=256), *messages[1:]],
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_streams_are_corrupt(
+    case: str, good: list[PullMessage], layout: ModelLayout
+) -> None:
+    event = outcome(BROKEN[case](good), layout)
+    assert isinstance(event, PullFailed)
+    assert isinstance(event.error, CorruptImage)
+
+
+def change_segment(index: int, **fields: object) -> Callable[[ImageHeader], ImageHeader]:
+    def change(header: ImageHeader) -> ImageHeader:
+        segments = list(header.segments)
+        segments[index] = replace(segments[index], **fields)
+        return replace(header, segments=tuple(segments))
+
+    return change
+
+
+HEADERS: dict[str, Callable[[ImageHeader], ImageHeader]] = {
+    "rank-0": change_segment(0, rank=0, length_bytes=0),
+    "ranks-differ": change_segment(1, rank=64),
+    "short-segment": change_segment(0, length_bytes=4),
+    "unknown-kind": change_segment(0, kind="bias"),
+    "target-beyond-the-layout": change_segment(0, target=99),
+    "overlap": change_segment(1, offset=0),
+    "unaligned": change_segment(1, offset=1025),
+    "no-segments": lambda header: replace(header, segments=()),
+    "an-a-alone": lambda header: replace(header, segments=header.segments[:1]),
+    "targets-in-disorder": lambda header: replace(
+        header, segments=(*header.segments[2:4], *header.segments[:2])
+    ),
+    "nothing-in-it": lambda header: replace(header, total_bytes=0),
+    "more-than-its-segments": lambda header: replace(header, total_bytes=1 << 40),
+    "unknown-format": lambda header: replace(header, image_format=9),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_that_do_not_fit_the_layout_are_corrupt(
+    case: str, good: list[PullMessage], layout: ModelLayout
+) -> None:
+    header = good[0]
+    assert isinstance(header, ImageHeader)
+    layout.check_header(header)
+    with pytest.raises(CorruptImage):
+        layout.check_header(HEADERS[case](header))
