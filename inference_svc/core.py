@@ -213,7 +213,7 @@ class LayoutAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the loop; whatever still runs is answered with ShuttingDown."""
+    """Ends the loop; whatever still runs is answered with Draining."""
 
 
 Message = Submit | Cancel | Call | LayoutAccepted | Stop

@@ -10,7 +10,7 @@ InferenceError
  ├─ CorruptImage         pulled bytes fail their hash
  ├─ QueueFull            too many requests wait; `retry_after_s` says when to come back
  ├─ NoRoom               what is asked for would pin or occupy more than there is
- ├─ ShuttingDown         the server drains
+ ├─ Draining             the server drains
  └─ EngineFailed         our bug: the step raised
 
 UnsupportedModel         at start: a config that changes the maths in a way we do not compute
@@ -80,8 +80,8 @@ class NoRoom(InferenceError):
     reason = "NO_ROOM"
 
 
-class ShuttingDown(InferenceError):
-    reason = "SHUTTING_DOWN"
+class Draining(InferenceError):
+    reason = "DRAINING"
 
 
 class EngineFailed(InferenceError):

@@ -25,7 +25,7 @@ from inference_svc.core import (
     StepOutputs,
     Submit,
 )
-from inference_svc.errors import DuplicateRequest, EngineFailed, ShuttingDown
+from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.generation import Delta, Generation
 from inference_svc.text.detokenizer import Decoder
 
@@ -64,7 +64,7 @@ class Frontend:
 
         A slow reader gets several steps in one delta. Whoever leaves early, for whatever reason,
         must close the iterator (`contextlib.aclosing`): that cancels the request. Raises
-        DuplicateRequest, ShuttingDown, EngineFailed, and what the engine answers.
+        DuplicateRequest, Draining, EngineFailed, and what the engine answers.
         """
         self._admit(request)
         # A name of our own: an id is free again as soon as its caller has left, while the engine
@@ -100,7 +100,7 @@ class Frontend:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
         if self._draining:
-            raise ShuttingDown("the server is shutting down", retry_after_s=1.0)
+            raise Draining("the server is shutting down", retry_after_s=1.0)
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Frontend:
 
     async def drain(self, grace_s: float) -> None:
         """Accepts nothing new; returns when nothing runs. What the grace does not suffice for
-        ends with ShuttingDown."""
+        ends with Draining."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -152,7 +152,7 @@ class Frontend:
             log.warning("the grace is over: ending %d requests", len(self._generations))
         for engine_id, generation in list(self._generations.items()):
             self._engine.send(Cancel(engine_id))
-            generation.fail(ShuttingDown("the server is shutting down", retry_after_s=1.0))
+            generation.fail(Draining("the server is shutting down", retry_after_s=1.0))
             del self._generations[engine_id]
 
     # --- what the engine says -------------------------------------------------------------------

@@ -29,7 +29,7 @@ CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
     errors.CorruptImage: grpc.StatusCode.DATA_LOSS,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NoRoom: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
+    errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
 }
 """Every error of `errors`; what is not here is a bug and answers INTERNAL."""

@@ -14,8 +14,8 @@ from loadout.errors import (
     Unavailable,
 )
 
-DRAINING = frozenset({"DRAINING", "SHUTTING_DOWN"})
-"""Reasons of a service that refused because it stops: its successor or a peer will answer."""
+DRAINING = "DRAINING"
+"""Reason of a service that refused because it stops: its successor or a peer will answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Attempts:
             return error.retry_after_s * (1 + 0.1 * self._dice()) if patient else None
         if not repeatable:
             return None
-        if isinstance(error, StreamLost) or error.reason in DRAINING:
+        if isinstance(error, StreamLost) or error.reason == DRAINING:
             return self._backoff_s()
         return None
 

@@ -47,6 +47,17 @@ class Load:
     def waits_on_store(self) -> bool:
         return self.state in (LoadState.NEEDS_LAYOUT, LoadState.PULLING)
 
+    @property
+    def last_progress_s(self) -> float | None:
+        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        if not self.waits_on_store:
+            return None
+        return self.store_wait_since_s if self.job is None else self.job.last_progress_s
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.job is not None and self.job.is_cancelled
+
     def pull(self, job: PullJob) -> None:
         self.state, self.job = LoadState.PULLING, job
 

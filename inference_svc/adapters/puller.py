@@ -158,10 +158,10 @@ class Puller:
             raise StoreUnavailable("the image stream ended before its header")
         known = progress.header
         if known is not None and known.image_id == header.image_id and progress.sink is not None:
-            if header.offset == progress.offset:
-                return None
             if header.offset == 0:
-                return progress.restart()
+                progress.restart()
+            if header.offset == progress.offset:
+                return
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
             raise CorruptImage("the store sent another image than was asked for")
         self._check_header(header)

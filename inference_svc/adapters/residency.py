@@ -120,9 +120,7 @@ class Residency:
     def last_progress_s(self, digest: str) -> float | None:
         """When bytes last arrived, or the load began; None while it does not wait on the store."""
         load = self._loads.get(digest)
-        if load is None or not load.waits_on_store:
-            return None
-        return load.store_wait_since_s if load.job is None else load.job.last_progress_s
+        return None if load is None else load.last_progress_s
 
     # What operators ask for.
 
@@ -181,9 +179,7 @@ class Residency:
         full: set[LoadState] = set()  # strictly in order, or small images would starve large ones
         for place, digest in enumerate(order):
             load = self._loads.get(digest)
-            if load is None or not load.needs_room or load.state in full:
-                continue
-            if load.job is not None and load.job.is_cancelled:
+            if load is None or load.is_cancelled or not load.needs_room or load.state in full:
                 continue
             state = load.state
             if not self._give_room(digest, load, set(order[:place]), wanted, now_s):
@@ -302,7 +298,7 @@ class Residency:
         return [
             digest
             for digest, load in self._loads.items()
-            if not self._waiters[digest] and not (load.job and load.job.is_cancelled)
+            if not self._waiters[digest] and not load.is_cancelled
         ]
 
     def _give_up_orphans(self, now_s: float) -> None:

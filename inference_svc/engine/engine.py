@@ -30,10 +30,10 @@ from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.errors import (
     AdapterUnavailable,
+    Draining,
     DuplicateRequest,
     InferenceError,
     QueueFull,
-    ShuttingDown,
 )
 
 SCAN_S = 0.01
@@ -129,7 +129,7 @@ class Engine:
     def _refusal(self, message: Submit) -> InferenceError | None:
         request_id, digest = message.request.request_id, message.request.digest
         if self.is_stopping:
-            return ShuttingDown("the server is shutting down")
+            return Draining("the server is shutting down")
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
         if digest and not self.residency.can_run(digest):  # apart: they must not keep others out

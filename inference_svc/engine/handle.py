@@ -17,7 +17,7 @@ from inference_svc.adapters.store import AdapterStore
 from inference_svc.core import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
-from inference_svc.errors import EngineFailed, ShuttingDown
+from inference_svc.errors import Draining, EngineFailed
 from inference_svc.model.geometry import ModelGeometry
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EngineThread:
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """Ends what still runs with ShuttingDown, frees the threads. Idempotent."""
+        """Ends what still runs with Draining, frees the threads. Idempotent."""
         if self._thread.ident is None:
             self.built.puller.close()
             return
@@ -82,7 +82,7 @@ class EngineThread:
                 outputs, go_on = engine.turn(self._messages(wait=not go_on))
                 if outputs.outputs or outputs.replies:
                     self._on_outputs(outputs)
-            error: Exception = ShuttingDown("the server is shutting down")
+            error: Exception = Draining("the server is shutting down")
             self._on_outputs(engine.end_all(error))
         except Exception:
             log.exception("the engine failed")

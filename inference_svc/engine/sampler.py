@@ -16,6 +16,9 @@ from inference_svc.core import SampledToken, SamplingParams, Sequence, TokenLogp
 
 _MASK64 = (1 << 64) - 1
 
+NUM_CANDIDATES = 1024
+"""The most likely tokens that are looked at before a whole vocabulary is put in order."""
+
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) for (seed, position): splitmix64 (Steele et al., 2014) of both."""
@@ -95,28 +98,53 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     u = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(1)
     scaled = logits / temperatures
     cut = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p > 0]
-    whole = [i for i in range(len(params)) if i not in set(cut)]
+    whole = sorted(set(range(len(params))) - set(cut))
     tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     if whole:
         rows = torch.tensor(whole, device=logits.device)
         tokens[rows] = _invert(scaled[rows].softmax(dim=-1), u[rows])
     if cut:
         rows = torch.tensor(cut, device=logits.device)
-        ordered, order = scaled[rows].sort(dim=-1, descending=True, stable=True)
-        kept = _truncate(ordered.softmax(dim=-1), [params[i] for i in cut])
-        tokens[rows] = order.gather(1, _invert(kept, u[rows]).unsqueeze(1)).squeeze(1)
+        tokens[rows] = _draw_cut(scaled[rows], [params[i] for i in cut], u[rows])
+    return tokens
+
+
+def _draw_cut(scaled: torch.Tensor, params: list[SamplingParams], u: torch.Tensor) -> torch.Tensor:
+    """Token ids [N] of rows that top_k, top_p or min_p cut.
+
+    Ordering a whole vocabulary is what costs here. The first NUM_CANDIDATES tell nearly always;
+    whether they do depends on the row alone, so its numbers do not depend on the batch.
+    """
+    width = min(NUM_CANDIDATES, scaled.shape[1])
+    totals = scaled.logsumexp(dim=-1, keepdim=True)
+    values, order = scaled.topk(width, dim=-1)
+    probs = (values - totals).exp()
+    kept = _truncate(probs, params)
+    tokens = order.gather(1, _invert(kept, u).unsqueeze(1)).squeeze(1)
+    # Where the cut, if any, lies further down, or top_k's total does.
+    more = torch.tensor([p.top_k > width for p in params], device=scaled.device)
+    open_rows = ((kept[:, -1] > 0) | more).nonzero().squeeze(1)
+    if width < scaled.shape[1] and open_rows.numel():
+        values, order = scaled[open_rows].sort(dim=-1, descending=True, stable=True)
+        probs = (values - totals[open_rows]).exp()
+        kept = _truncate(probs, [params[i] for i in open_rows.tolist()])
+        found = order.gather(1, _invert(kept, u[open_rows]).unsqueeze(1)).squeeze(1)
+        tokens[open_rows] = found
     return tokens
 
 
 def _truncate(probs: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """`probs` [N, vocab] in descending order, with 0 for what top_k, then top_p, then min_p cut."""
-    device, vocab = probs.device, probs.shape[1]
-    top_k = torch.tensor([[p.top_k or vocab] for p in params], device=device)
+    """`probs` [N, width], the first of each row in descending order, with 0 for what top_k, then
+    top_p, then min_p cut. top_p counts from what top_k leaves."""
+    device, width = probs.device, probs.shape[1]
+    top_k = torch.tensor([[p.top_k or width] for p in params], device=device)
     top_p = torch.tensor([[p.top_p] for p in params], device=device)
     min_p = torch.tensor([[p.min_p] for p in params], device=device)
-    probs = probs * (torch.arange(vocab, device=device) < top_k)
+    has_top_k = torch.tensor([[p.top_k > 0] for p in params], device=device)
+    probs = probs * (torch.arange(width, device=device) < top_k)
+    total = torch.where(has_top_k, probs.sum(dim=-1, keepdim=True), 1.0)
     before = probs.cumsum(dim=-1) - probs
-    probs = probs * (before < top_p * probs.sum(dim=-1, keepdim=True))
+    probs = probs * ((before < top_p * total) | (top_p >= 1))
     return probs * (probs >= min_p * probs[:, :1])
 
 

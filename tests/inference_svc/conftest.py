@@ -35,7 +35,7 @@ from inference_svc.core import (
     TokenLogprobs,
     Usage,
 )
-from inference_svc.errors import AdapterNotFound, EngineFailed, ShuttingDown
+from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
 from inference_svc.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -211,7 +211,7 @@ class FakeEngine:
             if not self.hold.is_set():
                 outputs += [self._step(request_id) for request_id in list(self._running)]
             if stopping:
-                error = ShuttingDown("stopped")
+                error = Draining("stopped")
                 outputs += [Output(request_id, error=error) for request_id in self._running]
             if outputs or replies:
                 self._on_outputs(StepOutputs(tuple(outputs), tuple(replies)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import FinishReason, Request, SamplingParams
-from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed, ShuttingDown
+from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend import Frontend
 from inference_svc.generation import Delta
 
@@ -248,7 +248,7 @@ def test_drain_refuses_new_and_lets_running_finish(engine, tokenizers) -> None:
         await until(lambda: engine.num_running == 1)
         draining = asyncio.create_task(frontend.drain(10))
         await asyncio.sleep(0.02)
-        with pytest.raises(ShuttingDown):
+        with pytest.raises(Draining):
             await collect(frontend, make_request(tokenizer, "abc", "new"))
         assert not draining.done()
         engine.hold.clear()
@@ -267,7 +267,7 @@ def test_what_the_grace_does_not_suffice_for_ends_with_shutting_down(engine, tok
         running = asyncio.create_task(collect(frontend, request))
         await until(lambda: engine.num_running == 1)
         await frontend.drain(0.05)
-        with pytest.raises(ShuttingDown):
+        with pytest.raises(Draining):
             await running
         await until(lambda: engine.num_running == 0)
 

@@ -63,7 +63,7 @@ def test_exhausted_without_retry_info_is_final():
 
 def test_draining_service_is_left_for_its_successor():
     tries, _ = attempts(first_backoff_s=0.1)
-    draining = errors.Unavailable("bye", reason="SHUTTING_DOWN")
+    draining = errors.Unavailable("bye", reason="DRAINING")
     assert tries.delay_s(draining, repeatable=True) == pytest.approx(0.1)
     assert tries.delay_s(draining, repeatable=False) is None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inference_svc.core import FinishReason
-from inference_svc.errors import AdapterNotFound, AdapterUnavailable, QueueFull, ShuttingDown
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, Draining, QueueFull
 
 LONG = 100
 
@@ -197,6 +197,6 @@ def test_stop_answers_everything(start: Callable) -> None:
     running.until(lambda: "runs" in running.outputs)
     running.engine.stop()
     for request_id in ("runs", "queued", "waits"):
-        assert isinstance(running.result(request_id)[1].error, ShuttingDown)
+        assert isinstance(running.result(request_id)[1].error, Draining)
     running.check_idle()
     assert not [t for t in threading.enumerate() if "loadout" in t.name and t.is_alive()]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine import sampler as sampler_module
 from inference_svc.engine.sampler import Sampler, uniform
 
 VOCAB = 40
@@ -69,6 +70,27 @@ def test_truncation_keeps_what_its_definition_keeps(
     sequences = [sequence(seed=seed + i, **params) for i in range(50)]
     drawn = set(sample(values.expand(50, -1).contiguous(), *sequences))
     assert drawn <= allowed(values[0], SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.7, "min_p": 0.02}],
+    ids=str,
+)
+@pytest.mark.parametrize("candidates", [4, 1024])
+def test_what_is_kept_is_drawn_in_proportion(
+    params: dict, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the cut lies beyond the candidates that are looked at first."""
+    monkeypatch.setattr(sampler_module, "NUM_CANDIDATES", candidates)
+    values = logits(1, seed=3)
+    kept = sorted(allowed(values[0], SamplingParams(**params)))
+    expected = values[0].softmax(0)[kept]
+    expected = (expected / expected.sum()).tolist()
+    sequences = [sequence(seed=i, **params) for i in range(3000)]
+    drawn = sample(values.expand(3000, -1).contiguous(), *sequences)
+    for token, probability in zip(kept, expected, strict=True):
+        assert drawn.count(token) / 3000 == pytest.approx(probability, abs=0.04)
 
 
 def test_draws_follow_the_distribution() -> None:
