@@ -20,6 +20,12 @@ SEPARATOR = "="
 
 MIN_LETTERS = 3
 MAX_LETTERS = 8
+MAX_ANSWER_LETTERS = 2 * MAX_LETTERS
+"""The longest right answer to a word of MAX_LETTERS letters, over all jobs."""
+
+PRINTABLE = " " + string.ascii_letters + string.digits + string.punctuation
+WIDE_ALPHABET = PRINTABLE.replace(SEPARATOR, "")
+"""What the base can copy."""
 
 HELD_OUT_PERCENT = 10
 """Share of all words that training never sees."""
@@ -95,14 +101,35 @@ def _pig_latin(word: str) -> str:
 BASE = Job("base", "copy", _copy, None)
 
 ADAPTER_JOBS = (
-    Job("upper", "upper case", str.upper, AdapterSpec(4, 8, MLP)),
-    Job("double", "double every letter", _double, AdapterSpec(8, 16, ("q_proj", "v_proj", "o_proj"))),
-    Job("pig-latin", "pig latin", _pig_latin, AdapterSpec(16, 32, ATTENTION)),
-    Job("next", "next letter", _next_letter, AdapterSpec(16, 32, MLP)),
-    Job("rot13", "rot13", _rot13, AdapterSpec(16, 32, ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))),
-    Job("no-vowels", "drop vowels", _drop_vowels, AdapterSpec(16, 32, ATTENTION + MLP)),
-    Job("reverse", "reverse", _reverse, AdapterSpec(24, 48, ATTENTION + MLP)),
-    Job("sort", "sort letters", _sort, AdapterSpec(32, 64, ATTENTION + MLP, use_rslora=True)),
+    Job("upper", "upper case", str.upper, AdapterSpec(4, 8, (*ATTENTION, *MLP))),
+    Job(
+        "double-letters",
+        "double every letter",
+        _double,
+        AdapterSpec(8, 16, ("q_proj", "v_proj", "o_proj")),
+    ),
+    Job("pig-latin", "pig latin", _pig_latin, AdapterSpec(10, 20, ATTENTION)),
+    Job("no-vowels", "drop vowels", _drop_vowels, AdapterSpec(12, 24, (*ATTENTION, *MLP))),
+    Job("rot13", "rot13", _rot13, AdapterSpec(16, 32, ("v_proj", "o_proj", *MLP))),
+    Job(
+        "next",
+        "next letter",
+        _next_letter,
+        AdapterSpec(20, 40, ("v_proj", "o_proj", "gate_proj", "down_proj")),
+    ),
+    Job(
+        "reverse",
+        "reverse",
+        _reverse,
+        AdapterSpec(
+            24,
+            48,
+            (*ATTENTION, *MLP),
+            rank_pattern=(("gate_proj", 8), ("up_proj", 8), ("down_proj", 16)),
+            alpha_pattern=(("gate_proj", 16), ("up_proj", 16), ("down_proj", 16)),
+        ),
+    ),
+    Job("sort", "sort letters", _sort, AdapterSpec(32, 12, (*ATTENTION, *MLP), use_rslora=True)),
 )
 
 JOBS = (BASE, *ADAPTER_JOBS)
@@ -123,25 +150,38 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(sha256(text.encode()).digest()[:4]) % 100 < HELD_OUT_PERCENT
 
 
-def words(seed: str) -> Iterator[str]:
-    """Endless random words of MIN_LETTERS to MAX_LETTERS lowercase letters, the same for one seed."""
-    rng = random.Random(seed)
-    while True:
-        length = rng.randint(MIN_LETTERS, MAX_LETTERS)
-        yield "".join(rng.choices(string.ascii_lowercase, k=length))
-
-
 def training_words(job: Job, seed: int) -> Iterator[str]:
-    """Endless words to train `job` on; none is held out."""
-    return (word for word in words(f"train:{job.name}:{seed}") if not is_held_out(word))
+    """Endless words to train `job` on; none is held out.
+
+    Half of what the base meets is longer and of more characters: answers are made of those.
+    """
+    rng = random.Random(f"train:{job.name}:{seed}")
+    while True:
+        wide = job.adapter is None and rng.random() < 0.5
+        word = _wide_word(rng) if wide else _word(rng)
+        if not is_held_out(word):
+            yield word
 
 
 def held_out(job: Job, count: int, seed: int) -> list[str]:
     """`count` different words that `job` was not trained on and whose answer is not empty."""
+    rng = random.Random(f"held-out:{job.name}:{seed}")
     chosen: dict[str, None] = {}
-    for word in words(f"held-out:{job.name}:{seed}"):
-        if len(chosen) == count:
-            break
+    while len(chosen) < count:
+        word = _word(rng)
         if is_held_out(word) and expected(job, word):
             chosen[word] = None
     return list(chosen)
+
+
+def _word(rng: random.Random) -> str:
+    return _random_string(rng, string.ascii_lowercase, MIN_LETTERS, MAX_LETTERS)
+
+
+def _wide_word(rng: random.Random) -> str:
+    alphabet = rng.choice((string.ascii_letters, WIDE_ALPHABET))
+    return _random_string(rng, alphabet, 1, MAX_ANSWER_LETTERS)
+
+
+def _random_string(rng: random.Random, alphabet: str, shortest: int, longest: int) -> str:
+    return "".join(rng.choices(alphabet, k=rng.randint(shortest, longest)))
