@@ -25,7 +25,7 @@ MAX_UNROLLED_CHARS = 200_000
 _PLAIN = re.compile(r"[A-Za-z0-9_.\-]*")
 # Read differently by the two packages (fuzzy counts, POSIX classes, set operations) or by a later
 # Python; or wide ranges that take milliseconds each to compile. No module path needs them.
-_REFUSED = re.compile(r"\[:|\[\^?\[|--|&&|~~|\{(?!\d{0,6}(,\d{0,6})?\})|[^\x00-\x7F]|\\[uUN]")
+_REFUSED = re.compile(r"\[:|\[\^?\[|--|&&|~~|\|\||\{(?!\d{0,6}(,\d{0,6})?\})|[^\x00-\x7F]|\\[uUN]")
 _COUNTS = re.compile(r"\{(\d*),?(\d*)\}")
 
 

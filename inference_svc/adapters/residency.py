@@ -127,7 +127,7 @@ class Residency:
     def unload(self, digest: str) -> int:
         """Drains and frees; returns the bytes that this frees, maybe later (`is_draining`)."""
         resident, hosted = self.device.get(digest), self._in_host(digest)
-        if digest in self._loads:
+        if digest in self._loads or digest in self._copying:
             raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         if resident is None and hosted is None:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")

@@ -271,6 +271,7 @@ def test_catastrophic_pattern_is_stopped(source):
         ("(?:ab){e<=1}", "PATTERN_INVALID"),
         ("(?R)", "PATTERN_INVALID"),
         ("[a--b]", "PATTERN_INVALID"),
+        ("[0||", "PATTERN_INVALID"),
         ("a{9999999999999}", "PATTERN_INVALID"),
         ("a{" + "9" * 5000 + "}", "PATTERN_INVALID"),
         ("a" * 8193, "PATTERN_TOO_LARGE"),

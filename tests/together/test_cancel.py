@@ -13,6 +13,7 @@ from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, Draining, QueueFull
 
 LONG = 100
+OURS = ("loadout-engine", "loadout-pull")
 
 
 def snapshot(running: Any) -> tuple[Any, ...]:
@@ -23,7 +24,7 @@ def snapshot(running: Any) -> tuple[Any, ...]:
         built.residency.device.used_bytes,
         0 if built.residency.host is None else built.residency.host.slots.used_bytes,
         len(built.residency.device),
-        sorted(thread.name for thread in threading.enumerate() if "loadout" in thread.name),
+        sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)),
     )
 
 
@@ -199,4 +200,4 @@ def test_stop_answers_everything(start: Callable) -> None:
     for request_id in ("runs", "queued", "waits"):
         assert isinstance(running.result(request_id)[1].error, Draining)
     running.check_idle()
-    assert not [t for t in threading.enumerate() if "loadout" in t.name and t.is_alive()]
+    assert not [t for t in threading.enumerate() if t.name.startswith(OURS) and t.is_alive()]
