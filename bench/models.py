@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -54,9 +53,3 @@ def make_adapter(model_dir: Path, folder: Path, seed: int, rank: int = 16) -> No
 def prompts(count: int, length: int, vocab: int = 8192) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, vocab, (count, length), generator=generator).tolist()
-
-
-def describe(folder: Path) -> dict[str, object]:
-    """What the figures were measured on."""
-    config = json.loads((folder / "config.json").read_text())
-    return {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}

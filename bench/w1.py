@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -144,7 +145,8 @@ def main() -> None:
     rates = measure(arguments.rounds)
     show(rates)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"workload": "W1", "machine": platform.processor(), "versions": versions}
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    result = {"workload": "W1", "machine": machine, "versions": versions}
     arguments.out.write_text(json.dumps(result | {"rates": rates}, indent=1) + "\n")
 
 
