@@ -139,7 +139,7 @@ def _commands(addresses: Addresses, *, is_demo: bool) -> list[str]:
         ]
     return [
         f"  loadout register NAME ./path/to/adapter{store}",
-        f"  loadout generate --adapter NAME{inference} TEXT",
+        f"  loadout generate --adapter NAME TEXT{inference}",
         f"  loadout top{inference}{metrics}{store}",
     ]
 
