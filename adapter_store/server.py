@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"].full_name
 MAX_MESSAGE_BYTES = 64 << 20  # the layout of a large model; a page of labelled adapters
+ANSWER_SECONDS = 0.5  # for the last answers to leave
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -78,7 +79,8 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(settings))
         metrics_address = stack.enter_context(_serving_metrics(store, settings.metrics_listen))
-        server = grpc.aio.server(interceptors=[StatusInterceptor(store.metrics)], options=_OPTIONS)
+        calls = StatusInterceptor(store.metrics)
+        server = grpc.aio.server(interceptors=[calls], options=_OPTIONS)
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(
             AdapterStoreServicer(store.registry), server
         )
@@ -92,7 +94,8 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         finally:
             await status.enter_graceful_shutdown()
             store.watch.close()
-            await server.stop(settings.grace_seconds)
+            await calls.drain(settings.grace_seconds)
+            await server.stop(ANSWER_SECONDS)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from adapter_store.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "adapter_store.loadout"
+GRPC_PREFIX = "/grpc."
+QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
 
 CODES: dict[type[errors.StoreError], int] = {
@@ -70,10 +72,27 @@ def _unknown() -> status_pb2.Status:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Answers every error of a handler with its status, and counts every call."""
+    """Answers every error of a handler with its status, counts every call, and knows which run.
+
+    A draining server answers new calls itself until nobody calls any more: those that arrive while
+    grpc stops are dropped, and their callers would read CANCELLED.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._is_draining = False
+        self._running = 0
+        self._last_end = -QUIET_SECONDS
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Refuses new calls with UNAVAILABLE and waits for those that run, at most the grace."""
+        self._is_draining = True
+        deadline = time.monotonic() + grace_seconds
+        while self._is_busy() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _is_busy(self) -> bool:
+        return self._running > 0 or time.monotonic() - self._last_end < QUIET_SECONDS
 
     async def intercept_service(
         self,
@@ -81,8 +100,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        if handler is None or handler_call_details.method.startswith(GRPC_PREFIX):
+            return handler  # health and reflection answer to the end
         method = handler_call_details.method.rpartition("/")[2]
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
@@ -114,7 +133,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def _watched(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         start = time.monotonic()
         code = "OK"
+        self._running += 1
         try:
+            if self._is_draining:
+                raise errors.Draining("the store is shutting down")
             yield
         except grpc.aio.AbortError:
             code = str(context.code())
@@ -135,6 +157,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             logger.exception("call failed", extra={"method": method})
             await _abort(context, _unknown())
         finally:
+            self._running -= 1
+            self._last_end = time.monotonic()
             self._metrics.requests.labels(method, code).inc()
             self._metrics.request_seconds.labels(method).observe(time.monotonic() - start)
 

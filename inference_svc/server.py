@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ANSWER_SECONDS = 1.0
 """For statuses to reach their callers before connections are closed."""
+QUIET_LIMIT_SECONDS = 5.0
 
 SERVER_OPTIONS = (
     # Two servers on one port would each get some of the calls.
@@ -68,9 +69,8 @@ class InferenceServer:
         self._metrics_server = MetricsServer(self._metrics, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = health.aio.HealthServicer()
-        self._grpc = grpc.aio.server(
-            interceptors=[StatusInterceptor(self._metrics.count_rpc)], options=SERVER_OPTIONS
-        )
+        self._calls = StatusInterceptor(self._metrics.count_rpc)
+        self._grpc = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen)
         self._frontend: Frontend | None = None
         self._engine: Engine | None = None
@@ -118,6 +118,7 @@ class InferenceServer:
         if not failed.is_set():
             log.info("draining for up to %g s", self._config.grace_seconds)
             await self._frontend.drain(self._config.grace_seconds)
+            await self._calls.quiet(QUIET_LIMIT_SECONDS)
         if failed.is_set():
             log.error("the engine failed: ending")
         return int(failed.is_set())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "inference.loadout"
 PACKAGE_PREFIX = "/loadout.inference."
+QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 
 CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -86,6 +88,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, on_end: Callable[[str, str], None]) -> None:
         self._on_end = on_end
+        self._last_end = -QUIET_SECONDS
+
+    async def quiet(self, limit_seconds: float) -> None:
+        """Returns when nobody has called for QUIET_SECONDS, or after the limit. Calls that arrive
+        while grpc stops are dropped, and their callers would read CANCELLED; a draining server
+        therefore answers until then."""
+        deadline = time.monotonic() + limit_seconds
+        while time.monotonic() < min(deadline, self._last_end + QUIET_SECONDS):
+            await asyncio.sleep(0.01)
 
     async def intercept_service(
         self,
@@ -125,6 +136,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     log.exception("%s failed", name)
                 await context.abort_with_status(rpc_status.to_status(status))
             finally:
+                self._last_end = time.monotonic()
                 self._on_end(name, code)
 
         return guarded

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,31 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
     _, stderr = process.popen.communicate(timeout=30)
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
+
+
+def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:
+    params = pb.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    ends: list[grpc.StatusCode] = []
+
+    def call_until_refused(stub: pb_grpc.InferenceServiceStub) -> None:
+        try:
+            while True:
+                list(stub.Generate(pb.GenerateRequest(text="the dog", sampling=params)))
+        except grpc.RpcError as error:
+            ends.append(error.code())
+
+    with grpc.insecure_channel(process.address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        threads = [threading.Thread(target=call_until_refused, args=(stub,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        process.popen.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(30)
+    assert ends == [grpc.StatusCode.UNAVAILABLE] * 6
+    process.popen.communicate(timeout=30)
+    assert process.popen.returncode == 0
 
 
 @pytest.mark.parametrize(
