@@ -4,10 +4,13 @@ StoreError
  ├─ InvalidArgument      the caller's argument, named by `field`
  ├─ InvalidAdapter       the adapter's own content, named by `subject` (file, tensor or key)
  ├─ IncompatibleAdapter  valid, but not servable under a layout
+ ├─ Unauthenticated      no token, or one that this store does not know
+ ├─ PermissionDenied     the token's role may not do this
  ├─ NotFound             no such adapter, version, digest or layout
  ├─ Conflict             the name points elsewhere than the caller required
  ├─ PreconditionFailed   content differs from what was expected; no common image format
  ├─ LimitExceeded        a size or count limit of this store
+ │   └─ QuotaExceeded    a limit of the tenant; `subject` names the quota
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
  ├─ Draining             this store is shutting down: ask again elsewhere, or later
@@ -46,6 +49,14 @@ class IncompatibleAdapter(StoreError):
     reason = "INCOMPATIBLE_ADAPTER"
 
 
+class Unauthenticated(StoreError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(StoreError):
+    reason = "PERMISSION_DENIED"
+
+
 class NotFound(StoreError):
     reason = "NOT_FOUND"
 
@@ -60,6 +71,16 @@ class PreconditionFailed(StoreError):
 
 class LimitExceeded(StoreError):
     reason = "LIMIT_EXCEEDED"
+
+
+class QuotaExceeded(LimitExceeded):
+    """`retry_after_seconds` > 0: asking again then may succeed."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, *, subject: str = "", retry_after_seconds: float = 0) -> None:
+        super().__init__(message, subject=subject)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class RevisionTooOld(StoreError):
