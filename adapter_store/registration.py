@@ -96,8 +96,8 @@ class Registrar:
         staging = self._stage()
         try:
             with _disk_full_translated():
-                self._sources.fetch(source_uri, staging)
-            return self._record(asked, staging, source_uri)
+                revision = self._sources.fetch(source_uri, staging)
+            return self._record(asked, staging, source_uri, revision)
         finally:
             self._unstage(staging)
 
@@ -130,7 +130,7 @@ class Registrar:
         shutil.rmtree(staging.folder, ignore_errors=True)
 
     def _record(
-        self, asked: Registration, staging: Staging, source_uri: str
+        self, asked: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> tuple[AdapterRecord, int]:
         checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
         new = _new_version(asked, checkpoint, source_uri)
@@ -144,6 +144,7 @@ class Registrar:
                 "digest": record.digest,
                 "revision": revision,
                 "source_uri": source_uri,
+                "source_revision": source_revision,
             },
         )
         return record, revision

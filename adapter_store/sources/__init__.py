@@ -1,4 +1,21 @@
-"""Where adapters come from. A source copies an adapter's files into a staging folder, capped."""
+"""Where adapters come from. A source copies an adapter's files into a staging folder, capped.
+
+A new kind of place (OCI, GCS) is one class with the one method of `Source`, wired to its scheme in
+`store.py`, with its settings (what may be read, which endpoints) in `config.py`. Its `fetch`
+
+1. reads the URI, and refuses what the operator has not allow-listed before anything is asked of
+   the network;
+2. pins one moment: resolves what can move (an OCI tag, a hub branch) to what cannot (a manifest's
+   digest, a commit), or notes what tells versions apart (GCS generations, S3 ETags);
+3. lists names and sizes, lets `staging.choose_files` say which are needed (an OCI artifact's
+   layers by their title annotation, a GCS prefix's objects) and `staging.expect` refuse too much;
+4. streams each into `staging.create(name, size)` in steps of READ_BYTES, several at once if that
+   helps, each request for exactly the pinned moment; `Retry` waits between attempts and an
+   interrupted stream goes on where it broke;
+5. fails with SOURCE_CHANGED rather than mix two moments, and gives what it pinned.
+
+Credentials come from the environment or the platform's chain and appear in no message.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +33,11 @@ MAX_URI_LENGTH = 2048
 class Source(Protocol):
     """One kind of place. Thread-safe; `fetch` blocks."""
 
-    def fetch(self, uri: str, staging: Staging) -> None:
+    def fetch(self, uri: str, staging: Staging) -> str:
         """Copies the adapter's files at `uri` into `staging`, all of one moment.
+
+        Returns the source's own name of that moment, recorded as `source_revision`: a commit of
+        the hub, ETags of S3; "" where there is none.
 
         Raises InvalidArgument (not a place this store may read), NotFound, InvalidAdapter (files
         missing), LimitExceeded, PreconditionFailed (access denied), SourceUnavailable (no answer,
@@ -49,5 +69,6 @@ class Sources:
             )
         return source
 
-    def fetch(self, uri: str, staging: Staging) -> None:
-        self.find(uri).fetch(uri, staging)
+    def fetch(self, uri: str, staging: Staging) -> str:
+        """As Source.fetch, by the source that reads `uri`."""
+        return self.find(uri).fetch(uri, staging)

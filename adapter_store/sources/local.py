@@ -16,7 +16,7 @@ from adapter_store.errors import (
     PreconditionFailed,
     SourceUnavailable,
 )
-from adapter_store.sources.staging import READ_BYTES, Staging, choose_files
+from adapter_store.sources.staging import READ_BYTES, Staging
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -41,17 +41,21 @@ class LocalSource:
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(root.resolve() for root in roots)
 
-    def fetch(self, uri: str, staging: Staging) -> None:
+    def fetch(self, uri: str, staging: Staging) -> str:
+        """As Source.fetch; a folder has no revision."""
         path = path_of(uri)
         with _translated(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
-                names = choose_files(os.listdir(fd), uri)
+                names = staging.choose_files(os.listdir(fd), uri)
+            resolved = {name: self._resolve(folder / name, uri) for name in names}
+            staging.expect({name: os.stat(path).st_size for name, path in resolved.items()})
             seen = {name: self._copy(folder / name, uri, staging) for name in names}
             for name, fingerprint in seen.items():
                 now = os.stat(folder / name)
                 if Fingerprint.of(now) != fingerprint:
                     raise _changed(uri, name)
+        return ""
 
     def _copy(self, path: Path, uri: str, staging: Staging) -> Fingerprint:
         resolved = self._resolve(path, uri)

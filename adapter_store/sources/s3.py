@@ -16,7 +16,7 @@ from adapter_store.errors import (
     SourceUnavailable,
     StoreError,
 )
-from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging, choose_files
+from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30
@@ -60,17 +60,20 @@ class S3Source:
         self._lock = threading.Lock()
         self._client: Any = None
 
-    def fetch(self, uri: str, staging: Staging) -> None:
+    def fetch(self, uri: str, staging: Staging) -> str:
+        """As Source.fetch; the revision names the files' ETags."""
         place = place_of(uri)
         self._check_allowed(place)
         objects = self._list(place)
-        names = choose_files(objects, str(place))
+        names = staging.choose_files(objects, str(place))
+        staging.expect({name: objects[name].size_bytes for name in names})
         for name in names:
             self._copy(place, name, objects[name], staging)
         now = self._list(place)
         for name in names:
             if now.get(name) != objects[name]:
                 raise _changed(f"{place}{name}")
+        return " ".join(f"{name}={objects[name].etag.strip(chr(34))}" for name in names)
 
     def _check_allowed(self, place: S3Place) -> None:
         path = f"{place.bucket}/{place.prefix}"

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, is_adapter_file
+from adapter_store.checkpoint_files import (
+    CONFIG_FILE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    is_adapter_file,
+)
 from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, LimitExceeded
 
 READ_BYTES = 4 << 20
@@ -25,8 +30,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
+    """What one adapter may bring in. Pickled weights only if the operator allows them."""
+
     max_adapter_bytes: int
     max_file_bytes: int
+    allow_pickle_files: bool = False
 
 
 class StagedFile:
@@ -69,9 +77,10 @@ class StagedFile:
 
 
 class Staging:
-    """A folder for one adapter on its way in. Not thread-safe; its maker removes the folder.
+    """A folder for one adapter on its way in; its maker removes the folder.
 
-    Once `stopping` is set, writing ends with Draining.
+    Thread-safe, each file within one thread at a time. Once `stopping` is set, writing and
+    waiting end with Draining.
     """
 
     def __init__(
@@ -81,6 +90,27 @@ class Staging:
         self._stopping = stopping or threading.Event()
         self.total_bytes = 0
         self._limits = limits
+        self._lock = threading.Lock()
+
+    def choose_files(self, names: Iterable[str], where: str) -> list[str]:
+        """Which of a folder's files to fetch, as the function of this name."""
+        return choose_files(names, where, allow_pickle=self._limits.allow_pickle_files)
+
+    def may_hold(self, name: str) -> bool:
+        """Whether a file of this name may be part of an adapter."""
+        return is_adapter_file(name) or (self._limits.allow_pickle_files and name == PICKLE_FILE)
+
+    def expect(self, sizes_bytes: Mapping[str, int]) -> None:
+        """Checks files' sizes before any of them is read. Raises LimitExceeded."""
+        total_bytes = self.total_bytes
+        for name, size_bytes in sorted(sizes_bytes.items()):
+            total_bytes += size_bytes
+            self._check(name, size_bytes, total_bytes)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, unless the store is shutting down. Raises Draining."""
+        if self._stopping.wait(seconds):
+            raise Draining("this store is shutting down")
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
         """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
@@ -91,8 +121,9 @@ class Staging:
         """Accounts for `new_bytes` more of a file that has `size_bytes`; kept or not."""
         if self._stopping.is_set():
             raise Draining("this store is shutting down")
-        self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
-        self.total_bytes += new_bytes
+        with self._lock:
+            self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
+            self.total_bytes += new_bytes
 
     def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
         if file_bytes > self._limits.max_file_bytes:
@@ -116,10 +147,12 @@ def check_file_name(name: str, subject: str) -> str:
     return name
 
 
-def choose_files(names: Iterable[str], where: str) -> list[str]:
+def choose_files(names: Iterable[str], where: str, *, allow_pickle: bool = False) -> list[str]:
     """Which of a folder's files make up the adapter; `where` names the folder in errors.
 
-    Raises InvalidAdapter if there is no config, or no safetensors weights.
+    A pickle is chosen only if there is nothing better and `allow_pickle`.
+
+    Raises InvalidAdapter if there is no config, or no weights that may be read.
     """
     available = set(names)
     chosen = sorted(name for name in available if is_adapter_file(name))
@@ -128,19 +161,25 @@ def choose_files(names: Iterable[str], where: str) -> list[str]:
             f"{where}: {CONFIG_FILE} is missing", subject=CONFIG_FILE, reason="FILE_MISSING"
         )
     if len(chosen) == 1:
-        pickle = min((name for name in available if _PICKLE.fullmatch(name)), default=None)
-        if pickle is not None:
-            raise InvalidAdapter(
-                f"{where}: {pickle} is a pickle, which can run code when it is read; "
-                f"save the adapter as {WEIGHTS_FILE}",
-                subject=pickle,
-                reason="FILE_NOT_SAFETENSORS",
-            )
-        raise InvalidAdapter(
-            f"{where}: {WEIGHTS_FILE} is missing", subject=WEIGHTS_FILE, reason="FILE_MISSING"
-        )
+        if allow_pickle and PICKLE_FILE in available:
+            return [CONFIG_FILE, PICKLE_FILE]
+        raise _no_weights(available, where)
     if len(chosen) > MAX_FILES:
         raise LimitExceeded(
             f"{where}: {len(chosen)} files are more than {MAX_FILES}", subject=WEIGHTS_FILE
         )
     return chosen
+
+
+def _no_weights(available: set[str], where: str) -> InvalidAdapter:
+    pickle = min((name for name in available if _PICKLE.fullmatch(name)), default=None)
+    if pickle is None:
+        return InvalidAdapter(
+            f"{where}: {WEIGHTS_FILE} is missing", subject=WEIGHTS_FILE, reason="FILE_MISSING"
+        )
+    return InvalidAdapter(
+        f"{where}: {pickle} is a pickle, which can run code when it is read; "
+        f"save the adapter as {WEIGHTS_FILE}",
+        subject=pickle,
+        reason="FILE_NOT_SAFETENSORS",
+    )

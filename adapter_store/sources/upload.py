@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from adapter_store.checkpoint_files import is_adapter_file
 from adapter_store.errors import InvalidArgument, LimitExceeded
 from adapter_store.sources.staging import (
     MAX_FILES,
     StagedFile,
     Staging,
     check_file_name,
-    choose_files,
 )
 
 UPLOAD_URI = "upload://"
@@ -50,9 +48,11 @@ class Upload:
     def finish(self) -> None:
         """Makes the files durable. Raises InvalidAdapter if they do not make up an adapter."""
         with self._lock:
-            choose_files(self._sizes, "upload")
+            chosen = self.staging.choose_files(self._sizes, "upload")
             for file in self._files.values():
                 file.close()
+            for name in self._files.keys() - set(chosen):
+                (self.staging.folder / name).unlink()
             self._is_open = False
 
     def abandon(self) -> None:
@@ -83,6 +83,6 @@ class Upload:
                 f"chunk.file_name: {name} is one file more than {MAX_FILES}",
                 subject="chunk.file_name",
             )
-        if is_adapter_file(name):
+        if self.staging.may_hold(name):
             self._files[name] = self.staging.create(name)
         self._sizes[name] = 0

@@ -37,7 +37,7 @@ def names(staging) -> list[str]:
 
 def test_only_the_adapters_files_are_copied(source, root, staging, write_adapter):
     write_adapter(root / "a")
-    source.fetch(f"file://{root}/a", staging)
+    assert source.fetch(f"file://{root}/a", staging) == ""
     assert names(staging) == [CONFIG, WEIGHTS]
     assert (staging.folder / WEIGHTS).read_bytes() == b"w" * 1000
     assert staging.total_bytes == 1002
@@ -115,7 +115,7 @@ def test_a_file_link_that_leads_out_is_refused(source, root, staging, write_adap
     (root / "a" / WEIGHTS).symlink_to(root.parent / "secret")
     with pytest.raises(InvalidArgument, match=f"{WEIGHTS} does not lie"):
         source.fetch(f"file://{root}/a", staging)
-    assert names(staging) == [CONFIG]
+    assert names(staging) == []
 
 
 def test_links_within_a_root_are_followed(source, root, staging, write_adapter):
@@ -134,10 +134,12 @@ def test_a_link_put_in_after_the_check_is_not_followed(
     write_adapter(root / "a")
     write_adapter(root.parent / "outside", b"secret")
     resolve = LocalSource._resolve
+    seen = []
 
     def resolve_then_swap(self, path, uri):
         resolved = resolve(self, path, uri)
-        if path.name == WEIGHTS:
+        seen.append(path.name)
+        if seen.count(WEIGHTS) == 2:  # once for its size, once to open it
             os.rename(root / "a", root / "moved")
             (root / "a").symlink_to(root.parent / "outside")
         return resolved
@@ -202,7 +204,7 @@ def test_limits_hold_before_the_first_byte(source, root, make_staging, write_ada
     with pytest.raises(LimitExceeded, match=WEIGHTS) as caught:
         source.fetch(f"file://{root}/a", staging)
     assert caught.value.subject == WEIGHTS
-    assert names(staging) == [CONFIG]
+    assert names(staging) == []
     staging = make_staging(max_adapter_bytes=1001)
     with pytest.raises(LimitExceeded, match="1002 bytes"):
         source.fetch(f"file://{root}/a", staging)
