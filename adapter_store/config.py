@@ -39,6 +39,25 @@ class Settings(BaseSettings):
     metrics_listen: str = "127.0.0.1:7071"
     """Address for Prometheus metrics over HTTP, HOST:PORT. Port 0 takes a free one."""
 
+    policy_file: Path | None = None
+    """TOML file with tokens, quotas and trusted keys; read again on SIGHUP. None: everybody who
+    reaches this store may do everything."""
+
+    allow_open_access: bool = False
+    """Listen without policy_file also where other machines can connect."""
+
+    tls_cert_file: Path | None = None
+    """Certificate chain of this store, PEM. None: no TLS."""
+
+    tls_key_file: Path | None = None
+    """Private key of tls_cert_file, PEM."""
+
+    tls_client_ca_file: Path | None = None
+    """CA certificates, PEM: callers need a client certificate that one of them signed."""
+
+    audit_file: Path | None = None
+    """File to append a JSON line to for every change that is asked for; opened anew on SIGHUP."""
+
     data_dir: Path = Path(".loadout/store")
     """Folder for the catalog, the kept sources and compiled images. One store process at a time."""
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import TypeAlias
+
+Tenants: TypeAlias = frozenset[str] | None
+"""Tenants that something is confined to; None: all of them."""
 
 
 class TargetKind(enum.Enum):

@@ -26,6 +26,7 @@ from adapter_store.errors import PreconditionFailed
 from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
+from adapter_store.policy import PolicyFile
 from adapter_store.registration import Registrar
 from adapter_store.registry import Registry
 from adapter_store.sources import FetchLimits, Sources
@@ -50,18 +51,20 @@ class Store:
     watch: Watch
     registry: Registry
     metrics: Metrics
+    policies: PolicyFile
 
 
 @asynccontextmanager
 async def open_store(settings: Settings) -> AsyncIterator[Store]:
     """A store that works while the context lasts; then it finishes what it is writing.
 
-    Raises PreconditionFailed if another process uses the data folder, CorruptData if the catalog
-    is of another schema.
+    Raises PreconditionFailed if another process uses the data folder or the policy is not valid,
+    CorruptData if the catalog is of another schema.
     """
     folder = settings.data_dir.absolute()
     grace = timedelta(seconds=settings.delete_grace_seconds)
     metrics = Metrics()
+    policies = PolicyFile(settings.policy_file)
     stopping = threading.Event()
     async with AsyncExitStack() as stack:
         make_folder(folder)
@@ -95,7 +98,7 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         collecting = _collect_for_ever(collector, images, calls, settings.collect_seconds)
         stack.push_async_callback(_cancel, asyncio.create_task(collecting))
         stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
-        yield Store(catalog, images, ahead, watch, registry, metrics)
+        yield Store(catalog, images, ahead, watch, registry, metrics, policies)
 
 
 def _sources(settings: Settings) -> Sources:
