@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
 
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, ImageKey
@@ -12,7 +14,7 @@ from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoi
 from adapter_store.core import ImageState, Layout, LayoutVerdict
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
 from adapter_store.image import Image, ImagePlan, allocate_buffer, compile_parts, plan_image
-from adapter_store.image_file import read_image, write_image
+from adapter_store.image_file import ImageStream, read_image, write_image
 from adapter_store.layout import from_json
 from adapter_store.metrics import Metrics
 from adapter_store.tiers import DiskTier
@@ -32,6 +34,33 @@ _NO_LIMITS = CheckpointLimits(
 
 class NoRoomAhead(Exception):
     """Compiling ahead fills free disk space only: this image waits until it is asked for."""
+
+
+class Claim(Protocol):
+    """The right to compile one image, as long as no other replica may."""
+
+    def release(self) -> None:
+        """Lets others in; what was published before is there for them to find."""
+
+
+class SharedImages(Protocol):
+    """The tier of images that all replicas of a store share. Blocking and thread-safe.
+
+    It is a cache: when it does not answer (OSError), images are compiled here.
+    """
+
+    def find(self, key: ImageKey, plan: ImagePlan) -> ImageStream | None:
+        """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
+
+    def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
+        """The right to compile the image here. None: look again with `find`, another replica
+        had it; without `wait` it may still be at work, and nothing is waited for."""
+
+    def publish(self, key: ImageKey, path: Path) -> None:
+        """Copies a whole image file there. One that is there already stays."""
+
+    def remove(self, key: ImageKey) -> None:
+        """Takes away an image that is damaged; it may be absent."""
 
 
 class ImageBuilder:

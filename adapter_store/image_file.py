@@ -9,11 +9,13 @@ file lies `<name>.sha256` for `sha256sum -c`.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +28,17 @@ DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8
 
 
+class ImageStream(Protocol):
+    """The bytes of an image file, from the first on, as `write_image` wrote them."""
+
+    size_bytes: int
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Reads some of the following bytes into `buffer`; 0 at the end. Raises OSError."""
+
+    def close(self) -> None: ...
+
+
 def write_image(path: Path, image: Image) -> None:
     """Writes the file durably and atomically, then the `.sha256` beside it; replaces old ones."""
     header = _header(image.plan, image.parts)
@@ -34,6 +47,44 @@ def write_image(path: Path, image: Image) -> None:
     sha256.update(data)
     _replace(path, header, data)
     write_atomically(sha256_path(path), f"{sha256.hexdigest()}  {path.name}\n".encode())
+
+
+def open_image(path: Path) -> LocalImage:
+    """Opens an image file to be read. Raises FileNotFoundError."""
+    return LocalImage(path)
+
+
+class LocalImage(io.FileIO):
+    """An ImageStream over a file; its name is used in errors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self.size_bytes = os.fstat(self.fileno()).st_size
+
+
+def read_parts(
+    stream: ImageStream, plan: ImagePlan, buffer: torch.Tensor, name: str
+) -> Iterator[ImagePart]:
+    """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part once its bytes are checked.
+
+    Raises CorruptData if the stream is not, byte for byte, the image of this plan; the parts
+    yielded before are good all the same.
+    """
+    header = bytearray(_header_bytes(plan))
+    expected_bytes = len(header) + plan.total_bytes
+    if stream.size_bytes != expected_bytes:
+        raise _corrupt(name, f"{stream.size_bytes} bytes, not {expected_bytes}")
+    _fill(stream, memoryview(header), name)
+    parts = _recorded_parts(header, plan)
+    if parts is None or header != _header(plan, parts):
+        raise _corrupt(name, "its header does not agree with its plan")
+    data = buffer.numpy().data
+    for part in parts:
+        piece = data[part.start : part.end]
+        _fill(stream, piece, name)
+        if hashlib.sha256(piece).digest() != part.sha256:
+            raise _corrupt(name, f"part {part.index} does not agree with its sha256")
+        yield part
 
 
 def read_image(path: Path, plan: ImagePlan, buffer: torch.Tensor | None = None) -> Image:
@@ -46,24 +97,8 @@ def read_image(path: Path, plan: ImagePlan, buffer: torch.Tensor | None = None) 
     """
     if buffer is None:
         buffer = allocate_buffer(plan.total_bytes)
-    placeholder = tuple(
-        ImagePart(index, start, end, bytes(32)) for index, (start, end) in enumerate(plan.parts)
-    )
-    header_bytes = len(_header(plan, placeholder))
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != header_bytes + plan.total_bytes:
-            raise _corrupt(path, f"{size_bytes} bytes, not {header_bytes + plan.total_bytes}")
-        header = file.read(header_bytes)
-        data = buffer.numpy().data
-        parts = []
-        for index, (start, end) in enumerate(plan.parts):
-            if file.readinto(data[start:end]) != end - start:
-                raise _corrupt(path, "ends early")
-            parts.append(ImagePart(index, start, end, hashlib.sha256(data[start:end]).digest()))
-    if header != _header(plan, tuple(parts)):
-        raise _corrupt(path, "its header does not agree with its bytes and plan")
-    return Image(plan, buffer, tuple(parts))
+    with open_image(path) as file:
+        return Image(plan, buffer, tuple(read_parts(file, plan, buffer, path.name)))
 
 
 def remove_image(path: Path) -> None:
@@ -128,5 +163,30 @@ def _replace(path: Path, header: bytes, data: memoryview) -> None:
     sync_folder(path.parent)
 
 
-def _corrupt(path: Path, detail: str) -> CorruptData:
-    return CorruptData(f"{path.name}: {detail}", subject=path.name)
+def _fill(stream: ImageStream, buffer: memoryview, name: str) -> None:
+    while buffer:
+        count = stream.readinto(buffer)
+        if not count:
+            raise _corrupt(name, "ends early")
+        buffer = buffer[count:]
+
+
+def _header_bytes(plan: ImagePlan) -> int:
+    blank = bytes(hashlib.sha256().digest_size)
+    parts = (ImagePart(i, start, end, blank) for i, (start, end) in enumerate(plan.parts))
+    return len(_header(plan, tuple(parts)))
+
+
+def _recorded_parts(header: bytearray, plan: ImagePlan) -> tuple[ImagePart, ...] | None:
+    """The plan's parts with the hashes that the header gives; None if it gives no such hashes."""
+    try:
+        recorded = json.loads(header[_LENGTH_BYTES:])["__metadata__"]["loadout.parts"].split(" ")
+        hashes = [bytes.fromhex(entry.rpartition(":")[2]) for entry in recorded]
+        ranges = zip(plan.parts, hashes, strict=True)
+        return tuple(ImagePart(i, *span, sha256) for i, (span, sha256) in enumerate(ranges))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _corrupt(name: str, detail: str) -> CorruptData:
+    return CorruptData(f"{name}: {detail}", subject=name)
