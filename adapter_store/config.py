@@ -10,7 +10,10 @@ from pydantic import ByteSize, Field, NonNegativeFloat, PositiveFloat, PositiveI
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?")
+_ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_BUCKET = re.compile(
+    rf"([a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](?:/[^/@]+)*)/?(@{_ENDPOINT.pattern}/?)?"
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -65,10 +68,11 @@ class Settings(BaseSettings):
     """Folders that file:// sources may lie in, separated by commas. None: no local sources."""
 
     s3_buckets: Annotated[tuple[str, ...], NoDecode] = ()
-    """S3 sources that may be read: BUCKET or BUCKET/PREFIX, separated by commas. None: no S3."""
+    """S3 sources that may be read: BUCKET or BUCKET/PREFIX, separated by commas, each with
+    @http(s)://HOST[:PORT] if it lies elsewhere than s3_endpoint_url. None: no S3."""
 
     s3_endpoint_url: str = ""
-    """Address of an S3-compatible service. Empty: Amazon S3."""
+    """Address of an S3-compatible service, http(s)://HOST[:PORT]. Empty: Amazon S3."""
 
     s3_region: str = ""
     """Region for S3. Empty: as the credential chain says, else us-east-1."""
@@ -131,10 +135,20 @@ class Settings(BaseSettings):
     @field_validator("s3_buckets")
     @classmethod
     def _check_buckets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        entries = []
         for entry in value:
-            if not _BUCKET.fullmatch(entry):
-                raise ValueError(f"{entry!r} is not BUCKET or BUCKET/PREFIX")
-        return tuple(entry.rstrip("/") for entry in value)
+            match = _BUCKET.fullmatch(entry)
+            if not match:
+                raise ValueError(f"{entry!r} is not BUCKET[/PREFIX][@http(s)://HOST[:PORT]]")
+            entries.append(match[1] + (match[2] or "").rstrip("/"))
+        return tuple(entries)
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        if value and not _ENDPOINT.fullmatch(value.rstrip("/")):
+            raise ValueError(f"{value!r} is not http(s)://HOST[:PORT]")
+        return value.rstrip("/")
 
     @field_validator("listen", "metrics_listen")
     @classmethod

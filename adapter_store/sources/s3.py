@@ -1,33 +1,27 @@
-"""s3:// sources: a prefix in an allow-listed bucket of S3 or a service that speaks its protocol."""
+"""s3:// sources: a prefix in an allow-listed bucket of S3 or a service that speaks its protocol.
+
+One moment of all files: they are listed, each GET asks for exactly the listed ETag, whatever the
+number of attempts, and they are listed again in the end.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from adapter_store.errors import (
-    InvalidArgument,
-    LimitExceeded,
-    NotFound,
-    PreconditionFailed,
-    SourceUnavailable,
-    StoreError,
-)
+from adapter_store.errors import InvalidArgument, LimitExceeded, NotFound, SourceUnavailable
+from adapter_store.sources.parallel import copy_all
+from adapter_store.sources.retry import Retry, RetryPolicy
+from adapter_store.sources.s3_errors import changed, translated, unavailable
 from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30
-MAX_ATTEMPTS = 5
 MAX_LIST_PAGES = 20
-
-_MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
-_DENIED = frozenset(
-    {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
-)
-_CHANGED = frozenset({"412", "PreconditionFailed", "416", "InvalidRange"})
+MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,58 +42,65 @@ class S3Place:
 
 
 class S3Source:
-    """Reads prefixes that `allowed` entries (BUCKET or BUCKET/PREFIX) cover.
+    """Reads prefixes that `allowed` entries (BUCKET[/PREFIX][@ENDPOINT]) cover.
 
-    Credentials come from boto3's default chain. The client is made on first use.
+    The first entry that covers a place decides where it is read: at its own endpoint, else at
+    `endpoint_url`, else at Amazon S3. Nothing that a caller sends, and no redirect, leads to
+    another address. Credentials come from boto3's default chain. Clients are made on first use.
     """
 
-    def __init__(self, allowed: Sequence[str], endpoint_url: str = "", region: str = "") -> None:
-        self._allowed = tuple(allowed)
-        self._endpoint_url = endpoint_url
+    def __init__(
+        self,
+        allowed: Sequence[str],
+        endpoint_url: str = "",
+        region: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        entries = (entry.partition("@") for entry in allowed)
+        self._allowed = tuple((path, at or endpoint_url) for path, _, at in entries)
         self._region = region
+        self._retry = retry or RetryPolicy()
         self._lock = threading.Lock()
-        self._client: Any = None
+        self._clients: dict[str, Any] = {}
 
     def fetch(self, uri: str, staging: Staging) -> str:
         """As Source.fetch; the revision names the files' ETags."""
         place = place_of(uri)
-        self._check_allowed(place)
-        objects = self._list(place)
+        client = self._connect(self._endpoint_of(place))
+        objects = self._list(client, place, staging)
         names = staging.choose_files(objects, str(place))
         staging.expect({name: objects[name].size_bytes for name in names})
-        for name in names:
-            self._copy(place, name, objects[name], staging)
-        now = self._list(place)
+        copy_all(
+            names, lambda name: self._copy(client, place, name, objects[name], staging), staging
+        )
+        now = self._list(client, place, staging)
         for name in names:
             if now.get(name) != objects[name]:
-                raise _changed(f"{place}{name}")
+                raise changed(f"{place}{name}")
         return " ".join(f"{name}={objects[name].etag.strip(chr(34))}" for name in names)
 
-    def _check_allowed(self, place: S3Place) -> None:
+    def _endpoint_of(self, place: S3Place) -> str:
         path = f"{place.bucket}/{place.prefix}"
-        if not any(path.startswith(f"{entry}/") for entry in self._allowed):
-            raise InvalidArgument(
-                f"source_uri: {place} does not lie in one of the buckets that this store may read "
-                "(s3_buckets)",
-                subject="source_uri",
-                reason="SOURCE_NOT_ALLOWED",
-            )
+        for allowed, endpoint_url in self._allowed:
+            if path.startswith(f"{allowed}/"):
+                return endpoint_url
+        raise InvalidArgument(
+            f"source_uri: {place} does not lie in one of the buckets that this store may read "
+            "(s3_buckets)",
+            subject="source_uri",
+            reason="SOURCE_NOT_ALLOWED",
+        )
 
-    def _list(self, place: S3Place) -> dict[str, S3Object]:
+    def _list(self, client: Any, place: S3Place, staging: Staging) -> dict[str, S3Object]:
         """The objects directly under the prefix. Raises NotFound if there are none."""
-        objects: dict[str, S3Object] = {}
-        with _translated(str(place)):
-            pages = (
-                self._connect()
-                .get_paginator("list_objects_v2")
-                .paginate(Bucket=place.bucket, Prefix=place.prefix, Delimiter="/")
-            )
-            for number, page in enumerate(pages):
-                if number == MAX_LIST_PAGES:
-                    raise LimitExceeded(f"{place}: too many objects", subject="source_uri")
-                for entry in page.get("Contents", ()):
-                    name = entry["Key"].removeprefix(place.prefix)
-                    objects[name] = S3Object(entry["Size"], entry["ETag"])
+        retry = Retry(self._retry, staging)
+        while True:
+            try:
+                with translated(str(place)):
+                    objects = _list_once(client, place)
+                break
+            except SourceUnavailable as error:
+                retry.failed(error)
         if not objects:
             raise NotFound(
                 f"source_uri: there is nothing at {place}",
@@ -108,57 +109,82 @@ class S3Source:
             )
         return objects
 
-    def _copy(self, place: S3Place, name: str, expected: S3Object, staging: Staging) -> None:
+    def _copy(
+        self, client: Any, place: S3Place, name: str, expected: S3Object, staging: Staging
+    ) -> None:
         """Reads one object, going on where the connection broke; always of the same ETag."""
         where = f"{place}{name}"
+        get = partial(client.get_object, Bucket=place.bucket, Key=place.prefix + name)
+        retry = Retry(self._retry, staging)
         with staging.create(name, expected.size_bytes) as file:
-            for attempt in range(1, MAX_ATTEMPTS + 1):
+            while file.size_bytes < expected.size_bytes:
+                before_bytes = file.size_bytes
                 try:
-                    with _translated(where):
-                        self._read_on(place, name, expected, file)
-                    break
-                except SourceUnavailable as exc:
-                    if attempt == MAX_ATTEMPTS or exc.reason == "SOURCE_CHANGED":
-                        raise
-            if file.size_bytes != expected.size_bytes:
-                raise _changed(where)
+                    with translated(where):
+                        _read_on(get, where, expected, file)
+                except SourceUnavailable as error:
+                    if file.size_bytes > before_bytes:
+                        retry.progressed()
+                    retry.failed(error)
 
-    def _read_on(self, place: S3Place, name: str, expected: S3Object, file: StagedFile) -> None:
-        if file.size_bytes == expected.size_bytes:
-            return
-        body = self._connect().get_object(
-            Bucket=place.bucket,
-            Key=place.prefix + name,
-            IfMatch=expected.etag,
-            **({"Range": f"bytes={file.size_bytes}-"} if file.size_bytes else {}),
-        )["Body"]
-        with body:
-            while data := body.read(READ_BYTES):
-                file.write(data)
-
-    def _connect(self) -> Any:
+    def _connect(self, endpoint_url: str) -> Any:
         with self._lock:
-            if self._client is None:
-                self._client = self._make_client()
-            return self._client
+            if endpoint_url not in self._clients:
+                self._clients[endpoint_url] = self._make_client(endpoint_url)
+            return self._clients[endpoint_url]
 
-    def _make_client(self) -> Any:
+    def _make_client(self, endpoint_url: str) -> Any:
         # Half a second to import: only stores that read S3 pay for it, and on first use.
         import boto3
         from botocore.config import Config
 
+        # Only the endpoints of the settings: neither the environment's nor a profile's.
+        no_others: dict[str, Any] = {"ignore_configured_endpoint_urls": True}
         session = boto3.session.Session(region_name=self._region or None)
         return session.client(
             "s3",
-            endpoint_url=self._endpoint_url or None,
+            endpoint_url=endpoint_url or None,
             region_name=session.region_name or "us-east-1",
             config=Config(
                 connect_timeout=CONNECT_TIMEOUT_S,
                 read_timeout=READ_TIMEOUT_S,
-                retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
+                max_pool_connections=MAX_CONNECTIONS,
+                retries={"mode": "standard", "total_max_attempts": 1},  # ours: see Retry
                 s3={"addressing_style": "path"},
+                response_checksum_validation="when_required",
+                **no_others,
             ),
         )
+
+
+def _list_once(client: Any, place: S3Place) -> dict[str, S3Object]:
+    objects: dict[str, S3Object] = {}
+    pages = client.get_paginator("list_objects_v2").paginate(
+        Bucket=place.bucket, Prefix=place.prefix, Delimiter="/"
+    )
+    for number, page in enumerate(pages):
+        if number == MAX_LIST_PAGES:
+            raise LimitExceeded(f"{place}: too many objects", subject="source_uri")
+        for entry in page.get("Contents", ()):
+            name = entry["Key"].removeprefix(place.prefix)
+            objects[name] = S3Object(entry["Size"], entry["ETag"])
+    return objects
+
+
+def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None:
+    """One GET of what is still missing. Raises SourceUnavailable if it is not all that is."""
+    start, size = file.size_bytes, expected.size_bytes
+    answer = get(IfMatch=expected.etag, **({"Range": f"bytes={start}-"} if start else {}))
+    with answer["Body"] as body:
+        # A service that does not know conditions or ranges must not pass for one that does.
+        if answer["ETag"] != expected.etag or answer["ContentLength"] != size - start:
+            raise changed(where)
+        if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
+            raise unavailable(where, "it was not continued where it broke")
+        while file.size_bytes < size and (data := body.read(READ_BYTES)):
+            file.write(data)
+    if file.size_bytes != size:
+        raise unavailable(where, f"the connection ended after {file.size_bytes} of {size} bytes")
 
 
 def place_of(uri: str) -> S3Place:
@@ -171,53 +197,3 @@ def place_of(uri: str) -> S3Place:
             f"source_uri: {uri} is not of the form s3://bucket/prefix", subject="source_uri"
         )
     return S3Place(bucket, f"{prefix}/" if prefix else "")
-
-
-def _changed(where: str) -> SourceUnavailable:
-    return SourceUnavailable(
-        f"source_uri: {where} changed while it was read",
-        subject="source_uri",
-        reason="SOURCE_CHANGED",
-    )
-
-
-@contextmanager
-def _translated(where: str) -> Iterator[None]:
-    """Turns the S3 client's errors into ours; `where` is what was being read."""
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
-    from urllib3.exceptions import HTTPError
-
-    try:
-        yield
-    except ClientError as exc:
-        raise _of_code(where, str(exc.response.get("Error", {}).get("Code", "?"))) from exc
-    except NoCredentialsError as exc:
-        raise _denied(where, "this store has no credentials") from exc
-    except (BotoCoreError, HTTPError) as exc:
-        raise SourceUnavailable(
-            f"source_uri: {where} cannot be read now: {type(exc).__name__}", subject="source_uri"
-        ) from exc
-
-
-def _of_code(where: str, code: str) -> StoreError:
-    if code in _MISSING:
-        return NotFound(
-            f"source_uri: {where} does not exist ({code})",
-            subject="source_uri",
-            reason="SOURCE_NOT_FOUND",
-        )
-    if code in _DENIED:
-        return _denied(where, code)
-    if code in _CHANGED:
-        return _changed(where)
-    return SourceUnavailable(
-        f"source_uri: {where} cannot be read now: {code}", subject="source_uri"
-    )
-
-
-def _denied(where: str, why: str) -> PreconditionFailed:
-    return PreconditionFailed(
-        f"source_uri: this store may not read {where}: {why}",
-        subject="source_uri",
-        reason="SOURCE_ACCESS_DENIED",
-    )

@@ -37,6 +37,10 @@ class FetchLimits:
     allow_pickle_files: bool = False
 
 
+class Abandoned(Exception):
+    """Another file of the same adapter has failed: this one is not needed any more."""
+
+
 class StagedFile:
     """A file being written. Leaving the context makes it durable, unless an error is passing."""
 
@@ -91,6 +95,11 @@ class Staging:
         self.total_bytes = 0
         self._limits = limits
         self._lock = threading.Lock()
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """Ends with Abandoned what still writes or waits in other threads."""
+        self._abandoned.set()
 
     def choose_files(self, names: Iterable[str], where: str) -> list[str]:
         """Which of a folder's files to fetch, as the function of this name."""
@@ -109,8 +118,8 @@ class Staging:
 
     def wait(self, seconds: float) -> None:
         """Sleeps, unless the store is shutting down. Raises Draining."""
-        if self._stopping.wait(seconds):
-            raise Draining("this store is shutting down")
+        self._stopping.wait(seconds)
+        self._check_wanted()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
         """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
@@ -119,11 +128,16 @@ class Staging:
 
     def count(self, name: str, size_bytes: int, new_bytes: int) -> None:
         """Accounts for `new_bytes` more of a file that has `size_bytes`; kept or not."""
-        if self._stopping.is_set():
-            raise Draining("this store is shutting down")
+        self._check_wanted()
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
             self.total_bytes += new_bytes
+
+    def _check_wanted(self) -> None:
+        if self._stopping.is_set():
+            raise Draining("this store is shutting down")
+        if self._abandoned.is_set():
+            raise Abandoned
 
     def _check(self, name: str, file_bytes: int, total_bytes: int) -> None:
         if file_bytes > self._limits.max_file_bytes:

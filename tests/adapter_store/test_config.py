@@ -29,12 +29,22 @@ def test_the_command_line_wins(monkeypatch):
     assert settings.s3_buckets == ("one", "two/three")
 
 
+def test_a_bucket_may_have_its_own_endpoint():
+    settings = Settings(s3_buckets="one/two/@https://minio:9000/, three")
+    assert settings.s3_buckets == ("one/two@https://minio:9000", "three")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         {"listen": "7070"},
         {"listen": "host:70000"},
         {"s3_buckets": "Upper"},
+        {"s3_buckets": "bucket@ftp://host"},
+        {"s3_buckets": "bucket@http://user:pass@host"},
+        {"s3_buckets": "bucket@http://host/path"},
+        {"s3_endpoint_url": "host:9000"},
+        {"s3_endpoint_url": "http://user:pass@host"},
         {"memory_bytes": "0"},
         {"memory_bytes": "lots"},
         {"compile_workers": 0},

@@ -1,16 +1,18 @@
-"""Against a real S3 server process in this machine's memory (moto), over HTTP."""
+"""Against a real S3 server process (moto) over HTTP, and through a proxy that fails on demand."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import sys
+import threading
+from functools import partial
 
 import boto3
 import pytest
-from botocore.response import StreamingBody
-from moto.server import ThreadedMotoServer
-from urllib3.exceptions import ProtocolError
 
 from adapter_store.errors import (
+    Draining,
     InvalidAdapter,
     InvalidArgument,
     LimitExceeded,
@@ -19,19 +21,35 @@ from adapter_store.errors import (
     SourceUnavailable,
 )
 from adapter_store.sources import s3 as s3_module
+from adapter_store.sources.retry import RetryPolicy
 from adapter_store.sources.s3 import S3Source
+from adapter_store.sources.s3_errors import translated
+from loadout.demo.process import Process
+from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BODY = bytes(range(256)) * 40
+QUICK = RetryPolicy(attempts=3, first_seconds=0.01, max_seconds=0.02)
 
 
 @pytest.fixture(scope="module")
-def endpoint():
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+def endpoint(tmp_path_factory):
+    """An S3 server in a process of its own."""
+    folder = tmp_path_factory.mktemp("s3")
+    ready_file = folder / "ready.json"
+    command = [sys.executable, "-m", "loadout.demo.s3", str(ready_file)]
+    process = Process("s3", command, folder, ready_file)
+    try:
+        yield process.wait_ready(120)["url"]
+    finally:
+        process.stop(30)
+
+
+@pytest.fixture
+def proxy(endpoint):
+    proxy = FaultyProxy(endpoint)
+    yield proxy
+    proxy.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +82,12 @@ def bucket(endpoint, request):
 @pytest.fixture
 def source(endpoint, bucket) -> S3Source:
     return S3Source([bucket[0]], endpoint)
+
+
+@pytest.fixture
+def shaky(proxy, bucket) -> S3Source:
+    """As `source`, through the proxy."""
+    return S3Source([bucket[0]], proxy.url, retry=QUICK)
 
 
 def test_only_the_adapters_files_are_copied(source, bucket, staging):
@@ -135,60 +159,193 @@ def test_limits_hold_before_the_first_byte(source, bucket, make_staging):
     assert list(staging.folder.iterdir()) == []
 
 
-def after_first_read(monkeypatch, action) -> None:
-    """Reads the weights in small steps, and calls `action` after the first of them."""
-    monkeypatch.setattr(s3_module, "READ_BYTES", 1000)
-    read = StreamingBody.read
-    done = []
+@pytest.mark.parametrize("then", ["reset", "closed"])
+@pytest.mark.parametrize("after", [0, 4096, len(BODY) - 1])
+def test_a_broken_connection_is_taken_up_where_it_broke(
+    shaky, proxy, bucket, staging, monkeypatch, then, after
+):
+    monkeypatch.setattr(s3_module, "READ_BYTES", 1024)
+    proxy.faults = [Fault(WEIGHTS, after=after, then=then)]
+    shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+    assert (staging.folder / WEIGHTS).read_bytes() == BODY
+    ranges = [asked for path, asked in proxy.gets if WEIGHTS in path]
+    assert ranges[0] == ""
+    assert len(ranges) == 2
+    if then == "closed" and after == 4096:
+        assert ranges[1] == "bytes=4096-"
 
-    def read_then(self, amt=None):
-        data = read(self, amt)
-        if data and data != b"{}" and not done:
-            done.append(True)
-            action()
-        return data
 
-    monkeypatch.setattr(StreamingBody, "read", read_then)
-
-
-def test_a_broken_connection_is_taken_up_where_it_broke(source, bucket, staging, monkeypatch):
-    def fail() -> None:
-        raise ProtocolError("connection broken")
-
-    after_first_read(monkeypatch, fail)
+def test_a_silent_connection_is_given_up_and_taken_up(proxy, bucket, staging, monkeypatch):
+    monkeypatch.setattr(s3_module, "READ_TIMEOUT_S", 0.5)
+    proxy.faults = [Fault(WEIGHTS, after=4096, then="stalled")]
+    source = S3Source([bucket[0]], proxy.url, retry=QUICK)
     source.fetch(f"s3://{bucket[0]}/team/a", staging)
     assert (staging.folder / WEIGHTS).read_bytes() == BODY
 
 
-def test_an_object_replaced_while_read_is_noticed(source, bucket, staging, monkeypatch):
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_busy_service_is_asked_again(shaky, proxy, bucket, staging, status):
+    proxy.faults = [
+        Fault("list-type", status=status, times=2),
+        Fault(WEIGHTS, status=status, times=2),
+    ]
+    shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+    assert (staging.folder / WEIGHTS).read_bytes() == BODY
+
+
+@pytest.mark.parametrize("path", ["list-type", WEIGHTS])
+def test_a_service_that_stays_busy_is_unavailable(shaky, proxy, bucket, staging, path):
+    proxy.faults = [Fault(path, status=503, times=1000)]
+    with pytest.raises(SourceUnavailable, match="503") as caught:
+        shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+    assert caught.value.reason == "SOURCE_UNAVAILABLE"
+    assert sum(path in asked for asked, _ in proxy.gets) == QUICK.attempts
+
+
+def test_progress_is_not_a_failed_attempt(shaky, proxy, bucket, staging, monkeypatch):
+    """A connection that breaks often, but each time later, is used to the end."""
+    monkeypatch.setattr(s3_module, "READ_BYTES", 512)
+    proxy.faults = [Fault(WEIGHTS, after=1024, then="closed", times=3 * QUICK.attempts)]
+    body = bytes(range(256)) * 4 * (3 * QUICK.attempts + 1)
+    bucket[1].put_object(Bucket=bucket[0], Key=f"team/a/{WEIGHTS}", Body=body)
+    shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+    assert (staging.folder / WEIGHTS).read_bytes() == body
+
+
+def test_a_redirect_is_not_followed(shaky, proxy, bucket, staging, endpoint):
+    elsewhere = FaultyProxy(endpoint)
+    try:
+        place = f"{elsewhere.url}/{bucket[0]}/team/a/{WEIGHTS}"
+        proxy.faults = [Fault(WEIGHTS, status=307, location=place, times=1000)]
+        with pytest.raises(SourceUnavailable):
+            shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+        assert elsewhere.gets == []
+    finally:
+        elsewhere.stop()
+
+
+def test_an_object_replaced_before_the_connection_broke_is_not_mixed(shaky, proxy, bucket, staging):
     name, client = bucket
 
     def replace() -> None:
         client.put_object(Bucket=name, Key=f"team/a/{WEIGHTS}", Body=BODY[::-1])
-        raise ProtocolError("connection broken")
 
-    after_first_read(monkeypatch, replace)
+    proxy.faults = [Fault(WEIGHTS, after=4096, then="closed", action=replace)]
     with pytest.raises(SourceUnavailable, match=f"{WEIGHTS} changed") as caught:
-        source.fetch(f"s3://{name}/team/a", staging)
+        shaky.fetch(f"s3://{name}/team/a", staging)
     assert caught.value.reason == "SOURCE_CHANGED"
 
 
-def test_files_of_two_moments_are_noticed(source, bucket, staging, monkeypatch):
+@pytest.mark.parametrize("changed", [CONFIG, WEIGHTS])
+def test_an_object_replaced_after_the_listing_is_not_read(shaky, proxy, bucket, staging, changed):
+    """Same length, so that only its ETag tells."""
     name, client = bucket
-    after_first_read(
-        monkeypatch,
-        lambda: client.put_object(Bucket=name, Key=f"team/a/{CONFIG}", Body=b"{ }"),
-    )
-    with pytest.raises(SourceUnavailable, match=f"{CONFIG} changed"):
-        source.fetch(f"s3://{name}/team/a", staging)
+    body = {CONFIG: b"[]", WEIGHTS: BODY[::-1]}[changed]
+    proxy.faults = [
+        Fault(
+            "list-type",
+            action=lambda: client.put_object(Bucket=name, Key=f"team/a/{changed}", Body=body),
+        )
+    ]
+    with pytest.raises(SourceUnavailable, match=f"{changed} changed"):
+        shaky.fetch(f"s3://{name}/team/a", staging)
 
 
-def test_no_answer_is_unavailable_and_tells_no_secret(staging, monkeypatch):
-    monkeypatch.setattr(s3_module, "MAX_ATTEMPTS", 1)
-    source = S3Source(["bucket"], "http://127.0.0.1:9")
+def test_files_of_two_moments_are_noticed(shaky, proxy, bucket, staging):
+    """The config is replaced after it was read, while the weights still are."""
+    name, client = bucket
+    config_read = threading.Event()
+
+    def replace() -> None:
+        assert config_read.wait(60)
+        client.put_object(Bucket=name, Key=f"team/a/{CONFIG}", Body=b"[]")
+
+    proxy.faults = [
+        Fault(WEIGHTS, after=4096, action=replace),
+        Fault(CONFIG, after=2, action=config_read.set),
+    ]
+    with pytest.raises(SourceUnavailable, match=f"{CONFIG} changed") as caught:
+        shaky.fetch(f"s3://{name}/team/a", staging)
+    assert caught.value.reason == "SOURCE_CHANGED"
+
+
+def test_a_service_without_conditions_is_found_out(shaky, proxy, bucket, staging):
+    """It answers with what is there now, whatever was asked for."""
+    name, client = bucket
+    replace = partial(client.put_object, Bucket=name, Key=f"team/a/{WEIGHTS}", Body=BODY[::-1])
+    proxy.faults = [
+        Fault("list-type", action=replace),
+        Fault(WEIGHTS, drop_headers=("If-Match",), times=10),
+    ]
+    with pytest.raises(SourceUnavailable, match=f"{WEIGHTS} changed"):
+        shaky.fetch(f"s3://{name}/team/a", staging)
+
+
+def test_a_service_without_ranges_is_found_out(shaky, proxy, bucket, staging, monkeypatch):
+    monkeypatch.setattr(s3_module, "READ_BYTES", 1024)
+    proxy.faults = [
+        Fault(WEIGHTS, after=4096, then="closed"),
+        Fault(WEIGHTS, drop_headers=("Range",)),
+    ]
+    with pytest.raises(SourceUnavailable):
+        shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
+
+
+def test_files_are_read_at_once(shaky, proxy, bucket, staging):
+    name, client = bucket
+    client.delete_object(Bucket=name, Key=f"team/a/{WEIGHTS}")
+    shards = [f"adapter_model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    for shard in shards:
+        client.put_object(Bucket=name, Key=f"team/a/{shard}", Body=BODY)
+    proxy.gate = threading.Barrier(3)  # lets nobody through before three are there
+    shaky.fetch(f"s3://{name}/team/a", staging)
+    assert proxy.most_at_once >= 3
+    assert all((staging.folder / shard).read_bytes() == BODY for shard in shards)
+
+
+def test_the_first_failure_ends_the_other_files(shaky, proxy, bucket, staging):
+    name, client = bucket
+    client.delete_object(Bucket=name, Key=f"team/a/{WEIGHTS}")
+    for i in (1, 2, 3):
+        key = f"team/a/adapter_model-{i:05}-of-00003.safetensors"
+        client.put_object(Bucket=name, Key=key, Body=BODY)
+    proxy.faults = [
+        Fault("adapter_model-00002", status=403),
+        Fault("adapter_model-", status=503, times=1000),
+    ]
+    with pytest.raises(PreconditionFailed, match="00002"):
+        S3Source([name], proxy.url, retry=RetryPolicy(100, 0.01, 0.05)).fetch(
+            f"s3://{name}/team/a", staging
+        )
+
+
+def test_a_stopping_store_stops_waiting(proxy, bucket, staging):
+    proxy.faults = [Fault(WEIGHTS, status=503, action=None, times=1000)]
+    proxy.faults.append(Fault(CONFIG, action=staging._stopping.set))
+    with pytest.raises(Draining):
+        S3Source([bucket[0]], proxy.url, retry=RetryPolicy(100, 30, 60)).fetch(
+            f"s3://{bucket[0]}/team/a", staging
+        )
+
+
+def test_a_bucket_is_read_at_its_own_endpoint(proxy, endpoint, bucket, make_staging, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    source = S3Source([f"{bucket[0]}/team@{proxy.url}", bucket[0]], endpoint)
+    source.fetch(f"s3://{bucket[0]}/team/a", make_staging())
+    assert proxy.gets
+    proxy.gets.clear()
+    for name, body in ((CONFIG, b"{}"), (WEIGHTS, b"root")):
+        bucket[1].put_object(Bucket=bucket[0], Key=name, Body=body)
+    source.fetch(f"s3://{bucket[0]}", make_staging())
+    assert proxy.gets == []
+
+
+def test_no_answer_is_unavailable_and_tells_no_secret(staging, caplog):
+    caplog.set_level(logging.DEBUG, "adapter_store")
+    source = S3Source(["bucket"], "http://127.0.0.1:9", retry=RetryPolicy(attempts=1))
     with pytest.raises(SourceUnavailable, match="s3://bucket/a/") as caught:
         source.fetch("s3://bucket/a", staging)
-    assert "s3cr3t" not in str(caught.value)
+    assert "s3cr3t" not in f"{caught.value} {caplog.text}"
 
 
 def test_without_credentials(endpoint, bucket, staging, monkeypatch):
@@ -212,5 +369,5 @@ def test_without_credentials(endpoint, bucket, staging, monkeypatch):
 def test_answers_of_the_service_keep_their_code(code, kind):
     from botocore.exceptions import ClientError
 
-    with pytest.raises(kind, match="s3://b/k"), s3_module._translated("s3://b/k"):
+    with pytest.raises(kind, match="s3://b/k"), translated("s3://b/k"):
         raise ClientError({"Error": {"Code": code, "Message": "x"}}, "GetObject")
