@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 ERROR_DOMAIN = "adapter_store.loadout"
 GRPC_PREFIX = "/grpc."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
+QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
 
 CODES: dict[type[errors.StoreError], int] = {
@@ -88,14 +89,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._last_end = -QUIET_SECONDS
 
     async def drain(self, grace_seconds: float) -> None:
-        """Refuses new calls with UNAVAILABLE and waits for those that run, at most the grace."""
+        """Refuses new calls with UNAVAILABLE and waits for those that run, at most the grace; then
+        goes on refusing until nobody calls any more, at most QUIET_LIMIT_SECONDS."""
         self._is_draining = True
-        deadline = time.monotonic() + grace_seconds
-        while self._is_busy() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await _wait_while(lambda: self._running > 0, grace_seconds)
+        await _wait_while(self._was_called_lately, QUIET_LIMIT_SECONDS)
 
-    def _is_busy(self) -> bool:
-        return self._running > 0 or time.monotonic() - self._last_end < QUIET_SECONDS
+    def _was_called_lately(self) -> bool:
+        return time.monotonic() - self._last_end < QUIET_SECONDS
 
     async def intercept_service(
         self,
@@ -164,6 +165,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._last_end = time.monotonic()
             self._metrics.requests.labels(method, code).inc()
             self._metrics.request_seconds.labels(method).observe(time.monotonic() - start)
+
+
+async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> None:
+    deadline = time.monotonic() + limit_seconds
+    while condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
 
 
 async def _abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:

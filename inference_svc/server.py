@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ANSWER_SECONDS = 1.0
 """For statuses to reach their callers before connections are closed."""
-QUIET_LIMIT_SECONDS = 5.0
+QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 
 SERVER_OPTIONS = (
     # Two servers on one port would each get some of the calls.
