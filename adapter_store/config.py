@@ -77,6 +77,16 @@ class Settings(BaseSettings):
     s3_region: str = ""
     """Region for S3. Empty: as the credential chain says, else us-east-1."""
 
+    hf_organizations: Annotated[tuple[str, ...], NoDecode] = ()
+    """Organisations and users of the Hugging Face Hub whose models may be read, separated by
+    commas. None: no hf:// sources. A token comes from HF_TOKEN or the hub's own login."""
+
+    hf_endpoint: str = ""
+    """Address of the hub, http(s)://HOST[:PORT]. Empty: as HF_ENDPOINT says."""
+
+    hf_cache_dir: Path | None = None
+    """Cache folder of the hub, read when HF_HUB_OFFLINE is set. None: as HF_HUB_CACHE says."""
+
     disk_cache_bytes: Bytes = ByteSize(64 * GIB)
     """Capacity of the disk tier of compiled images, such as 64GiB."""
 
@@ -122,7 +132,7 @@ class Settings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level that is logged."""
 
-    @field_validator("source_roots", "s3_buckets", mode="before")
+    @field_validator("source_roots", "s3_buckets", "hf_organizations", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -143,7 +153,7 @@ class Settings(BaseSettings):
             entries.append(match[1] + (match[2] or "").rstrip("/"))
         return tuple(entries)
 
-    @field_validator("s3_endpoint_url")
+    @field_validator("s3_endpoint_url", "hf_endpoint")
     @classmethod
     def _check_endpoint(cls, value: str) -> str:
         if value and not _ENDPOINT.fullmatch(value.rstrip("/")):

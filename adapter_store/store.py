@@ -30,6 +30,7 @@ from adapter_store.policy import PolicyFile
 from adapter_store.registration import Registrar
 from adapter_store.registry import Registry
 from adapter_store.sources import FetchLimits, Sources
+from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.tiers import DiskTier
@@ -103,7 +104,8 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
 
 def _sources(settings: Settings) -> Sources:
     s3 = S3Source(settings.s3_buckets, settings.s3_endpoint_url, settings.s3_region)
-    return Sources({"file": LocalSource(settings.source_roots), "s3": s3})
+    hub = HubSource(settings.hf_organizations, settings.hf_endpoint, settings.hf_cache_dir)
+    return Sources({"file": LocalSource(settings.source_roots), "s3": s3, "hf": hub})
 
 
 def _limits(settings: Settings) -> tuple[FetchLimits, CheckpointLimits]:

@@ -43,7 +43,11 @@ class LocalSource:
 
     def fetch(self, uri: str, staging: Staging) -> str:
         """As Source.fetch; a folder has no revision."""
-        path = path_of(uri)
+        self.copy_folder(path_of(uri), uri, staging)
+        return ""
+
+    def copy_folder(self, path: Path, uri: str, staging: Staging) -> None:
+        """Copies the adapter in folder `path`; errors call it `uri`. Raises as `fetch`."""
         with _translated(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
@@ -55,7 +59,6 @@ class LocalSource:
                 now = os.stat(folder / name)
                 if Fingerprint.of(now) != fingerprint:
                     raise _changed(uri, name)
-        return ""
 
     def _copy(self, path: Path, uri: str, staging: Staging) -> Fingerprint:
         resolved = self._resolve(path, uri)

@@ -1,0 +1,227 @@
+"""hf:// sources: a model repository of the Hugging Face Hub, or of a server that speaks its API.
+
+One moment of all files: the revision is resolved to a commit first, every file is asked for at
+that commit, and what arrives has to have the hash that the commit records for it.
+
+Files are streamed into staging and not through the hub's cache folder, so that they take their
+space once and the limits hold while they are read. Offline (HF_HUB_OFFLINE), the cache folder is
+what there is to read; its snapshots are links into its blobs, which are followed no further.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapter_store.errors import InvalidArgument, NotFound, SourceUnavailable
+from adapter_store.sources.hub_errors import changed, translated, unavailable
+from adapter_store.sources.local import LocalSource
+from adapter_store.sources.parallel import copy_all
+from adapter_store.sources.retry import Retry, RetryPolicy
+from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
+
+API_TIMEOUT_S = 15
+READ_TIMEOUT_S = 30
+DEFAULT_REVISION = "main"
+PROBED_FILE = "adapter_config.json"
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?=[A-Za-z0-9_])){0,94}"
+_URI = re.compile(rf"hf://({_PART})/({_PART})(?:@([A-Za-z0-9][A-Za-z0-9._/-]{{0,127}}))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    organization: str
+    name: str
+    revision: str
+
+    @property
+    def repo_id(self) -> str:
+        return f"{self.organization}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo_id}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file as its commit records it: sha256 if it is stored with LFS, else git's blob id."""
+
+    size_bytes: int
+    sha256: str
+    blob_id: str
+
+    def start_hash(self) -> tuple[Any, str]:
+        """A hash to feed the content to, and what it has to be; "" if the commit does not say."""
+        if self.sha256:
+            return hashlib.sha256(), self.sha256
+        prefix = f"blob {self.size_bytes}\0".encode()
+        return hashlib.sha1(prefix, usedforsecurity=False), self.blob_id
+
+
+class HubSource:
+    """Reads repositories of the `allowed` organisations (or users).
+
+    `endpoint` and `cache_dir`: None leaves them to the hub's own chain, as the token always is
+    (HF_TOKEN, or the file that `hf auth login` writes).
+    """
+
+    def __init__(
+        self,
+        allowed: Sequence[str],
+        endpoint: str | None = None,
+        cache_dir: Path | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._allowed = frozenset(allowed)
+        self._endpoint = endpoint or None
+        self._cache_dir = cache_dir
+        self._retry = retry or RetryPolicy()
+
+    def fetch(self, uri: str, staging: Staging) -> str:
+        """As Source.fetch; the revision is the commit."""
+        place = place_of(uri)
+        if place.organization not in self._allowed:
+            raise InvalidArgument(
+                f"source_uri: {place} is not of an organisation that this store may read "
+                "(hf_organizations)",
+                subject="source_uri",
+                reason="SOURCE_NOT_ALLOWED",
+            )
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return self._copy_cached(place, staging)
+        commit, files = self._resolve(place, staging)
+        names = staging.choose_files(files, str(place))
+        staging.expect({name: files[name].size_bytes for name in names})
+        copy_all(names, lambda name: self._copy(place, commit, name, files[name], staging), staging)
+        return commit
+
+    def _resolve(self, place: HubPlace, staging: Staging) -> tuple[str, dict[str, HubFile]]:
+        """The commit that the revision points to now, and the files at its top level."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=self._endpoint)
+        retry = Retry(self._retry, staging)
+        while True:
+            try:
+                with translated(str(place)):
+                    info = api.model_info(
+                        place.repo_id,
+                        revision=place.revision,
+                        files_metadata=True,
+                        timeout=API_TIMEOUT_S,
+                    )
+                    break
+            except SourceUnavailable as error:
+                retry.failed(error)
+            except (ValueError, TypeError, KeyError, AttributeError) as exc:
+                raise unavailable(str(place), "its server does not speak the hub's API") from exc
+        if info.id != place.repo_id:  # the hub follows renames, an allow-list must not
+            raise NotFound(
+                f"source_uri: {place} has moved to {info.id[:200]!r}",
+                subject="source_uri",
+                reason="SOURCE_NOT_FOUND",
+            )
+        commit = info.sha or ""
+        if not _COMMIT.fullmatch(commit):
+            raise unavailable(str(place), "its server names no commit")
+        files = {
+            file.rfilename: HubFile(
+                file.size, file.lfs.sha256 if file.lfs else "", file.blob_id or ""
+            )
+            for file in info.siblings or ()
+            if type(file.size) is int and file.size >= 0
+        }
+        return commit, files
+
+    def _copy(
+        self, place: HubPlace, commit: str, name: str, expected: HubFile, staging: Staging
+    ) -> None:
+        """Reads one file, going on where the connection broke."""
+        from huggingface_hub import hf_hub_url
+
+        where = f"{place}: {name}"
+        url = hf_hub_url(place.repo_id, name, revision=commit, endpoint=self._endpoint)
+        digest, expected_digest = expected.start_hash()
+        retry = Retry(self._retry, staging)
+        with staging.create(name, expected.size_bytes) as file:
+            while file.size_bytes < expected.size_bytes:
+                before_bytes = file.size_bytes
+                try:
+                    with translated(where):
+                        _read_on(url, where, commit, expected.size_bytes, file, digest)
+                except SourceUnavailable as error:
+                    if file.size_bytes > before_bytes:
+                        retry.progressed()
+                    retry.failed(error)
+            if expected_digest and digest.hexdigest() != expected_digest:
+                raise changed(where, f"is not what commit {commit} records")
+
+    def _copy_cached(self, place: HubPlace, staging: Staging) -> str:
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        found = try_to_load_from_cache(
+            place.repo_id, PROBED_FILE, cache_dir=self._cache_dir, revision=place.revision
+        )
+        if not isinstance(found, str):
+            raise NotFound(
+                f"source_uri: {place} is not in the cache folder, and this store is offline "
+                "(HF_HUB_OFFLINE)",
+                subject="source_uri",
+                reason="SOURCE_NOT_FOUND",
+            )
+        snapshot = Path(found).parent
+        if not _COMMIT.fullmatch(snapshot.name):
+            raise unavailable(str(place), "the cache folder names no commit")
+        cache_dir = Path(self._cache_dir or constants.HF_HUB_CACHE)
+        repo_dir = cache_dir / f"models--{place.organization}--{place.name}"
+        LocalSource([repo_dir]).copy_folder(snapshot, str(place), staging)
+        return snapshot.name
+
+
+def _read_on(
+    url: str, where: str, commit: str, size_bytes: int, file: StagedFile, digest: Any
+) -> None:
+    """One GET of what is still missing. Raises SourceUnavailable if it is not all that is."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    start = file.size_bytes
+    headers: Mapping[str, str] = {
+        **build_hf_headers(),
+        "Accept-Encoding": "identity",
+        **({"Range": f"bytes={start}-"} if start else {}),
+    }
+    with get_session().stream("GET", url, headers=headers, timeout=READ_TIMEOUT_S) as answer:
+        hf_raise_for_status(answer)
+        for response in (*answer.history, answer):
+            if response.headers.get("X-Repo-Commit", commit) != commit:
+                raise changed(where, f"is answered from another commit than {commit}")
+        length = answer.headers.get("Content-Length", "")
+        if length != str(size_bytes - start):
+            raise changed(where, f"has {length[:20]} bytes, its commit says {size_bytes}")
+        if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            raise unavailable(where, "it was not continued where it broke")
+        for data in answer.iter_raw(READ_BYTES):
+            file.write(data)
+            digest.update(data)
+    if file.size_bytes != size_bytes:
+        raise unavailable(where, f"{file.size_bytes} of {size_bytes} bytes arrived")
+
+
+def place_of(uri: str) -> HubPlace:
+    """Reads hf://org/name[@revision]; without a revision it is main. Raises InvalidArgument."""
+    match = _URI.fullmatch(uri)
+    revision = match[3] or DEFAULT_REVISION if match else ""
+    if not match or any(part in ("", ".", "..") for part in revision.split("/")):
+        raise InvalidArgument(
+            f"source_uri: {uri[:160]!r} is not of the form hf://organisation/name@revision",
+            subject="source_uri",
+        )
+    return HubPlace(match[1], match[2], revision)

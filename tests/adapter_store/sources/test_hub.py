@@ -1,0 +1,296 @@
+"""Against a local server that speaks the hub's API, through huggingface_hub itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+from huggingface_hub import constants, hf_hub_download
+
+from adapter_store.errors import (
+    InvalidAdapter,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    PreconditionFailed,
+    SourceUnavailable,
+)
+from adapter_store.sources.hub import HubPlace, HubSource, place_of
+from adapter_store.sources.retry import RetryPolicy
+from tests.adapter_store.sources.faulty import Fault, FaultyProxy
+from tests.adapter_store.sources.hub_server import HubServer, Repo
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BODY = bytes(range(256)) * 40
+FILES = {CONFIG: b"{}", WEIGHTS: BODY, "README.md": b"not needed", "training_args.bin": b"x" * 5000}
+QUICK = RetryPolicy(attempts=3, first_seconds=0.01, max_seconds=0.02)
+SECRET = "hf_s3cr3tt0ken"
+
+
+@pytest.fixture(autouse=True)
+def chain(monkeypatch, tmp_path):
+    """The hub's own chain finds nothing of this machine's."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "default-cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def hub():
+    server = HubServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def repo(hub) -> Repo:
+    hub.repos["team/adapter"] = repo = Repo()
+    repo.commit(FILES)
+    return repo
+
+
+@pytest.fixture
+def source(hub) -> HubSource:
+    return HubSource(["team"], hub.url, retry=QUICK)
+
+
+@pytest.fixture
+def proxy(hub):
+    proxy = FaultyProxy(hub.url)
+    hub.lfs_url = proxy.url
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def shaky(proxy) -> HubSource:
+    return HubSource(["team"], proxy.url, retry=QUICK)
+
+
+def contents(staging) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in staging.folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("uri", "place"),
+    [
+        ("hf://team/adapter", HubPlace("team", "adapter", "main")),
+        ("hf://team/adapter@v1.0", HubPlace("team", "adapter", "v1.0")),
+        ("hf://team/a.b-c_d@refs/pr/3", HubPlace("team", "a.b-c_d", "refs/pr/3")),
+    ],
+)
+def test_uris(uri, place):
+    assert place_of(uri) == place
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "hf://team",
+        "hf://team/",
+        "hf://team/a/b",
+        "hf://../a",
+        "hf://team/..",
+        "hf://team/a--b",
+        "hf://team/a.",
+        "hf://team/adapter@",
+        "hf://team/adapter@../../api",
+        "hf://team/adapter@a//b",
+        "hf://team/adapter@a?x=1",
+        "hf://user:pass@team/adapter",
+        "hf://team/adapter%2f..",
+    ],
+)
+def test_malformed_uris(source, staging, uri):
+    with pytest.raises(InvalidArgument, match="hf://organisation/name@revision") as caught:
+        source.fetch(uri, staging)
+    assert caught.value.subject == "source_uri"
+
+
+def test_only_the_adapters_files_are_read_and_the_commit_is_told(hub, source, repo, staging):
+    assert source.fetch("hf://team/adapter", staging) == repo.refs["main"]
+    assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
+    assert not any("training_args" in path or "README" in path for path, _ in hub.requests)
+    assert not (staging.folder.parent / "default-cache").exists()
+
+
+def test_a_branch_a_tag_and_a_commit(source, repo, make_staging):
+    first = repo.refs["main"]
+    second = repo.commit({**FILES, CONFIG: b"{ }"}, "refs/pr/1")
+    repo.refs["v1"] = first
+    for revision, commit in (("v1", first), ("refs/pr/1", second), (second, second)):
+        staging = make_staging()
+        assert source.fetch(f"hf://team/adapter@{revision}", staging) == commit
+        assert contents(staging) == {name: repo.commits[commit][name] for name in (CONFIG, WEIGHTS)}
+
+
+def test_a_revision_that_moves_while_it_is_read_is_not_mixed(shaky, proxy, repo, staging):
+    before = repo.refs["main"]
+    moved = {CONFIG: b"[]", WEIGHTS: BODY[::-1]}
+    proxy.faults = [Fault("/api/models/", action=lambda: repo.commit(moved))]
+    assert shaky.fetch("hf://team/adapter@main", staging) == before
+    assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
+
+
+def test_other_organisations_are_refused_before_anything_is_asked(hub, staging):
+    hub.repos["other/adapter"] = Repo()
+    with pytest.raises(InvalidArgument, match="hf_organizations") as caught:
+        HubSource(["team"], hub.url).fetch("hf://other/adapter", staging)
+    assert caught.value.reason == "SOURCE_NOT_ALLOWED"
+    assert hub.requests == []
+
+
+def test_a_repository_that_moved_to_another_owner_is_refused(hub, source, staging):
+    hub.repos["other/adapter"] = Repo()
+    hub.repos["other/adapter"].commit(FILES)
+    hub.moved["team/adapter"] = "other/adapter"
+    with pytest.raises(NotFound, match="has moved to 'other/adapter'"):
+        source.fetch("hf://team/adapter", staging)
+    assert contents(staging) == {}
+
+
+def test_what_is_missing_is_named(source, repo, staging):
+    for uri in ("hf://team/nowhere@main", "hf://team/adapter@v9"):
+        with pytest.raises(NotFound, match=uri) as caught:
+            source.fetch(uri, staging)
+        assert caught.value.reason == "SOURCE_NOT_FOUND"
+    repo.commit({CONFIG: b"{}"})
+    with pytest.raises(InvalidAdapter, match=f"{WEIGHTS} is missing"):
+        source.fetch("hf://team/adapter", staging)
+    repo.commit({CONFIG: b"{}", "adapter_model.bin": b"\x80"})
+    with pytest.raises(InvalidAdapter, match="is a pickle"):
+        source.fetch("hf://team/adapter", staging)
+
+
+def test_a_private_repository_needs_the_chains_token(hub, source, repo, make_staging, monkeypatch):
+    repo.token = SECRET
+    with pytest.raises(NotFound, match="or needs a token"):
+        source.fetch("hf://team/adapter", make_staging())
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    assert source.fetch("hf://team/adapter", make_staging()) == repo.refs["main"]
+    sent = {token for path, token in hub.requests if path.startswith("/lfs/")}
+    assert sent == {""}, "the token went to the host that keeps the large files"
+
+
+def test_a_gated_repository(source, repo, staging):
+    repo.is_gated = True
+    with pytest.raises(PreconditionFailed, match="gated") as caught:
+        source.fetch("hf://team/adapter", staging)
+    assert caught.value.reason == "SOURCE_ACCESS_DENIED"
+
+
+def test_a_token_is_in_no_message_or_log(shaky, proxy, repo, staging, monkeypatch, caplog):
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    caplog.set_level(logging.DEBUG)
+    proxy.faults = [Fault(WEIGHTS, status=403, times=100)]
+    with pytest.raises(PreconditionFailed) as caught:
+        shaky.fetch("hf://team/adapter", staging)
+    assert SECRET not in f"{caught.value} {caplog.text}"
+
+
+def test_limits_hold_before_the_first_byte(hub, source, repo, make_staging):
+    staging = make_staging(max_file_bytes=len(BODY) - 1)
+    with pytest.raises(LimitExceeded, match=WEIGHTS):
+        source.fetch("hf://team/adapter", staging)
+    assert contents(staging) == {}
+    assert not any("/resolve/" in path for path, _ in hub.requests)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_content_that_the_commit_does_not_record_is_refused(hub, source, repo, staging, name):
+    hub.tampered[name] = FILES[name][::-1]
+    with pytest.raises(SourceUnavailable, match=f"{name} is not what commit") as caught:
+        source.fetch("hf://team/adapter", staging)
+    assert caught.value.reason == "SOURCE_CHANGED"
+
+
+def test_content_of_another_length_is_refused_before_it_is_stored(hub, source, repo, staging):
+    hub.tampered[WEIGHTS] = BODY + b"more"
+    with pytest.raises(SourceUnavailable, match=f"has {len(BODY) + 4} bytes"):
+        source.fetch("hf://team/adapter", staging)
+
+
+def test_an_answer_from_another_commit_is_refused(hub, source, repo, staging):
+    hub.answered_commit = "0" * 40
+    with pytest.raises(SourceUnavailable, match="another commit"):
+        source.fetch("hf://team/adapter", staging)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>", b"[]", b'{"id": "team/adapter"}', b'{"id": "team/adapter", "sha": "main"}'],
+)
+def test_a_server_that_is_no_hub(hub, source, repo, staging, body):
+    hub.raw_info = body
+    with pytest.raises(SourceUnavailable, match=r"hub's API|names no commit"):
+        source.fetch("hf://team/adapter", staging)
+
+
+@pytest.mark.parametrize("then", ["reset", "closed"])
+def test_a_broken_connection_is_taken_up_where_it_broke(shaky, proxy, repo, staging, then):
+    proxy.faults = [Fault("/lfs/", after=5000, then=then)]
+    shaky.fetch("hf://team/adapter", staging)
+    assert contents(staging)[WEIGHTS] == BODY
+    assert sum("/lfs/" in path for path, _ in proxy.gets) == 2
+
+
+@pytest.mark.parametrize("path", ["/api/models/", "/resolve/", "/lfs/"])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_hub_is_asked_again(shaky, proxy, repo, staging, path, status):
+    proxy.faults = [Fault(path, status=status, times=2)]
+    shaky.fetch("hf://team/adapter", staging)
+    assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
+
+
+@pytest.mark.parametrize("path", ["/api/models/", "/lfs/"])
+def test_a_hub_that_stays_busy_is_unavailable(shaky, proxy, repo, staging, path):
+    proxy.faults = [Fault(path, status=503, times=1000)]
+    with pytest.raises(SourceUnavailable, match="503"):
+        shaky.fetch("hf://team/adapter", staging)
+
+
+def test_no_answer(staging):
+    with pytest.raises(SourceUnavailable, match="hf://team/adapter@main"):
+        HubSource(["team"], "http://127.0.0.1:9", retry=QUICK).fetch("hf://team/adapter", staging)
+
+
+@pytest.fixture
+def cache(hub, repo, tmp_path, monkeypatch):
+    """A cache folder that huggingface_hub filled itself; now offline."""
+    folder = tmp_path / "cache"
+    for name in (CONFIG, WEIGHTS):
+        hf_hub_download("team/adapter", name, endpoint=hub.url, cache_dir=folder)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    return folder
+
+
+def test_offline_the_cache_is_read(hub, repo, cache, make_staging):
+    source = HubSource(["team"], hub.url, cache)
+    for revision in ("main", repo.refs["main"]):
+        staging = make_staging()
+        assert source.fetch(f"hf://team/adapter@{revision}", staging) == repo.refs["main"]
+        assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
+        assert not any(path.is_symlink() for path in staging.folder.iterdir())
+    assert hub.requests == []
+
+
+def test_offline_what_is_not_cached_is_not_there(hub, cache, staging, monkeypatch):
+    for uri in ("hf://team/other", "hf://team/adapter@v9"):
+        with pytest.raises(NotFound, match="HF_HUB_OFFLINE"):
+            HubSource(["team"], hub.url, cache).fetch(uri, staging)
+    with pytest.raises(InvalidArgument, match="hf_organizations"):
+        HubSource(["else"], hub.url, cache).fetch("hf://team/adapter", staging)
+
+
+def test_a_cache_link_that_leads_out_is_refused(hub, cache, staging, tmp_path):
+    (tmp_path / "secret").write_bytes(b"secret")
+    (link,) = cache.glob(f"models--team--adapter/snapshots/*/{WEIGHTS}")
+    link.unlink()
+    os.symlink(tmp_path / "secret", link)
+    with pytest.raises(InvalidArgument, match=WEIGHTS) as caught:
+        HubSource(["team"], hub.url, cache).fetch("hf://team/adapter", staging)
+    assert caught.value.reason == "SOURCE_NOT_ALLOWED"
+    assert contents(staging) == {}
