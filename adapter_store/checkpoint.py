@@ -22,6 +22,7 @@ from adapter_store.checkpoint_files import (
     find_weight_files,
     is_adapter_file,
 )
+from adapter_store.checkpoint_keys import target_of
 from adapter_store.checkpoint_scan import scan_tensors
 from adapter_store.checkpoint_targets import TargetWeights, TensorRecord, pair_targets
 from adapter_store.core import DataType, SegmentKind
@@ -43,6 +44,8 @@ TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.FLOAT32: torch.float32,
     DataType.FLOAT16: torch.float16,
     DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DataType.FLOAT8_E5M2: torch.float8_e5m2,
 }
 
 
@@ -75,6 +78,12 @@ class Checkpoint:
     def module_names(self) -> tuple[str, ...]:
         """Distinct last components of the target names, sorted, such as "q_proj"."""
         return tuple(sorted({name.rpartition(".")[2] for name in self.targets}))
+
+    @property
+    def lost_modules(self) -> frozenset[str]:
+        """What target_modules lists although no weight belongs to it, named as targets are."""
+        modules = [target.module for target in self.targets.values()]
+        return frozenset(map(target_of, self.config.modules.unweighted(modules)))
 
     @property
     def records(self) -> tuple[TensorRecord, ...]:
@@ -196,5 +205,6 @@ def _digest(
         for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
     ]
     alphas = {target.name: target.alpha for target in targets.values()}
-    modules = config.modules.fields if config.modules.unweighted(targets) else None
+    weighted = [target.module for target in targets.values()]
+    modules = config.modules.fields if config.modules.unweighted(weighted) else None
     return compute_digest(contents, alphas, config.use_rslora, modules)

@@ -1,12 +1,16 @@
 """The names that PEFT gives to an adapter's tensors, and the canonical target names behind them.
 
-    base_model.model.<target>.lora_A.weight            [rank, in]
-    base_model.model.<target>.lora_B.weight            [out, rank]
-    base_model.model.<target>.lora_embedding_A         [rank, vocab]
-    base_model.model.<target>.lora_embedding_B         [hidden, rank]
+    base_model.model.<module>.lora_A.weight            [rank, in]
+    base_model.model.<module>.lora_B.weight            [out, rank]
+    base_model.model.<module>.lora_embedding_A         [rank, vocab]
+    base_model.model.<module>.lora_embedding_B         [hidden, rank]
 
-An adapter called "default" may be named too: `lora_A.default.weight`. `<target>` is the module's
-path in the base model, "model.layers.0.self_attn.q_proj".
+`<module>` is the module's path in the model that was trained, "model.layers.0.self_attn.q_proj";
+the config's patterns speak of it. Saved from a whole state dict, the adapter's own name is in
+between: `lora_A.<name>.weight`. Adapted twice, the prefix is there twice. A model with more than
+text has its language model inside: `language_model.model.layers.0` (older transformers),
+`model.language_model.layers.0` (newer); the target is the path in the language model alone.
+
 Source: peft/utils/save_and_load.py `get_peft_model_state_dict` of PEFT 0.21.
 """
 
@@ -19,10 +23,13 @@ from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
 PREFIX = "base_model.model."
+DEFAULT_ADAPTER_NAME = "default"
 
-_LINEAR = re.compile(r"(?P<target>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_EMBEDDING = re.compile(r"(?P<target>.+)\.lora_embedding_(?P<side>[AB])(\.default)?")
-_TARGET = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+_NAMED = r"(?:\.(?P<adapter>[^.]{1,128}))?"
+_LINEAR = re.compile(rf"(?P<module>.+)\.lora_(?P<side>[AB]){_NAMED}\.weight")
+_EMBEDDING = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<side>[AB]){_NAMED}")
+_MODULE = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+_WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _BASE_WEIGHT = "a base weight: save with save_embedding_layers=False"
 
@@ -40,11 +47,13 @@ _HINTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """What a tensor is: side A or B of a target of this kind."""
+    """What a tensor is: side A or B of `target`, which the trained model calls `module`."""
 
     target: str
+    module: str
     kind: TargetKind
     side: SegmentKind
+    adapter_name: str
 
 
 def parse_key(key: str) -> TensorKey:
@@ -52,16 +61,27 @@ def parse_key(key: str) -> TensorKey:
 
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
+    path = key.removeprefix(PREFIX)
     for pattern, kind in ((_LINEAR, TargetKind.LINEAR), (_EMBEDDING, TargetKind.EMBEDDING)):
-        match = pattern.fullmatch(key.removeprefix(PREFIX))
-        if match and key.startswith(PREFIX) and _TARGET.fullmatch(match["target"]):
+        match = pattern.fullmatch(path.removeprefix(PREFIX))
+        if match and path != key and _MODULE.fullmatch(match["module"]):
             side = SegmentKind.A if match["side"] == "A" else SegmentKind.B
-            return TensorKey(match["target"], kind, side)
+            name = match["adapter"] or DEFAULT_ADAPTER_NAME
+            return TensorKey(target_of(match["module"]), match["module"], kind, side, name)
     hint = next((hint for part, hint in _HINTS if part in f"{key}."), "")
-    if not hint and not key.startswith(PREFIX):
+    if not hint and path == key:
         hint = f"it does not start with {PREFIX}"
     raise InvalidAdapter(
         f"{key}: not a LoRA weight of a module" + (f" ({hint})" if hint else ""),
         subject=key,
         reason="TENSOR_UNKNOWN",
     )
+
+
+def target_of(module: str) -> str:
+    """The canonical target: the module's path in the language model alone."""
+    wrapped = _WRAPPED.fullmatch(module)
+    if wrapped is None:
+        return module
+    inner = wrapped["inner"]
+    return inner if inner.startswith(("model.", "lm_head")) else f"model.{inner}"

@@ -23,12 +23,15 @@ CHUNK_BYTES = 1 << 20
 
 MAX_THREADS = 4
 
-# A value is infinite or NaN if its exponent bits are all ones: the integer type to view it as,
-# the mask without the sign, and the smallest masked value that is not finite.
+# A value is infinite or NaN if its exponent bits are all ones (E4M3, which has no infinity: if all
+# its bits are): the integer type to view it as, the mask without the sign, and the smallest masked
+# value that is not finite.
 _NOT_FINITE: dict[DataType, tuple[type[np.unsignedinteger], int, int]] = {
     DataType.FLOAT32: (np.uint32, 0x7FFFFFFF, 0x7F800000),
     DataType.FLOAT16: (np.uint16, 0x7FFF, 0x7C00),
     DataType.BFLOAT16: (np.uint16, 0x7FFF, 0x7F80),
+    DataType.FLOAT8_E4M3: (np.uint8, 0x7F, 0x7F),
+    DataType.FLOAT8_E5M2: (np.uint8, 0x7F, 0x7C),
 }
 
 

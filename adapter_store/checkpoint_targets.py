@@ -28,10 +28,12 @@ class TensorRecord:
 class TargetWeights:
     """What an adapter does to one target: delta = scale * B @ A.
 
-    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank].
+    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]. `module` is what the
+    trained model, and so the config, calls the target.
     """
 
     name: str
+    module: str
     kind: TargetKind
     rank: int
     alpha: float
@@ -54,17 +56,23 @@ def pair_targets(
 ) -> dict[str, TargetWeights]:
     """The adapter's targets by name, sorted.
 
-    Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, SHAPE_INVALID, PAIR_INCOMPLETE,
-    TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS; the subject is a tensor or the weights file.
+    Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
+    PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS; the subject is a tensor or
+    the weights file.
     """
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
+    adapter_name = ""
     for record in records.values():
         key = parse_key(record.key)
+        adapter_name = adapter_name or key.adapter_name
+        if key.adapter_name != adapter_name:
+            detail = f"of an adapter {key.adapter_name!r} beside those of {adapter_name!r}"
+            raise _invalid(record, "ADAPTERS_MIXED", detail)
         if len(record.shape) != 2:
             raise _invalid(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a matrix")
         sides = pairs.setdefault(key.target, {})
         other = next((k for k, _ in sides.values()), key)
-        if key.side in sides or key.kind is not other.kind:
+        if key.side in sides or (key.kind, key.module) != (other.kind, other.module):
             raise _invalid(record, "TENSOR_DUPLICATE", f"{key.target} has another tensor for this")
         sides[key.side] = (key, record)
     if not pairs:
@@ -80,18 +88,18 @@ def _target(
     name: str, sides: Iterable[tuple[TensorKey, TensorRecord]], config: AdapterConfig
 ) -> TargetWeights:
     by_side = {key.side: record for key, record in sides}
-    kind = next(key.kind for key, _ in sides)
+    module, kind = next((key.module, key.kind) for key, _ in sides)
     for side, other in ((SegmentKind.A, SegmentKind.B), (SegmentKind.B, SegmentKind.A)):
         if side not in by_side:
             raise _invalid(
                 by_side[other], "PAIR_INCOMPLETE", f"{name} has no {side.value.upper()} for it"
             )
     a, b = by_side[SegmentKind.A], by_side[SegmentKind.B]
-    if not config.selects(name, is_embedding=kind is TargetKind.EMBEDDING):
+    if not config.selects(module, is_embedding=kind is TargetKind.EMBEDDING):
         raise _invalid(
-            a, "TARGET_NOT_SELECTED", f"the config does not adapt {name}, so it would stay unused"
+            a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )
-    rank = config.rank_of(name)
+    rank = config.rank_of(module)
     for record, found in ((a, a.shape[0]), (b, b.shape[1])):
         if found != rank:
             raise _invalid(
@@ -99,8 +107,8 @@ def _target(
                 "RANK_MISMATCH",
                 f"shape {list(record.shape)} has rank {found}, the config says {rank}",
             )
-    alpha = config.alpha_of(name)
-    return TargetWeights(name, kind, rank, alpha, config.scale_of(rank, alpha), a, b)
+    alpha = config.alpha_of(module)
+    return TargetWeights(name, module, kind, rank, alpha, config.scale_of(rank, alpha), a, b)
 
 
 def _invalid(record: TensorRecord, reason: str, detail: str) -> InvalidAdapter:

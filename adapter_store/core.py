@@ -24,15 +24,31 @@ class SegmentKind(enum.Enum):
 
 
 class DataType(enum.Enum):
-    """Element types an image may have; the value is the safetensors name."""
+    """Element types; the value is the safetensors name. Adapters may be saved in all of them."""
 
     FLOAT32 = "F32"
     FLOAT16 = "F16"
     BFLOAT16 = "BF16"
+    FLOAT8_E4M3 = "F8_E4M3"
+    FLOAT8_E5M2 = "F8_E5M2"
 
     @property
     def itemsize(self) -> int:
-        return 4 if self is DataType.FLOAT32 else 2
+        return _ITEMSIZE[self]
+
+    @property
+    def is_computable(self) -> bool:
+        """Whether an image may have it: the types that models compute in."""
+        return self.itemsize > 1
+
+
+_ITEMSIZE = {
+    DataType.FLOAT32: 4,
+    DataType.FLOAT16: 2,
+    DataType.BFLOAT16: 2,
+    DataType.FLOAT8_E4M3: 1,
+    DataType.FLOAT8_E5M2: 1,
+}
 
 
 class ImageState(enum.Enum):

@@ -168,6 +168,8 @@ def _place(values: torch.Tensor, row: int, source: _Source, output: torch.Tensor
     piece = values[start - row : end - row, slice(*source.columns)]
     if source.scale != 1.0:
         piece = piece.float() * source.scale
+    elif piece.element_size() == 1:  # fp8: torch computes on it only through a wider type
+        piece = piece.float()
     piece = piece.to(output.dtype)
     if not torch.stack(torch.aminmax(piece)).isfinite().all():  # both are NaN if any value is
         raise IncompatibleAdapter(

@@ -170,7 +170,7 @@ def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
     module listed, present in the model and absent from the whole file was lost on the way.
     """
     config = checkpoint.config
-    lost = config.modules.unweighted(checkpoint.targets)
+    lost = checkpoint.lost_modules
     for target in layout.targets:
         entry = next((tail for tail in path_tails(target.name) if tail in lost), None)
         is_embedding = target.kind is TargetKind.EMBEDDING

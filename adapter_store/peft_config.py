@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from adapter_store.peft_fields import check_fields
 from adapter_store.peft_match import ModuleMatcher, PatternTable
 from adapter_store.strict_json import parse_object, show
 
+_LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
+
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
 
@@ -23,7 +26,8 @@ DEFAULT_ALPHA = 8
 class AdapterConfig:
     """The fields of a PEFT LoraConfig that change the maths, and how to apply them.
 
-    `base_model` is "" when the file does not name one. The methods raise InvalidAdapter
+    `base_model` is "" when the file does not name one; it may be a trainer's local path, see
+    `names_local_path`. The methods raise InvalidAdapter
     PATTERN_TOO_SLOW when the seconds for matching this adapter's patterns are used up.
     """
 
@@ -50,6 +54,12 @@ class AdapterConfig:
         return self.modules.selects(name, is_embedding=is_embedding)
 
 
+def names_local_path(base_model: str) -> bool:
+    """Whether a base model's name is a path on some trainer's machine: no hub and no operator
+    calls a model so, and it means nothing here."""
+    return _LOCAL_PATH.match(base_model) is not None or base_model.count("/") > 1
+
+
 def read_config(folder: Path, limits: CheckpointLimits) -> AdapterConfig:
     """Reads and checks `adapter_config.json`.
 
@@ -67,6 +77,7 @@ def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> Adapter
     if peft_type != "LORA":
         raise _invalid("peft_type", peft_type, "only LORA is supported", "CONFIG_UNSUPPORTED")
     check_fields(fields, CONFIG_FILE)
+    _flag(fields, "fan_in_fan_out")
     budget = MatchBudget(limits.max_match_seconds)
     return AdapterConfig(
         base_model=_text(fields, "base_model_name_or_path"),

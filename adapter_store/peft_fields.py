@@ -10,7 +10,7 @@ Source: peft/tuners/lora/config.py and peft/config.py of PEFT 0.21.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapter_store.errors import InvalidAdapter
 from adapter_store.strict_json import show
@@ -28,6 +28,7 @@ HONOURED = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "fan_in_fan_out",  # how the base weight is stored: A and B have the same shapes either way
         "init_lora_weights",  # see INIT_ACCEPTED
     }
 )
@@ -40,7 +41,6 @@ NO_EFFECT: Mapping[str, str] = {
     "revision": "provenance of the base model",
     "inference_mode": "freezes parameters in training",
     "lora_dropout": "drops nothing at inference",
-    "fan_in_fan_out": "concerns how the base weight is stored; A and B keep their shapes",
     "megatron_core": "used only with megatron_config",
     "qalora_group_size": "used only with use_qalora",
     "loftq_config": "used only with init_lora_weights=loftq",
@@ -50,24 +50,58 @@ NO_EFFECT: Mapping[str, str] = {
     "runtime_config": "PEFT ignores it in a file",
 }
 
-# Accepted only when off; the text says what the adapter would need that we do not compute.
-REFUSED: Mapping[str, str] = {
-    "bias": "it trains biases of the base model",
-    "lora_bias": "it adds a bias to B",
-    "use_dora": "DoRA rescales the base weight",
-    "use_qalora": "QALoRA pools the input",
-    "use_bdlora": "BD-LoRA stores block-diagonal factors",
-    "modules_to_save": "it replaces whole modules of the base model",
-    "trainable_token_indices": "it replaces rows of the embedding",
-    "target_parameters": "it adapts bare parameters, not modules",
-    "layer_replication": "it rebuilds the base model with repeated layers",
-    "alora_invocation_tokens": "aLoRA is active only after an invocation sequence",
-    "megatron_config": "it describes Megatron's parallel layers",
-    "velora_config": "VeLoRA stores tensors besides A and B",
-    "monteclora_config": "MonteCLoRA samples its weights",
-    "arrow_config": "Arrow routes between several adapters",
-    "kasa_config": "KaSA truncates the base weight",
-    "ensure_weight_tying": "it ties the adapter of the head to that of the embedding",
+
+class Refusal(NamedTuple):
+    """Why a field is accepted only when it is off, and what to do instead."""
+
+    why: str
+    instead: str
+
+
+_MERGE = "merge the adapter into the base model (merge_and_unload) and serve that"
+_TRAIN_WITHOUT = "train without it"
+
+REFUSED: Mapping[str, Refusal] = {
+    # "none" is its way to be off.
+    "bias": Refusal("it trains biases of the base model", "train with bias='none'"),
+    "lora_bias": Refusal("it adds a bias to B", "train with lora_bias=False"),
+    "use_dora": Refusal("DoRA rescales the base weight", f"train with use_dora=False, or {_MERGE}"),
+    "use_qalora": Refusal(
+        "QALoRA pools the input before A", "train plain LoRA over the quantised base model"
+    ),
+    "use_bdlora": Refusal(
+        "BD-LoRA keeps only the diagonal blocks of A or B", "save A and B as whole matrices"
+    ),
+    "modules_to_save": Refusal(
+        "it replaces whole modules of the base model",
+        "adapt these modules with LoRA by naming them in target_modules",
+    ),
+    "trainable_token_indices": Refusal(
+        "it replaces rows of the embedding", "adapt embed_tokens with LoRA in target_modules"
+    ),
+    "target_parameters": Refusal(
+        "it adapts bare parameters, not modules", "name modules in target_modules"
+    ),
+    "layer_replication": Refusal(
+        "it rebuilds the base model with repeated layers",
+        "save the model with its repeated layers and adapt that",
+    ),
+    "alora_invocation_tokens": Refusal(
+        "aLoRA is active only after an invocation sequence", "train plain LoRA"
+    ),
+    "megatron_config": Refusal(
+        "it describes Megatron's parallel layers", "save the adapter gathered, without it"
+    ),
+    "velora_config": Refusal("VeLoRA stores tensors besides A and B", _TRAIN_WITHOUT),
+    "monteclora_config": Refusal("MonteCLoRA samples its weights", _TRAIN_WITHOUT),
+    "arrow_config": Refusal(
+        "Arrow routes between several adapters", "register each adapter by itself"
+    ),
+    "kasa_config": Refusal("KaSA truncates the base weight", f"{_TRAIN_WITHOUT}, or {_MERGE}"),
+    "ensure_weight_tying": Refusal(
+        "it ties the adapter of the head to that of the embedding",
+        "adapt embed_tokens and lm_head each by itself",
+    ),
 }
 
 SUBCONFIGS = frozenset(
@@ -92,7 +126,8 @@ def check_fields(fields: Mapping[str, Any], subject: str) -> None:
             continue
         if key in REFUSED:
             raise InvalidAdapter(
-                f"{subject}: {key}={show(value)} is not supported: {REFUSED[key]}",
+                f"{subject}: {key}={show(value)} is not supported: {REFUSED[key].why}; "
+                f"{REFUSED[key].instead}",
                 subject=key,
                 reason="CONFIG_UNSUPPORTED",
             )
@@ -122,7 +157,7 @@ def _check_init(value: Any, subject: str) -> None:
     if name.startswith(_INIT_CHANGES_BASE):
         detail = f"it changes the base weights; {_CONVERT_HINT}"
     else:
-        detail = "unknown initialisation"
+        detail = f"unknown initialisation; {_CONVERT_HINT}"
     raise InvalidAdapter(
         f"{subject}: init_lora_weights={show(value)} is not supported: {detail}",
         subject="init_lora_weights",

@@ -26,6 +26,7 @@ from adapter_store.errors import (
     PreconditionFailed,
 )
 from adapter_store.metrics import Metrics
+from adapter_store.peft_config import names_local_path
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 
@@ -169,6 +170,11 @@ def _new_version(asked: Registration, checkpoint: Checkpoint, source_uri: str) -
     if not base_model:
         raise InvalidArgument(
             "base_model: name it, adapter_config.json does not", subject="base_model"
+        )
+    if not asked.base_model and names_local_path(base_model):
+        raise InvalidArgument(
+            f"base_model: name it, adapter_config.json has a local path: {base_model[:160]!r}",
+            subject="base_model",
         )
     if asked.expected_digest and checkpoint.digest != asked.expected_digest:
         raise PreconditionFailed(

@@ -64,6 +64,8 @@ def test_opens_an_adapter(make_adapter):
         (torch.float32, DataType.FLOAT32),
         (torch.float16, DataType.FLOAT16),
         (torch.bfloat16, DataType.BFLOAT16),
+        (torch.float8_e4m3fn, DataType.FLOAT8_E4M3),
+        (torch.float8_e5m2, DataType.FLOAT8_E5M2),
     ],
 )
 def test_reads_tensors_as_saved(make_adapter, dtype, dtype_name):
@@ -71,9 +73,23 @@ def test_reads_tensors_as_saved(make_adapter, dtype, dtype_name):
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     checkpoint = open_checkpoint(make_adapter(("q_proj",), tensors=tensors))
     target = checkpoint.targets["model.layers.0.self_attn.q_proj"]
-    assert torch.equal(checkpoint.read_tensor(target.a), tensors[A])
-    assert torch.equal(checkpoint.read_tensor(target.b), tensors[B])
+    assert torch.equal(checkpoint.read_tensor(target.a).float(), tensors[A].float())
+    assert torch.equal(checkpoint.read_tensor(target.b).float(), tensors[B].float())
     assert target.a.dtype is dtype_name
+
+
+def test_an_fp8_value_that_is_not_finite_is_refused(make_adapter):
+    for dtype, bits in (
+        (torch.float8_e4m3fn, 0x7F),
+        (torch.float8_e4m3fn, 0xFF),
+        (torch.float8_e5m2, 0x7C),
+        (torch.float8_e5m2, 0xFE),
+    ):
+        tensors = {A: torch.ones(4, 16).to(dtype), B: torch.ones(16, 4).to(dtype)}
+        tensors[B].view(torch.uint8)[5, 1] = bits
+        assert not tensors[B].float().isfinite().all()
+        error = refusal(make_adapter(("q_proj",), tensors=tensors, folder=f"{dtype}{bits}"))
+        assert (error.reason, error.subject) == ("NOT_FINITE", B)
 
 
 def test_keys_with_the_default_adapter_name(make_adapter):
@@ -90,7 +106,8 @@ UNKNOWN_TENSORS = {
     "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
     f"{Q0}.base_layer.bias": "base weight",
     "model.layers.0.self_attn.q_proj.lora_A.weight": "does not start with base_model.model.",
-    f"{Q0}.lora_A.other.weight": "not a LoRA weight",
+    f"{Q0}.lora_A.two.parts.weight": "not a LoRA weight",
+    f"{Q0}.lora_A.{'x' * 129}.weight": "not a LoRA weight",
     f"{Q0}.lora_C.weight": "not a LoRA weight",
     "base_model.model..lora_A.weight": "not a LoRA weight",
     "base_model.model.a..b.lora_A.weight": "not a LoRA weight",
@@ -354,7 +371,8 @@ def test_files_that_belong_to_an_adapter():
 def substance(checkpoint: Checkpoint) -> object:
     """All that decides what an adapter computes, in full instead of as hashes."""
     modules = checkpoint.config.modules
-    lost = modules.fields if modules.unweighted(checkpoint.targets) else None
+    weighted = [target.module for target in checkpoint.targets.values()]
+    lost = modules.fields if modules.unweighted(weighted) else None
     return (
         checkpoint.config.use_rslora,
         lost,

@@ -48,7 +48,9 @@ def planned_checkpoint(layout: Layout, ranks: dict[str, int]) -> Checkpoint:
             continue
         a = TensorRecord("a", "", DataType.FLOAT32, (rank, target.in_features), 0, 0)
         b = TensorRecord("b", "", DataType.FLOAT32, (target.out_features, rank), 0, 0)
-        targets[target.name] = TargetWeights(target.name, target.kind, rank, 8.0, 1.0, a, b)
+        targets[target.name] = TargetWeights(
+            target.name, target.name, target.kind, rank, 8.0, 1.0, a, b
+        )
     config = parse_config(
         {
             "peft_type": "LORA",

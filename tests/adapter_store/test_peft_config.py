@@ -13,7 +13,7 @@ from peft.utils.other import get_pattern_key
 
 from adapter_store.checkpoint_files import CheckpointLimits
 from adapter_store.errors import InvalidAdapter
-from adapter_store.peft_config import AdapterConfig, parse_config
+from adapter_store.peft_config import AdapterConfig, names_local_path, parse_config
 from adapter_store.peft_fields import HONOURED, NO_EFFECT, REFUSED, SUBCONFIGS
 
 LIMITS = CheckpointLimits(max_match_seconds=0.5)
@@ -89,6 +89,17 @@ def test_what_changes_the_maths_is_refused_by_name_and_value(key, value):
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_refusal_tells_why_and_what_to_do_instead(key):
+    error = refusal(**{key: {"some": "value"}})
+    assert f"{REFUSED[key].why}; {REFUSED[key].instead}" in error.message
+
+
+def test_a_refused_init_tells_what_to_do_instead():
+    error = refusal(init_lora_weights="pissa")
+    assert "path_initial_model_for_weight_conversion" in error.message
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
 @pytest.mark.parametrize("value", [None, False, "", []])
 def test_what_is_off_is_accepted(key, value):
     parse(**{key: value})
@@ -141,6 +152,7 @@ def test_unknown_key_is_refused_unless_it_is_off():
         ("layers_pattern", ["layers"]),
         ("base_model_name_or_path", 7),
         ("base_model_name_or_path", "a\nb"),
+        ("fan_in_fan_out", "yes"),
     ],
 )
 def test_unusable_value_is_refused_by_name(key, value):
@@ -160,6 +172,29 @@ def test_layer_fields_that_peft_refuses_are_refused(fields):
     with pytest.raises(ValueError, match="layers_"):
         LoraConfig(**fields)
     assert refusal(**fields).subject.startswith("layers_")
+
+
+@pytest.mark.parametrize(
+    ("base_model", "is_path"),
+    [
+        ("meta-llama/Llama-3.1-8B", False),
+        ("gpt2", False),
+        ("org/name.with.dots-1", False),
+        ("/mnt/models/llama", True),
+        ("./llama", True),
+        ("../llama", True),
+        ("~/llama", True),
+        ("outputs/run-3/llama", True),
+        ("C:\\models\\llama", True),
+        ("D:/models/llama", True),
+        ("models\\llama", True),
+        ("file:///models/llama", True),
+        (".", True),
+    ],
+)
+def test_a_trainers_local_path_is_told_from_a_name(base_model, is_path):
+    assert parse(base_model_name_or_path=base_model).base_model == base_model
+    assert names_local_path(base_model) == is_path
 
 
 def test_rank_over_the_limit():

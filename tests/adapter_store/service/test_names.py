@@ -254,6 +254,15 @@ def test_a_base_model_has_to_be_known(client, make_adapter, refused):
         client.register("a", folder, base_model="x" * 600)
 
 
+def test_a_trainers_local_path_does_for_a_base_model_only_if_another_is_named(
+    client, make_adapter, refused
+):
+    folder = make_adapter(base_model_name_or_path="/mnt/models/llama")
+    with refused("INVALID_ARGUMENT", "base_model", "local path", "/mnt/models/llama"):
+        client.register("a", folder)
+    assert client.register("a", folder, base_model="org/x").adapter.base_model == "org/x"
+
+
 def test_a_missing_source_is_not_found(client, tmp_path, refused):
     with refused("NOT_FOUND", "source_uri", "nowhere"):
         client.register("a", tmp_path / "nowhere")
