@@ -11,7 +11,7 @@ from typing import Protocol
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, ImageKey
 from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
-from adapter_store.core import ImageState, Layout, LayoutVerdict
+from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
 from adapter_store.image import Image, ImagePlan, allocate_buffer, compile_parts, plan_image
 from adapter_store.image_file import ImageStream, read_image, write_image
@@ -101,14 +101,14 @@ class ImageBuilder:
             raise
         return image
 
-    def check(self, key: ImageKey) -> Layout:
-        """Whether the image may be pulled now; gives its layout.
+    def check(self, key: ImageKey, tenants: Tenants = None) -> Layout:
+        """Whether the image may be pulled now, for one of these tenants; gives its layout.
 
         Raises NotFound, and IncompatibleAdapter for what is known to be so already.
         """
         digest, layout_id = key
         layout = self._layout(layout_id)
-        standing = self._catalog.standing(key, self._delete_grace)
+        standing = self._catalog.standing(key, self._delete_grace, tenants)
         if not standing.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
         if not standing.serves_base:

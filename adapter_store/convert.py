@@ -22,7 +22,7 @@ from adapter_store.core import (
 )
 from adapter_store.errors import InvalidArgument
 from adapter_store.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
-from adapter_store.refs import parse_name, parse_sha256
+from adapter_store.refs import DEFAULT_TENANT, parse_name, parse_sha256
 from adapter_store.registration import Registration
 from adapter_store.sources.upload import FileChunk
 from adapter_store.tiers import TierCounts
@@ -59,10 +59,12 @@ _TARGET_KINDS = {
 }
 
 
-def from_registration(message: pb.RegisterAdapterRequest | pb.UploadMeta) -> Registration:
-    """Raises InvalidArgument naming the field."""
+def from_registration(
+    message: pb.RegisterAdapterRequest | pb.UploadMeta, home: str = DEFAULT_TENANT
+) -> Registration:
+    """A name without a tenant is of tenant `home`. Raises InvalidArgument naming the field."""
     return Registration(
-        name=parse_name(message.name),
+        name=parse_name(message.name, home=home),
         base_model=message.base_model,
         expected_digest=_optional_digest(message.expected_digest, "expected_digest"),
         if_current_digest=_optional_digest(message.if_current_digest, "if_current_digest"),
@@ -72,13 +74,13 @@ def from_registration(message: pb.RegisterAdapterRequest | pb.UploadMeta) -> Reg
 
 
 async def from_upload(
-    requests: AsyncIterator[pb.UploadAdapterRequest],
+    requests: AsyncIterator[pb.UploadAdapterRequest], home: str = DEFAULT_TENANT
 ) -> tuple[Registration, AsyncIterator[FileChunk]]:
     """The meta that opens an upload, and its chunks as they arrive. Raises InvalidArgument."""
     async for request in requests:
         if request.WhichOneof("part") != "meta":
             break
-        return from_registration(request.meta), _from_chunks(requests)
+        return from_registration(request.meta, home), _from_chunks(requests)
     raise InvalidArgument("part: an upload starts with its meta", subject="part")
 
 

@@ -151,6 +151,14 @@ class AdapterRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may have at most; None: no limit. `max_bytes` is of its kept source."""
+
+    max_adapters: int | None = None
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutVerdict:
     """State of one adapter's image under one layout."""
 
@@ -189,3 +197,7 @@ class AdapterEvent:
     version: int
     digest: str
     time: datetime
+
+    @property
+    def tenant(self) -> str:
+        return self.name.partition("/")[0]

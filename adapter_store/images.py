@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from adapter_store.builder import ImageBuilder, NoRoomAhead
 from adapter_store.catalog import ImageKey
+from adapter_store.core import Tenants
 from adapter_store.errors import StoreError
 from adapter_store.image import Image
 from adapter_store.tiers import DiskTier, MemoryEntry, MemoryTier, TierCounts
@@ -49,13 +50,16 @@ class Images:
         return self._disk.counts
 
     @asynccontextmanager
-    async def hold(self, key: ImageKey) -> AsyncIterator[Image]:
+    async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[Image]:
         """The image of (digest, layout_id), in memory while the context lasts.
+
+        One that none of these tenants has a record of is not found.
 
         Raises NotFound, IncompatibleAdapter and CorruptData, as ImageBuilder.build.
         """
         # What is in memory may have been deleted: only the catalog knows.
-        await asyncio.get_running_loop().run_in_executor(self._calls, self._builder.check, key)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._calls, self._builder.check, key, tenants)
         entry = self._memory.find(key)
         while entry is None:
             try:

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from adapter_store.access import OPEN, Principal, Role
-from adapter_store.core import Tenants
+from adapter_store.core import Quota, Tenants
 from adapter_store.errors import PreconditionFailed, Unauthenticated
 from adapter_store.refs import DEFAULT_TENANT
 
@@ -50,6 +50,10 @@ class TenantPolicy:
     max_bytes: int | None = None
     registrations_per_minute: int | None = None
     require_signature: bool = False
+
+    @property
+    def quota(self) -> Quota:
+        return Quota(self.max_adapters, self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True)

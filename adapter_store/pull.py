@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.catalog import ImageKey
-from adapter_store.core import ImagePart, Segment
+from adapter_store.core import ImagePart, Segment, Tenants
 from adapter_store.errors import InvalidArgument, StoreError
 from adapter_store.image import ImagePlan
 from adapter_store.images import Images
@@ -64,9 +64,10 @@ class Pulls:
         self.num_active = 0
 
     async def stream(
-        self, key: ImageKey, offset: int, image_id: str
+        self, key: ImageKey, offset: int, image_id: str, tenants: Tenants = None
     ) -> AsyncGenerator[PullMessage]:
-        """An image from `offset` of `image_id` on, or from 0 if it is another one now.
+        """An image of one of these tenants from `offset` of `image_id` on, or from 0 if it is
+        another one now.
 
         The image is held as long as the stream is open. Raises as Images.hold, and
         InvalidArgument for an offset beyond the image.
@@ -74,7 +75,7 @@ class Pulls:
         self.num_active += 1
         result = "cancelled"
         try:
-            async with self._images.hold(key) as image:
+            async with self._images.hold(key, tenants) as image:
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 yield _header(image.plan, start)
                 for message in part_messages(image.buffer.numpy().data, image.parts, start):

@@ -14,11 +14,12 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-def parse_name(text: str, field: str = "name") -> AdapterName:
-    """Reads `[tenant/]name`. Raises InvalidArgument naming `field`."""
+def parse_name(text: str, field: str = "name", home: str = DEFAULT_TENANT) -> AdapterName:
+    """Reads `[tenant/]name`, without a tenant of tenant `home`. Raises InvalidArgument naming
+    `field`."""
     tenant, slash, name = text.rpartition("/")
     if not slash:
-        tenant = DEFAULT_TENANT
+        tenant = home
     for part, value in (("tenant", tenant), ("name", name)):
         if not _PART.fullmatch(value):
             raise InvalidArgument(
@@ -28,18 +29,18 @@ def parse_name(text: str, field: str = "name") -> AdapterName:
     return AdapterName(tenant, name)
 
 
-def parse_ref(text: str, field: str = "ref") -> AdapterRef:
+def parse_ref(text: str, field: str = "ref", home: str = DEFAULT_TENANT) -> AdapterRef:
     """Reads a name, a name at a version, or a digest. Raises InvalidArgument naming `field`."""
     if text.startswith("sha256:"):
         return AdapterRef(digest=parse_sha256(text, field))
     name, at, version = text.partition("@")
     if not at:
-        return AdapterRef(name=parse_name(name, field))
+        return AdapterRef(name=parse_name(name, field, home))
     if not _VERSION.fullmatch(version):
         raise InvalidArgument(
             f"{field}: version {_shown(version)} is not a positive whole number", subject=field
         )
-    return AdapterRef(name=parse_name(name, field), version=int(version))
+    return AdapterRef(name=parse_name(name, field, home), version=int(version))
 
 
 def parse_sha256(text: str, field: str) -> str:

@@ -15,7 +15,7 @@ from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.catalog.filters import check_labels
 from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
-from adapter_store.core import AdapterName, AdapterRecord, AdapterRef
+from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
 from adapter_store.errors import (
     Conflict,
     CorruptData,
@@ -27,6 +27,7 @@ from adapter_store.errors import (
 )
 from adapter_store.metrics import Metrics
 from adapter_store.peft_config import names_local_path
+from adapter_store.policy import PolicyFile
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 
@@ -59,6 +60,7 @@ class Registrar:
         metrics: Metrics,
         fetch_limits: FetchLimits,
         checkpoint_limits: CheckpointLimits,
+        policies: PolicyFile,
         stopping: threading.Event,
     ) -> None:
         self._catalog = catalog
@@ -67,10 +69,14 @@ class Registrar:
         self._metrics = metrics
         self._fetch_limits = fetch_limits
         self._checkpoint_limits = checkpoint_limits
+        self._policies = policies
         self._stopping = stopping
 
     def check(self, asked: Registration) -> None:
-        """What can be refused before anything is fetched. Raises InvalidArgument, Conflict."""
+        """What can be refused before anything is fetched.
+
+        Raises InvalidArgument, Conflict, and QuotaExceeded for a tenant that has no room left.
+        """
         check_labels(asked.labels)
         if len(asked.base_model) > MAX_BASE_MODEL_CHARS or not asked.base_model.isprintable():
             raise InvalidArgument(
@@ -87,12 +93,13 @@ class Registrar:
                     f"if_current_digest: {asked.name} points to {current}",
                     subject="if_current_digest",
                 )
+        self._catalog.check_quota(asked.name, asked.expected_digest, self._quota(asked))
 
     def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
         """Fetches and records. Gives the record and the revision at which it is current.
 
         Raises what Source.fetch and open_checkpoint raise, PreconditionFailed if the content is
-        not as expected, and Conflict.
+        not as expected, Conflict, and QuotaExceeded.
         """
         staging = self._stage()
         try:
@@ -123,6 +130,9 @@ class Registrar:
         upload.abandon()
         self._unstage(upload.staging)
 
+    def _quota(self, asked: Registration) -> Quota:
+        return self._policies.policy.tenant(asked.name.tenant).quota
+
     def _stage(self) -> Staging:
         return Staging(self._blobs.stage(), self._fetch_limits, self._stopping)
 
@@ -137,7 +147,9 @@ class Registrar:
         new = _new_version(asked, checkpoint, source_uri)
         with self._blobs.guard(new.digest), _disk_full_translated():
             self._keep(staging.folder, new.digest)
-            record, revision = self._catalog.register(new, asked.if_current_digest)
+            record, revision = self._catalog.register(
+                new, asked.if_current_digest, self._quota(asked)
+            )
         logger.info(
             "adapter registered",
             extra={

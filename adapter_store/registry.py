@@ -1,4 +1,8 @@
-"""The store's use cases, as the transport calls them. Knows no transport; never blocks the loop."""
+"""The store's use cases, as the transport calls them. Knows no transport; never blocks the loop.
+
+The gate has let the caller in for what it asks; here `who` decides which tenants' adapters it is
+about. What others have is as if it were not there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
 from adapter_store import layout as layouts
+from adapter_store.access import Action, Principal
 from adapter_store.ahead import Ahead
+from adapter_store.audit import AuditLine
 from adapter_store.catalog import Catalog
 from adapter_store.core import (
     AdapterEvent,
@@ -25,7 +31,9 @@ from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError
 from adapter_store.image import IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
+from adapter_store.policy import PolicyFile
 from adapter_store.pull import PullMessage, Pulls
+from adapter_store.rates import Rates
 from adapter_store.registration import Registrar, Registration
 from adapter_store.report import StoreStatus
 from adapter_store.sources.upload import FileChunk, Upload
@@ -48,6 +56,7 @@ class Registry:
         ahead: Ahead,
         watch: Watch,
         metrics: Metrics,
+        policies: PolicyFile,
         calls: ThreadPoolExecutor,
         fetches: ThreadPoolExecutor,
     ) -> None:
@@ -58,6 +67,8 @@ class Registry:
         self._ahead = ahead
         self._watch = watch
         self._metrics = metrics
+        self._policies = policies
+        self._rates = Rates()
         self._calls = calls
         self._fetches = fetches
         self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
@@ -65,48 +76,56 @@ class Registry:
 
     # Names
 
-    async def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
-        """See Registrar.register. Goes on to its end when the caller goes away."""
-        async with self._registering(asked):
+    async def register(
+        self, who: Principal, asked: Registration, source_uri: str, line: AuditLine
+    ) -> tuple[AdapterRecord, int]:
+        """See Registrar.register. Goes on to its end when the caller goes away.
+
+        Raises also PermissionDenied, and QuotaExceeded for a tenant that registers too often.
+        """
+        async with self._registering(who, asked):
             job = self._fetch(self._registrar.register, asked, source_uri)
-            return await self._finish(job)
+            return await self._finish(job, line)
 
     async def upload(
-        self, asked: Registration, chunks: AsyncIterator[FileChunk]
+        self, who: Principal, asked: Registration, chunks: AsyncIterator[FileChunk], line: AuditLine
     ) -> tuple[AdapterRecord, int]:
         """The same for files that arrive in chunks; once all are there, it goes on to its end."""
-        async with self._registering(asked):
+        async with self._registering(who, asked):
             if self._num_uploads >= MAX_UPLOADS:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
                 upload = await self._receive(chunks)
                 job = self._fetch(self._registrar.finish_upload, asked, upload)
-                return await self._finish(job)
+                return await self._finish(job, line)
             finally:
                 self._num_uploads -= 1
 
-    async def get(self, ref: AdapterRef) -> tuple[AdapterRecord, int]:
-        return await self._call(self._catalog.get, ref)
+    async def get(self, who: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
+        return await self._call(self._catalog.get, ref, who.tenants)
 
     async def page(
-        self, page_size: int, page_token: str, filter_text: str
+        self, who: Principal, page_size: int, page_token: str, filter_text: str
     ) -> tuple[list[AdapterRecord], str, int]:
-        return await self._call(self._catalog.page, page_size, page_token, filter_text)
+        return await self._call(self._catalog.page, page_size, page_token, filter_text, who.tenants)
 
-    async def delete(self, name: AdapterName, version: int) -> int:
-        revision = await self._call(self._catalog.remove, name, version)
-        await self.refresh_pinned()
-        return revision
-
-    async def set_pinned(self, ref: AdapterRef, pinned: bool) -> tuple[AdapterRecord, int]:
-        capacity = self._images.memory_counts.capacity_bytes
-        found = await self._call(self._catalog.set_pinned, ref, pinned, capacity)
+    async def delete(self, who: Principal, name: AdapterName, version: int) -> tuple[str, int]:
+        """Gives the digest that is gone, and the revision."""
+        found = await self._call(self._catalog.remove, name, version, who.tenants)
         await self.refresh_pinned()
         return found
 
-    def watch(self, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        return self._watch.follow(since_revision)
+    async def set_pinned(
+        self, who: Principal, ref: AdapterRef, pinned: bool
+    ) -> tuple[AdapterRecord, int]:
+        capacity = self._images.memory_counts.capacity_bytes
+        found = await self._call(self._catalog.set_pinned, ref, pinned, capacity, who.tenants)
+        await self.refresh_pinned()
+        return found
+
+    def watch(self, who: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
+        return self._watch.follow(since_revision, who.tenants)
 
     # Layouts and images
 
@@ -128,9 +147,9 @@ class Registry:
         return layout_id, layout.image_format
 
     def pull(
-        self, digest: str, layout_id: str, offset: int, image_id: str
+        self, who: Principal, digest: str, layout_id: str, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        return self._pulls.stream((digest, layout_id), offset, image_id)
+        return self._pulls.stream((digest, layout_id), offset, image_id, who.tenants)
 
     async def refresh_pinned(self) -> None:
         """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
@@ -151,11 +170,12 @@ class Registry:
         )
 
     @asynccontextmanager
-    async def _registering(self, asked: Registration) -> AsyncIterator[None]:
+    async def _registering(self, who: Principal, asked: Registration) -> AsyncIterator[None]:
         """Checks first what can be checked first; counts and times the registration."""
         start = time.monotonic()
         result = "failed"
         try:
+            self._authorise(who, asked)
             await self._call(self._registrar.check, asked)
             yield
             result = "ok"
@@ -165,6 +185,14 @@ class Registry:
         finally:
             self._metrics.registrations.labels(result).inc()
             self._metrics.registration_seconds.observe(time.monotonic() - start)
+
+    def _authorise(self, who: Principal, asked: Registration) -> None:
+        """Before anything is looked up."""
+        who.require_tenant(asked.name.tenant, "name")
+        if asked.pinned:
+            who.require(Action.PIN, "pinned")
+        limits = self._policies.policy.tenant(asked.name.tenant)
+        self._rates.take(asked.name.tenant, limits.registrations_per_minute)
 
     async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
         upload = await self._call(self._registrar.open_upload)
@@ -177,10 +205,11 @@ class Registry:
         return upload
 
     async def _finish(
-        self, job: asyncio.Future[tuple[AdapterRecord, int]]
+        self, job: asyncio.Future[tuple[AdapterRecord, int]], line: AuditLine
     ) -> tuple[AdapterRecord, int]:
         """Waits for a registration. It is not interrupted: its folder may become a blob at any
         moment, and what follows from it must follow."""
+        line.recording = job
         task = asyncio.create_task(self._follow_up(job))
         self._registrations.add(task)
         task.add_done_callback(self._forget_registration)

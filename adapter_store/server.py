@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -15,12 +15,16 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
 from adapter_store.durable import write_atomically
+from adapter_store.gate import Gate
+from adapter_store.reload import Reload
 from adapter_store.report import samples
 from adapter_store.servicer import AdapterStoreServicer
-from adapter_store.status import StatusInterceptor
+from adapter_store.status import ReflectionGuard, StatusInterceptor
 from adapter_store.store import Store, open_store
+from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -49,10 +53,11 @@ class RunningStore:
     grpc_address: str
     metrics_address: str
     store: Store
+    reload: Reload
 
 
 async def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT. SIGHUP: see Reload."""
     # Images compile side by side; each with all processors would only slow the others down.
     torch.set_num_threads(1)
     stop = asyncio.Event()
@@ -61,6 +66,9 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     async with running_store(settings) as running:
         addresses = {"grpc": running.grpc_address, "metrics": running.metrics_address}
+        if settings.policy_file or settings.tls_cert_file or settings.audit_file:
+            # Else a terminal that closes ends the store, as ever.
+            loop.add_signal_handler(signal.SIGHUP, running.reload)
         logger.info("serving", extra=addresses)
         if settings.ready_file is not None:
             write_atomically(settings.ready_file, json.dumps(addresses).encode())
@@ -74,23 +82,30 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
     """A store that serves while the context lasts. Leaving it drains: NOT_SERVING, no new calls,
     those in progress finish within the grace.
 
-    Raises as `open_store`, and OSError if an address is taken.
+    Raises as `open_store`, `check_exposure` and `read_certificates`, and OSError if an address is
+    taken.
     """
+    check_exposure(settings)
     async with AsyncExitStack() as stack:
+        certificates = CertificateFiles(settings)
+        audit = stack.enter_context(closing(Audit(settings.audit_file)))
         store = await stack.enter_async_context(open_store(settings))
         metrics_address = stack.enter_context(_serving_metrics(store, settings.metrics_listen))
         calls = StatusInterceptor(store.metrics)
-        server = grpc.aio.server(interceptors=[calls], options=_OPTIONS)
+        gate = Gate(store.policies)
+        interceptors = [ReflectionGuard(gate), calls]
+        server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(
-            AdapterStoreServicer(store.registry), server
+            AdapterStoreServicer(store.registry, gate, audit), server
         )
         status = _add_health_and_reflection(server)
-        grpc_address = _bind(server, settings.listen)
+        grpc_address = _bind(server, settings.listen, certificates)
         await server.start()
         for service in ("", SERVICE):
             await status.set(service, health_pb2.HealthCheckResponse.SERVING)
         try:
-            yield RunningStore(grpc_address, metrics_address, store)
+            reload = Reload(store.policies, certificates, audit)
+            yield RunningStore(grpc_address, metrics_address, store, reload)
         finally:
             await status.enter_graceful_shutdown()
             store.watch.close()
@@ -114,11 +129,37 @@ def _add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServ
     return status
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
+def _bind(server: grpc.aio.Server, address: str, certificates: CertificateFiles) -> str:
+    credentials = _credentials(certificates)
     try:
-        return _with_port(address, server.add_insecure_port(address))
+        if credentials is None:
+            return _with_port(address, server.add_insecure_port(address))
+        return _with_port(address, server.add_secure_port(address, credentials))
     except RuntimeError as exc:
         raise OSError(f"cannot listen on {address}") from exc
+
+
+def _credentials(files: CertificateFiles) -> grpc.ServerCredentials | None:
+    """Ask for the certificates in force at each handshake: a new one needs no restart."""
+    used = files.current
+    if used is None:
+        return None
+
+    def renew() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if files.current is used or files.current is None:
+            return None
+        used = files.current
+        return _configuration(used)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used), renew, require_client_authentication=used.client_ca is not None
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca)
 
 
 def _with_port(address: str, port: int) -> str:

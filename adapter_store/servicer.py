@@ -1,15 +1,18 @@
-"""The AdapterStoreService: convert, call, convert. Errors are answered by the interceptor."""
+"""The AdapterStoreService: let in, convert, call, convert. The interceptor answers errors."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from importlib.metadata import version
 from typing import TypeAlias
 
 import grpc
 
 from adapter_store import convert
+from adapter_store.access import Action, Principal
+from adapter_store.audit import Audit, AuditLine
+from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.registry import Registry
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -19,34 +22,42 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, gate: Gate, audit: Audit) -> None:
         self._registry = registry
+        self._gate = gate
+        self._audit = audit
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
     ) -> pb.RegisterAdapterResponse:
-        asked = convert.from_registration(request)
-        record, revision = await self._registry.register(asked, request.source_uri)
+        with self._audited(context, "RegisterAdapter", Action.PUBLISH, request.name) as (who, line):
+            asked = convert.from_registration(request, who.home_tenant)
+            record, revision = await self._registry.register(who, asked, request.source_uri, line)
         return pb.RegisterAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def UploadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
     ) -> pb.UploadAdapterResponse:
-        asked, chunks = await convert.from_upload(requests)
-        record, revision = await self._registry.upload(asked, chunks)
+        with self._audited(context, "UploadAdapter", Action.PUBLISH) as (who, line):
+            asked, chunks = await convert.from_upload(requests, who.home_tenant)
+            line.name = str(asked.name)
+            record, revision = await self._registry.upload(who, asked, chunks, line)
         return pb.UploadAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def GetAdapter(  # noqa: N802
         self, request: pb.GetAdapterRequest, context: Context
     ) -> pb.GetAdapterResponse:
-        record, revision = await self._registry.get(parse_ref(request.ref))
+        who = self._admit(context, Action.READ)
+        ref = parse_ref(request.ref, home=who.home_tenant)
+        record, revision = await self._registry.get(who, ref)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
+        who = self._admit(context, Action.READ)
         records, token, revision = await self._registry.page(
-            request.page_size, request.page_token, request.filter
+            who, request.page_size, request.page_token, request.filter
         )
         return pb.ListAdaptersResponse(
             adapters=map(convert.to_adapter, records), next_page_token=token, revision=revision
@@ -55,35 +66,48 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def DeleteAdapter(  # noqa: N802
         self, request: pb.DeleteAdapterRequest, context: Context
     ) -> pb.DeleteAdapterResponse:
-        revision = await self._registry.delete(parse_name(request.name), request.version)
-        return pb.DeleteAdapterResponse(revision=revision)
+        with self._audited(context, "DeleteAdapter", Action.PUBLISH, request.name) as (who, line):
+            name = parse_name(request.name, home=who.home_tenant)
+            line.name, line.version = str(name), request.version
+            line.digest, line.revision = await self._registry.delete(who, name, request.version)
+        return pb.DeleteAdapterResponse(revision=line.revision)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
-        record, revision = await self._registry.set_pinned(parse_ref(request.ref), True)
+        with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (who, line):
+            ref = parse_ref(request.ref, home=who.home_tenant)
+            record, revision = await self._registry.set_pinned(who, ref, True)
+            line.describe(record, revision)
         return pb.PinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def UnpinAdapter(  # noqa: N802
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
-        record, revision = await self._registry.set_pinned(parse_ref(request.ref), False)
+        with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (who, line):
+            ref = parse_ref(request.ref, home=who.home_tenant)
+            record, revision = await self._registry.set_pinned(who, ref, False)
+            line.describe(record, revision)
         return pb.UnpinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def RegisterLayout(  # noqa: N802
         self, request: pb.RegisterLayoutRequest, context: Context
     ) -> pb.RegisterLayoutResponse:
-        layout_id, image_format = await self._registry.register_layout(
-            convert.from_layout(request.layout), list(request.layout.image_formats)
-        )
-        return pb.RegisterLayoutResponse(layout_id=layout_id, image_format=image_format)
+        base_model = request.layout.base_model
+        with self._audited(context, "RegisterLayout", Action.REGISTER_LAYOUT, base_model) as call:
+            line = call[1]
+            line.digest, image_format = await self._registry.register_layout(
+                convert.from_layout(request.layout), list(request.layout.image_formats)
+            )
+        return pb.RegisterLayoutResponse(layout_id=line.digest, image_format=image_format)
 
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
     ) -> AsyncIterator[pb.PullAdapterResponse]:
+        who = self._admit(context, Action.PULL)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
-        pull = self._registry.pull(digest, layout_id, request.offset, request.image_id)
+        pull = self._registry.pull(who, digest, layout_id, request.offset, request.image_id)
         async with aclosing(pull) as messages:
             async for message in messages:
                 yield convert.to_pull_response(message)
@@ -91,13 +115,16 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
-        async with aclosing(self._registry.watch(request.since_revision)) as events:
+        stay = self._gate.stay(context.invocation_metadata(), Action.READ)
+        async with aclosing(self._registry.watch(stay.who, request.since_revision)) as events:
             async for event in events:
+                stay.renew()
                 yield convert.to_event(event)
 
     async def GetStoreStatus(  # noqa: N802
         self, request: pb.GetStoreStatusRequest, context: Context
     ) -> pb.GetStoreStatusResponse:
+        self._admit(context, Action.STATUS)
         status = await self._registry.status()
         return pb.GetStoreStatusResponse(
             version=version("loadout"),
@@ -109,3 +136,18 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             blob_bytes=status.catalog.blob_bytes,
             active_pulls=status.active_pulls,
         )
+
+    def _admit(self, context: Context, action: Action) -> Principal:
+        """The caller. Raises as Gate.admit: the first thing that a call does."""
+        return self._gate.admit(context.invocation_metadata(), action)
+
+    @contextmanager
+    def _audited(
+        self, context: Context, what: str, action: Action, name: str = ""
+    ) -> Iterator[tuple[Principal, AuditLine]]:
+        """Lets the caller in, as `_admit`, and writes down how the call ended."""
+        with self._audit.watching(AuditLine(what, name, context.peer())) as line:
+            who = self._gate.identify(context.invocation_metadata())
+            line.identify(who)
+            who.require(action)
+            yield who, line

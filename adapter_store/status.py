@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -19,12 +20,14 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from adapter_store import errors
+from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "adapter_store.loadout"
 GRPC_PREFIX = "/grpc."
+REFLECTION_PREFIX = "/grpc.reflection."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
@@ -62,7 +65,22 @@ def to_status(error: errors.StoreError) -> status_pb2.Status:
             field=error.subject, description=error.message, reason=error.reason
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, errors.QuotaExceeded):
+        details += _quota_details(error)
     return status_pb2.Status(code=code, message=error.message, details=[_pack(d) for d in details])
+
+
+def _quota_details(error: errors.QuotaExceeded) -> list[Any]:
+    """Which quota; and where waiting helps, how long."""
+    failure = error_details_pb2.QuotaFailure.Violation(
+        subject=error.subject, description=error.message
+    )
+    details: list[Any] = [error_details_pb2.QuotaFailure(violations=[failure])]
+    if error.retry_after_seconds > 0:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(math.ceil(error.retry_after_seconds * 1e9))
+        details.append(retry)
+    return details
 
 
 def _pack(detail: Any) -> any_pb2.Any:
@@ -155,11 +173,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 "call refused",
                 extra={"method": method, "code": code, "reason": error.reason, "why": str(error)},
             )
-            await _abort(context, status)
+            await abort(context, status)
         except Exception:
             code = "INTERNAL"
             logger.exception("call failed", extra={"method": method})
-            await _abort(context, _unknown())
+            await abort(context, _unknown())
         finally:
             self._running -= 1
             self._last_end = time.monotonic()
@@ -173,7 +191,34 @@ async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> No
         await asyncio.sleep(0.01)
 
 
-async def _abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
+class ReflectionGuard(grpc.aio.ServerInterceptor):
+    """Lets nobody without a token ask for the contract. Health stays open: probes have none."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if handler_call_details.method.startswith(REFLECTION_PREFIX):
+            try:
+                self._gate.identify(handler_call_details.invocation_metadata)
+            except errors.Unauthenticated as error:
+                return _refusing(to_status(error))
+        return await continuation(handler_call_details)
+
+
+def _refusing(status: status_pb2.Status) -> grpc.RpcMethodHandler:
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await abort(context, status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
+    """Ends a call with this answer."""
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, rich.trailing_metadata)
     raise AssertionError("abort returned")

@@ -89,9 +89,11 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         stack.push_async_callback(ahead.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)
         registrar = Registrar(
-            catalog, blobs, _sources(settings), metrics, *_limits(settings), stopping
+            catalog, blobs, _sources(settings), metrics, *_limits(settings), policies, stopping
         )
-        registry = Registry(catalog, registrar, images, ahead, watch, metrics, calls, fetches)
+        registry = Registry(
+            catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches
+        )
 
         await registry.refresh_pinned()
         for layout_id in catalog.layout_ids():

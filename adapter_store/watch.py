@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from datetime import UTC, datetime
 
 from adapter_store.catalog import Catalog
-from adapter_store.core import AdapterEvent, EventKind
+from adapter_store.core import AdapterEvent, EventKind, Tenants
 from adapter_store.errors import Draining
 
 RECENT_EVENTS = 1024
@@ -41,8 +41,11 @@ class Watch:
         self._closed = True
         self._wake()
 
-    async def follow(self, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        """Events after `since_revision`, then each as it happens, with bookmarks in silence.
+    async def follow(
+        self, since_revision: int, tenants: Tenants = None
+    ) -> AsyncGenerator[AdapterEvent]:
+        """Events of these tenants after `since_revision`, then each as it happens, with bookmarks
+        in silence, and where others' events were passed over: the caller is never behind.
 
         Raises RevisionTooOld, at the start or when the caller is too slow, and Draining.
         """
@@ -50,14 +53,18 @@ class Watch:
         try:
             position = since_revision
             while True:
+                told = position
                 for event in await self._read(position):
-                    yield event
                     position = event.revision
+                    if tenants is None or event.tenant in tenants:
+                        yield event
+                        told = position
+                if told != position:
+                    yield _bookmark(position)
                 if self._closed:
                     raise Draining("this store is shutting down")
                 if position == self._revision and not await self._change_from(position):
-                    now = datetime.now(UTC)
-                    yield AdapterEvent(position, EventKind.BOOKMARK, "", 0, "", now)
+                    yield _bookmark(position)
         finally:
             self.num_watchers -= 1
 
@@ -101,3 +108,7 @@ class Watch:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _bookmark(revision: int) -> AdapterEvent:
+    return AdapterEvent(revision, EventKind.BOOKMARK, "", 0, "", datetime.now(UTC))

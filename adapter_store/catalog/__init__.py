@@ -2,9 +2,10 @@
 
     schema    the tables             records   reading names     filters  lists and their pages
     names     changing names         events    the history       verdicts layouts and images
-    leftovers what nothing points to
+    leftovers what nothing points to    usage    what tenants have
 
-Here are the transactions around them. All methods block and may be called from any thread. What a
+Here are the transactions around them. Where a method takes `tenants`, what others have is as if it
+were not there; None: nothing is hidden. All methods block and may be called from any thread. What a
 method returns is durable. Writers run one after the other; `on_change` is called in commit order.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from adapter_store.catalog import events, leftovers, names, records, schema, verdicts
+from adapter_store.catalog import events, leftovers, names, records, schema, usage, verdicts
 from adapter_store.catalog.filters import (
     decode_page_token,
     encode_page_token,
@@ -35,12 +36,15 @@ from adapter_store.core import (
     AdapterRecord,
     AdapterRef,
     LayoutVerdict,
+    Quota,
+    Tenants,
 )
 from adapter_store.errors import CorruptData
 
 __all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing"]
 
 _TRIM_EVERY = 64
+_UNLIMITED = Quota()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +95,37 @@ class Catalog:
 
     # Names
 
-    def register(self, new: NewVersion, if_current_digest: str = "") -> tuple[AdapterRecord, int]:
-        """See names.register. Gives the record and the revision at which it is current."""
+    def register(
+        self, new: NewVersion, if_current_digest: str = "", quota: Quota = _UNLIMITED
+    ) -> tuple[AdapterRecord, int]:
+        """See names.register and usage.check_quota. Gives the record and the revision at which it
+        is current."""
         with self._change() as (conn, made):
+            usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
             new_events, revision = names.register(conn, new, if_current_digest, self._clock())
             made += new_events
             return records.find(conn, AdapterRef(name=new.name)), revision
 
-    def remove(self, name: AdapterName, version: int = 0) -> int:
+    def check_quota(self, name: AdapterName, digest: str, quota: Quota) -> None:
+        """Raises QuotaExceeded if no content, or none but this digest, could be recorded now."""
+        with self._read() as conn:
+            usage.check_quota(conn, name, digest, 1, quota)
+
+    def remove(
+        self, name: AdapterName, version: int = 0, tenants: Tenants = None
+    ) -> tuple[str, int]:
+        """See names.remove. Gives the digest, and the revision at which it is gone."""
         with self._change() as (conn, made):
-            made.append(names.remove(conn, name, version, self._clock()))
-            return made[-1].revision
+            digest, event = names.remove(conn, name, version, self._clock(), tenants)
+            made.append(event)
+            return digest, event.revision
 
     def set_pinned(
-        self, ref: AdapterRef, pinned: bool, max_pinned_bytes: int
+        self, ref: AdapterRef, pinned: bool, max_pinned_bytes: int, tenants: Tenants = None
     ) -> tuple[AdapterRecord, int]:
         """Pins or unpins a version. Raises NotFound, LimitExceeded."""
         with self._change() as (conn, made):
-            record = records.find(conn, ref)
+            record = records.find(conn, ref, tenants)
             event = names.set_pinned(conn, record, pinned, self._clock())
             if event is not None:
                 made.append(event)
@@ -117,20 +134,24 @@ class Catalog:
             found = AdapterRef(record.name, record.version)
             return records.find(conn, found), events.revision(conn)
 
-    def get(self, ref: AdapterRef) -> tuple[AdapterRecord, int]:
+    def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
         """The record and the revision it reflects. Raises NotFound."""
         with self._read() as conn:
-            return records.find(conn, ref), events.revision(conn)
+            return records.find(conn, ref, tenants), events.revision(conn)
 
     def page(
-        self, page_size: int = 0, page_token: str = "", filter_text: str = ""
+        self,
+        page_size: int = 0,
+        page_token: str = "",
+        filter_text: str = "",
+        tenants: Tenants = None,
     ) -> tuple[list[AdapterRecord], str, int]:
         """A page, the token of the next one ("": it was the last), and the revision it reflects."""
         terms = parse_filter(filter_text)
         after = decode_page_token(page_token, filter_text)
         limit = page_limit(page_size)
         with self._read() as conn:
-            found = records.page(conn, terms, after, limit + 1)
+            found = records.page(conn, terms, after, limit + 1, tenants)
             revision = events.revision(conn)
         more = len(found) > limit
         token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
@@ -175,13 +196,13 @@ class Catalog:
         with self._read() as conn:
             return verdicts.unsettled(conn, layout_id, after_digest, limit)
 
-    def standing(self, key: ImageKey, grace: timedelta) -> Standing:
-        """What stands in the way of pulling an image, from one snapshot."""
+    def standing(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> Standing:
+        """What stands in these tenants' way of pulling an image, from one snapshot."""
         with self._read() as conn:
             deleted_after = self._clock() - grace
             return Standing(
-                verdicts.has_record(conn, key[0], deleted_after),
-                verdicts.has_record(conn, key[0], deleted_after, key[1]),
+                verdicts.has_record(conn, key[0], deleted_after, tenants),
+                verdicts.has_record(conn, key[0], deleted_after, tenants, key[1]),
                 verdicts.verdict(conn, key),
             )
 

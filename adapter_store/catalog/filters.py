@@ -8,10 +8,10 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, Select, func, literal, tuple_
+from sqlalchemy import ColumnElement, Select, func, literal, true, tuple_
 
 from adapter_store.catalog.schema import adapters, versions
-from adapter_store.core import AdapterName
+from adapter_store.core import AdapterName, Tenants
 from adapter_store.errors import InvalidArgument
 
 DEFAULT_PAGE_SIZE = 100
@@ -116,6 +116,11 @@ def apply_filter(
     for key, value in terms.labels.items():
         query = query.where(func.json_extract(versions.c.labels, f'$."{key}"') == value)
     return query.order_by(adapters.c.tenant, adapters.c.name)
+
+
+def within(tenants: Tenants) -> ColumnElement[bool]:
+    """Holds for the adapters of these tenants; the same statement whoever asks."""
+    return true() if tenants is None else adapters.c.tenant.in_(sorted(tenants))
 
 
 def _prefix(prefix: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:

@@ -11,9 +11,17 @@ from sqlalchemy import Connection, Row, and_, func, insert, select, update
 from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from adapter_store.catalog import events
+from adapter_store.catalog.filters import within
 from adapter_store.catalog.records import describe, to_micros
 from adapter_store.catalog.schema import adapters, blobs, versions
-from adapter_store.core import AdapterEvent, AdapterName, AdapterRecord, AdapterRef, EventKind
+from adapter_store.core import (
+    AdapterEvent,
+    AdapterName,
+    AdapterRecord,
+    AdapterRef,
+    EventKind,
+    Tenants,
+)
 from adapter_store.errors import Conflict, NotFound
 
 
@@ -66,12 +74,15 @@ def register(
     return [event], event.revision
 
 
-def remove(conn: Connection, name: AdapterName, version: int, time: datetime) -> AdapterEvent:
-    """Deletes a version, or with 0 the whole name. Raises NotFound.
+def remove(
+    conn: Connection, name: AdapterName, version: int, time: datetime, tenants: Tenants = None
+) -> tuple[str, AdapterEvent]:
+    """Deletes a version, or with 0 the whole name; gives the digest that it, or the name, had.
 
-    A name that loses its current version points to its newest remaining one.
+    A name that loses its current version points to its newest remaining one. Raises NotFound, also
+    for a name of a tenant that is none of these.
     """
-    adapter = _adapter(conn, name)
+    adapter = _adapter(conn, name, tenants)
     live = _live_versions(conn, adapter.id) if adapter else {}
     if adapter is None or not live or (version and version not in live):
         what = describe(AdapterRef(name, version or None))
@@ -80,11 +91,12 @@ def remove(conn: Connection, name: AdapterName, version: int, time: datetime) ->
     for number in leaving:
         _set(conn, adapter.id, number, pinned=False, delete_time=to_micros(time))
     staying = {number: digest for number, digest in live.items() if number not in leaving}
+    gone = live[version or adapter.current_version]
     if not staying:
-        gone = live[adapter.current_version]
-        return _point(conn, adapter, 0, gone, EventKind.DELETED, time)
+        last = live[adapter.current_version]
+        return gone, _point(conn, adapter, 0, last, EventKind.DELETED, time)
     current = adapter.current_version if adapter.current_version in staying else max(staying)
-    return _point(conn, adapter, current, staying[current], EventKind.UPDATED, time)
+    return gone, _point(conn, adapter, current, staying[current], EventKind.UPDATED, time)
 
 
 def set_pinned(
@@ -127,8 +139,10 @@ def _check_current(name: AdapterName, current: Row[Any] | None, required: str) -
         )
 
 
-def _adapter(conn: Connection, name: AdapterName) -> Row[Any] | None:
-    query = select(adapters).where(adapters.c.tenant == name.tenant, adapters.c.name == name.name)
+def _adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -> Row[Any] | None:
+    query = select(adapters).where(
+        adapters.c.tenant == name.tenant, adapters.c.name == name.name, within(tenants)
+    )
     return conn.execute(query).first()
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, select
 
-from adapter_store.catalog.filters import Filter, apply_filter
+from adapter_store.catalog.filters import Filter, apply_filter, within
 from adapter_store.catalog.schema import adapters, blobs, images, layout_bases, versions
-from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, ImageState, LayoutVerdict
+from adapter_store.core import (
+    AdapterName,
+    AdapterRecord,
+    AdapterRef,
+    ImageState,
+    LayoutVerdict,
+    Tenants,
+)
 from adapter_store.errors import NotFound
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -26,12 +33,13 @@ def from_micros(micros: int) -> datetime:
     return _EPOCH + timedelta(microseconds=micros)
 
 
-def find(conn: Connection, ref: AdapterRef) -> AdapterRecord:
-    """The one record a reference means. Raises NotFound, also for what is deleted.
+def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterRecord:
+    """The one record of these tenants that a reference means. Raises NotFound, also for what is
+    deleted, and for what another tenant has: nothing tells the one from the other.
 
     A digest means its first current record by tenant and name, else any older one.
     """
-    query = _record_query().where(versions.c.delete_time.is_(None))
+    query = _record_query().where(versions.c.delete_time.is_(None), within(tenants))
     if ref.name is not None:
         query = query.where(
             adapters.c.tenant == ref.name.tenant,
@@ -52,11 +60,13 @@ def find(conn: Connection, ref: AdapterRef) -> AdapterRecord:
 
 
 def page(
-    conn: Connection, terms: Filter, after: AdapterName | None, limit: int
+    conn: Connection, terms: Filter, after: AdapterName | None, limit: int, tenants: Tenants
 ) -> list[AdapterRecord]:
     """Current versions in order of tenant and name, those after `after` first."""
     query = _record_query().where(
-        adapters.c.current_version > 0, versions.c.version == adapters.c.current_version
+        adapters.c.current_version > 0,
+        versions.c.version == adapters.c.current_version,
+        within(tenants),
     )
     rows = conn.execute(apply_filter(query, terms, after).limit(limit)).all()
     return _to_records(conn, rows)

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, and_, delete, func, insert, or_, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from adapter_store.catalog.filters import within
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import (
     adapters,
@@ -19,7 +20,7 @@ from adapter_store.catalog.schema import (
     layouts,
     versions,
 )
-from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.core import ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import LimitExceeded
 
 ImageKey = tuple[str, str]
@@ -128,11 +129,25 @@ def check_pinned_bytes(conn: Connection, max_bytes: int) -> None:
         )
 
 
-def has_record(conn: Connection, digest: str, deleted_after: datetime, layout_id: str = "") -> bool:
-    """Whether a record, live or deleted since, has this digest; with a layout: for its base."""
-    query = select(versions.c.version).where(
-        versions.c.digest == digest,
-        or_(versions.c.delete_time.is_(None), versions.c.delete_time > to_micros(deleted_after)),
+def has_record(
+    conn: Connection,
+    digest: str,
+    deleted_after: datetime,
+    tenants: Tenants = None,
+    layout_id: str = "",
+) -> bool:
+    """Whether a record of these tenants, live or deleted since, has this digest; with a layout:
+    for its base."""
+    query = (
+        select(versions.c.version)
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .where(
+            versions.c.digest == digest,
+            or_(
+                versions.c.delete_time.is_(None), versions.c.delete_time > to_micros(deleted_after)
+            ),
+            within(tenants),
+        )
     )
     if layout_id:
         query = query.join(layout_bases, layout_bases.c.base_model == versions.c.base_model).where(

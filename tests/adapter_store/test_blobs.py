@@ -16,6 +16,7 @@ from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
 from adapter_store.core import AdapterName
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics import Metrics
+from adapter_store.policy import PolicyFile
 from adapter_store.registration import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.local import LocalSource
@@ -39,6 +40,7 @@ class Process:
             Metrics(),
             FetchLimits(1 << 20, 1 << 20),
             CheckpointLimits(),
+            PolicyFile(None),
             threading.Event(),
         )
 

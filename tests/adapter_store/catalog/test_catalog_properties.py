@@ -85,7 +85,7 @@ class CatalogMachine(RuleBasedStateMachine):
                 self.catalog.remove(name, version)
             return
         self.changed(model)
-        assert self.catalog.remove(name, version) == self.revision
+        assert self.catalog.remove(name, version)[1] == self.revision
         for number in [version] if version else list(model.versions):
             del model.versions[number]
             model.pinned.discard(number)

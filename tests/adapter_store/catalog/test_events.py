@@ -46,7 +46,7 @@ def test_the_revision_survives_forgetting_everything_else(tmp_path, names, clock
     catalog.close()
     catalog = Catalog(path, event_retention=1, clock=clock)
     assert catalog.revision() == 64
-    assert catalog.remove(AdapterName("default", "a")) == 65
+    assert catalog.remove(AdapterName("default", "a"))[1] == 65
     catalog.close()
 
 

@@ -1,0 +1,71 @@
+"""What tenants have, against what they may have.
+
+Checked within the transaction that records, quotas hold whatever runs beside it, also in other
+replicas. The sums go over the tenant's own rows only, and only where a quota asks for them.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, func, select
+
+from adapter_store.catalog.schema import adapters, blobs, versions
+from adapter_store.core import AdapterName, Quota
+from adapter_store.errors import QuotaExceeded
+
+
+def check_quota(
+    conn: Connection, name: AdapterName, digest: str, source_bytes: int, quota: Quota
+) -> None:
+    """Raises QuotaExceeded if recording this content under the name would go over the quota.
+
+    What takes no more than is taken already passes, also over a quota that has been lowered.
+    """
+    if quota.max_adapters is not None and not _is_live(conn, name):
+        num_adapters = _num_adapters(conn, name.tenant)
+        if num_adapters >= quota.max_adapters:
+            raise QuotaExceeded(
+                f"max_adapters: tenant {name.tenant!r} has {num_adapters} adapters, "
+                f"its quota is {quota.max_adapters}",
+                subject="max_adapters",
+            )
+    if quota.max_bytes is not None and not _is_kept(conn, name.tenant, digest):
+        kept_bytes = _kept_bytes(conn, name.tenant)
+        if kept_bytes + source_bytes > quota.max_bytes:
+            raise QuotaExceeded(
+                f"max_bytes: tenant {name.tenant!r} keeps {kept_bytes} bytes of adapters, those "
+                f"deleted within the grace included; {source_bytes} more are over its quota of "
+                f"{quota.max_bytes}",
+                subject="max_bytes",
+            )
+
+
+def _is_live(conn: Connection, name: AdapterName) -> bool:
+    query = select(adapters.c.id).where(
+        adapters.c.tenant == name.tenant,
+        adapters.c.name == name.name,
+        adapters.c.current_version > 0,
+    )
+    return conn.execute(query).first() is not None
+
+
+def _num_adapters(conn: Connection, tenant: str) -> int:
+    query = select(func.count()).where(adapters.c.tenant == tenant, adapters.c.current_version > 0)
+    return conn.scalar(query) or 0
+
+
+def _is_kept(conn: Connection, tenant: str, digest: str) -> bool:
+    query = (
+        select(versions.c.version)
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .where(versions.c.digest == digest, adapters.c.tenant == tenant)
+    )
+    return conn.execute(query.limit(1)).first() is not None
+
+
+def _kept_bytes(conn: Connection, tenant: str) -> int:
+    kept = (
+        select(versions.c.digest)
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .where(adapters.c.tenant == tenant)
+    )
+    return conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(kept))) or 0

@@ -1,0 +1,39 @@
+"""What a running store reads again when it is told to: policy, certificates, and its audit file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from adapter_store.audit import Audit, AuditLine
+from adapter_store.errors import StoreError
+from adapter_store.policy import PolicyFile
+from adapter_store.tls import CertificateFiles
+
+logger = logging.getLogger(__name__)
+
+
+class Reload:
+    """Call it on the event loop. What cannot be read is logged as an error, and stays as it was."""
+
+    def __init__(self, policies: PolicyFile, certificates: CertificateFiles, audit: Audit) -> None:
+        self._policies = policies
+        self._certificates = certificates
+        self._audit = audit
+
+    def __call__(self) -> None:
+        self._attempt("audit_file", self._audit.reopen)
+        self._attempt("policy_file", self._reload_policy)
+        self._attempt("tls_cert_file", self._certificates.reload)
+
+    def _reload_policy(self) -> None:
+        with self._audit.watching(AuditLine("ReloadPolicy")):
+            self._policies.reload()
+
+    def _attempt(self, setting: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (StoreError, OSError) as error:
+            logger.error("not reloaded", extra={"setting": setting, "why": str(error)})
+        else:
+            logger.info("reloaded", extra={"setting": setting})
