@@ -8,7 +8,7 @@ PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
 
-.PHONY: demo up test check format lint-protos bench clean
+.PHONY: demo up test check format lint-protos bench soak clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -34,6 +34,10 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.w1
+
+# The store killed 200 times at random moments; `make test` has ten of them.
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak.store --kills 200 $(SOAK)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -195,14 +195,20 @@ class Registry:
         self._rates.take(asked.name.tenant, limits.registrations_per_minute)
 
     async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
-        upload = await self._call(self._registrar.open_upload)
+        opening = self._call(self._registrar.open_upload)
         try:
+            upload = await asyncio.shield(opening)
             async for chunk in chunks:
                 await self._fetch(self._registrar.write_upload, upload, chunk)
         except BaseException:
-            self._fetches.submit(self._registrar.abandon_upload, upload)
+            # The caller may have gone while its folder was being made: it is removed once there.
+            opening.add_done_callback(self._abandon)
             raise
         return upload
+
+    def _abandon(self, opening: asyncio.Future[Upload]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._fetches.submit(self._registrar.abandon_upload, opening.result())
 
     async def _finish(
         self, job: asyncio.Future[tuple[AdapterRecord, int]], line: AuditLine

@@ -1,0 +1,47 @@
+"""A caller that goes away leaves nothing behind, at whatever moment it goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from adapter_store.registration import Registrar
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+DEADLINE_S = 30.0
+
+
+def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypatch) -> None:
+    made, go_on = threading.Event(), threading.Event()
+    open_upload = Registrar.open_upload
+
+    def slowly(registrar):
+        upload = open_upload(registrar)
+        made.set()
+        assert go_on.wait(DEADLINE_S)
+        return upload
+
+    monkeypatch.setattr(Registrar, "open_upload", slowly)
+    never = threading.Event()
+
+    def requests():
+        yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="gone"))
+        never.wait(DEADLINE_S)
+
+    call = client.stub.UploadAdapter.future(requests())
+    assert made.wait(DEADLINE_S)
+    call.cancel()
+    client.stub.GetStoreStatus(pb.GetStoreStatusRequest())  # what the store hears after the cancel
+    go_on.set()
+    never.set()
+    _until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
+
+
+def _until(is_so) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            pytest.fail("did not come true")
+        time.sleep(0.01)

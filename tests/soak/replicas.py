@@ -1,0 +1,140 @@
+"""Real processes of the store that are killed, and the lives that callers speak to meanwhile."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+START_S = 120.0
+BURIAL_S = 120.0
+
+# Importing takes seconds, and would be most of the time between two kills: one process imports,
+# and every life of the store is a fork of it.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["adapter_store.server"])
+
+
+def run_store(arguments: list[str], log: Path) -> None:
+    """What a process of the store does: the command's own main, its output in a file."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from adapter_store.__main__ import main
+
+    sys.exit(main(arguments))
+
+
+class Life:
+    """One process of a replica, from its readiness to its end."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.buried = threading.Event()
+        """Set once the process is gone and nothing that it asked for can still happen."""
+
+
+class Replica:
+    """Starts, kills and starts again one store. Used by one thread."""
+
+    def __init__(self, index: int, folder: Path, arguments: Sequence[str]) -> None:
+        self.index = index
+        self.folder = folder
+        self.log = folder / "store.log"
+        self.life: Life | None = None
+        self._arguments = list(arguments)
+        self._process: BaseProcess | None = None
+        self._num_lives = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def spawn(self) -> None:
+        """Starts a process, without waiting for it to be ready."""
+        self._num_lives += 1
+        fixed = ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
+        fixed += [f"--data-dir={self.folder / 'data'}", f"--ready-file={self._ready_file}"]
+        self._process = _processes.Process(
+            target=run_store, args=([*self._arguments, *fixed], self.log), daemon=True
+        )
+        self._process.start()
+
+    def wait_ready(self) -> Life:
+        """Raises AssertionError with the end of its log if the store cannot start."""
+        deadline = time.monotonic() + START_S
+        while not self._ready_file.exists():
+            if not self.is_running or time.monotonic() > deadline:
+                raise AssertionError(f"replica {self.index} did not start:\n{self.log_tail()}")
+            time.sleep(0.005)
+        self.life = Life(json.loads(self._ready_file.read_text())["grpc"])
+        self._ready_file.unlink()
+        return self.life
+
+    def kill(self) -> None:
+        """kill -9. The life is buried by whoever knows that nothing comes after it."""
+        assert self._process is not None
+        assert self._process.is_alive(), f"the store ended by itself:\n{self.log_tail()}"
+        self._process.kill()
+        self._process.join(BURIAL_S)
+        self._process.close()
+        self._process = None
+
+    def stop(self) -> None:
+        """SIGTERM: an orderly end, with exit status 0."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.join(BURIAL_S)
+        assert self._process.exitcode == 0, self.log_tail()
+        self._process = None
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-40:])
+
+    @property
+    def _ready_file(self) -> Path:
+        return self.folder / f"ready-{self._num_lives}.json"
+
+
+class Roster:
+    """Which lives may be called now. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._lives: list[Life] = []
+        self._is_closed = False
+
+    def enter(self, life: Life) -> None:
+        with self._changed:
+            self._lives.append(life)
+            self._changed.notify_all()
+
+    def leave(self, life: Life) -> None:
+        with self._changed:
+            self._lives.remove(life)
+
+    def close(self) -> None:
+        """Nobody is to call any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def pick(self, rng: random.Random) -> Life | None:
+        """One of the lives; waits while there is none. None: closed."""
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._lives or self._is_closed, START_S)
+            assert ready, "no store came up"
+            return None if self._is_closed else rng.choice(self._lives)

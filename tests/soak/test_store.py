@@ -1,0 +1,53 @@
+"""Ten kills of the crash test; `make soak` runs two hundred."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.soak.model import NameState, Promises, Version, check_history
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_killed_store_keeps_its_promises() -> None:
+    # In a process of its own: the soak forks, and this one has threads.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.soak.store", "--kills=10", "--seed=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "every promise was kept" in done.stdout
+
+
+def test_a_call_without_an_answer_happened_or_not() -> None:
+    for happened in (True, False):
+        promises = Promises("team/name")
+        after = promises.state.registered("sha256:a", (("k", "v"),))
+        promises.begin(after)
+        promises.settle(after if happened else NameState())
+        assert promises.state.current == happened
+        assert len(promises.history) == happened
+
+
+def test_what_is_lost_or_half_there_is_seen() -> None:
+    promises = Promises("team/name")
+    promises.begin(promises.state.registered("sha256:a", ()))
+    promises.kept(1)
+    with pytest.raises(AssertionError, match="team/name"):
+        promises.settle(NameState())
+    promises.begin(promises.state.registered("sha256:b", (("k", "v"),)))
+    half = {1: Version("sha256:a"), 2: Version("sha256:b")}  # without its labels
+    with pytest.raises(AssertionError, match="team/name"):
+        promises.settle(NameState(2, 2, half))
+
+
+def test_a_gap_in_the_history_is_seen() -> None:
+    with pytest.raises(AssertionError, match="gap"):
+        check_history([], [], 1)
