@@ -102,6 +102,10 @@ class Settings(BaseSettings):
     max_rank: PositiveInt = 512
     """Highest rank of any target of an adapter."""
 
+    allow_pickle_files: bool = False
+    """Take adapter_model.bin where there is no safetensors file: read by torch's restricted reader
+    in a process with limits, and kept as safetensors."""
+
     compile_workers: PositiveInt = 2
     """Images compiled at the same time. Pulls go before compiling ahead."""
 

@@ -30,6 +30,7 @@ from adapter_store.peft_config import names_local_path
 from adapter_store.policy import PolicyFile
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
+from adapter_store.unpickle import convert_pickle
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,11 @@ class Registrar:
     def _record(
         self, asked: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> tuple[AdapterRecord, int]:
+        if staging.allows_pickle:
+            with _disk_full_translated():
+                convert_pickle(
+                    staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
+                )
         checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
         new = _new_version(asked, checkpoint, source_uri)
         with self._blobs.guard(new.digest), _disk_full_translated():

@@ -112,7 +112,9 @@ def _sources(settings: Settings) -> Sources:
 
 def _limits(settings: Settings) -> tuple[FetchLimits, CheckpointLimits]:
     return (
-        FetchLimits(settings.max_adapter_bytes, settings.max_file_bytes),
+        FetchLimits(
+            settings.max_adapter_bytes, settings.max_file_bytes, settings.allow_pickle_files
+        ),
         CheckpointLimits(max_source_bytes=settings.max_adapter_bytes, max_rank=settings.max_rank),
     )
 

@@ -103,11 +103,15 @@ class Staging:
 
     def choose_files(self, names: Iterable[str], where: str) -> list[str]:
         """Which of a folder's files to fetch, as the function of this name."""
-        return choose_files(names, where, allow_pickle=self._limits.allow_pickle_files)
+        return choose_files(names, where, allow_pickle=self.allows_pickle)
+
+    @property
+    def allows_pickle(self) -> bool:
+        return self._limits.allow_pickle_files
 
     def may_hold(self, name: str) -> bool:
         """Whether a file of this name may be part of an adapter."""
-        return is_adapter_file(name) or (self._limits.allow_pickle_files and name == PICKLE_FILE)
+        return is_adapter_file(name) or (self.allows_pickle and name == PICKLE_FILE)
 
     def expect(self, sizes_bytes: Mapping[str, int]) -> None:
         """Checks files' sizes before any of them is read. Raises LimitExceeded."""
@@ -119,7 +123,7 @@ class Staging:
     def wait(self, seconds: float) -> None:
         """Sleeps, unless the store is shutting down. Raises Draining."""
         self._stopping.wait(seconds)
-        self._check_wanted()
+        self.check_wanted()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
         """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
@@ -128,12 +132,13 @@ class Staging:
 
     def count(self, name: str, size_bytes: int, new_bytes: int) -> None:
         """Accounts for `new_bytes` more of a file that has `size_bytes`; kept or not."""
-        self._check_wanted()
+        self.check_wanted()
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
             self.total_bytes += new_bytes
 
-    def _check_wanted(self) -> None:
+    def check_wanted(self) -> None:
+        """Raises Draining or Abandoned if nothing will come of this folder any more."""
         if self._stopping.is_set():
             raise Draining("this store is shutting down")
         if self._abandoned.is_set():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from safetensors.torch import load_file
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -106,3 +107,31 @@ def test_a_source_outside_the_roots(client, refused):
     with refused("INVALID_ARGUMENT", "source_uri", "http://"):
         request = pb.RegisterAdapterRequest(name="a", source_uri="http://169.254.169.254/x")
         client.stub.RegisterAdapter(request)
+
+
+def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp_path):
+    client = serve(allow_pickle_files=True).client
+    folder = make_adapter(("q_proj",))
+    expected = client.register("plain", folder).adapter
+    tensors = load_file(folder / WEIGHTS)
+    torch.save(tensors, folder / "adapter_model.bin")
+    both = client.register("both", folder).adapter
+    (folder / WEIGHTS).unlink()
+    registered = client.register("pickled", folder).adapter
+    uploaded = client.upload("sent", {path.name: path.read_bytes() for path in folder.iterdir()})
+    digests = {a.digest for a in (expected, both, registered, uploaded.adapter)}
+    assert digests == {expected.digest}
+    (blob,) = (tmp_path / "data" / "blobs").iterdir()
+    assert sorted(path.name for path in blob.iterdir()) == [CONFIG, WEIGHTS]
+
+
+def test_a_hostile_pickle_disturbs_nobody(serve, make_adapter, refused, tmp_path):
+    client = serve(allow_pickle_files=True).client
+    folder = make_adapter(("q_proj",))
+    good = client.register("good", folder).adapter
+    (folder / WEIGHTS).unlink()
+    torch.save({"a": {"b": torch.ones(2)}}, folder / "adapter_model.bin")
+    with refused("INVALID_ARGUMENT", "adapter_model.bin", "not a map of names to tensors"):
+        client.register("a", folder)
+    assert client.get("good").digest == good.digest
+    assert list((tmp_path / "data" / "staging").iterdir()) == []

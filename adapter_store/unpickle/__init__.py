@@ -1,0 +1,132 @@
+"""Pickled weights, where the operator allows them: read in a child process, kept as safetensors.
+
+A pickle is a program. So it is run by torch's restricted reader (weights_only), in a process that
+has no secrets in its environment and is limited in memory, CPU time, wall-clock time and the size
+of what it writes; and what comes out is a file that is then checked like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapter_store.checkpoint_files import (
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    CheckpointLimits,
+    RegularFile,
+    check_source_bytes,
+    read_capped,
+)
+from adapter_store.errors import InvalidAdapter
+
+CHILD = Path(__file__).with_name("__main__.py")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+MAX_RESULT_BYTES = 1 << 16
+EXTRA_ENTRIES = 64
+"""In an archive besides the tensors: the pickle, a version, a checksum and the like."""
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class UnpickleLimits:
+    """What reading one file may take; memory is on top of twice the file."""
+
+    memory_bytes: int = 256 << 20
+    cpu_seconds: int = 120
+    wall_seconds: float = 300.0
+
+
+def convert_pickle(
+    folder: Path,
+    limits: CheckpointLimits,
+    unpickle_limits: UnpickleLimits | None = None,
+    check_wanted: Callable[[], None] = lambda: None,
+) -> None:
+    """Replaces `adapter_model.bin` in `folder`, if it is there, by durable safetensors.
+
+    `check_wanted` is called from time to time and may raise.
+
+    Raises:
+        InvalidAdapter: PICKLE_* or ZIP_* (the content), PICKLE_TIMEOUT, PICKLE_OUT_OF_MEMORY or
+            PICKLE_CRASHED (the child did not end by itself); the subject is the file.
+        LimitExceeded: the file is over `limits.max_source_bytes`.
+    """
+    source = folder / PICKLE_FILE
+    if not os.path.lexists(source):
+        return
+    with RegularFile(folder, PICKLE_FILE) as file:
+        size_bytes = file.size_bytes
+    check_source_bytes(size_bytes, limits)
+    unpickle_limits = unpickle_limits or UnpickleLimits()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unpickle-") as work:
+        output, result = Path(work, WEIGHTS_FILE), Path(work, "result.json")
+        numbers = (
+            2 * size_bytes + unpickle_limits.memory_bytes,
+            unpickle_limits.cpu_seconds,
+            limits.max_tensors + EXTRA_ENTRIES,
+        )
+        command = [sys.executable, "-I", str(CHILD), *map(str, (source, output, result, *numbers))]
+        code = _run(command, Path(work), unpickle_limits.wall_seconds, check_wanted)
+        _check(code, result)
+        with RegularFile(output.parent, output.name):
+            os.rename(output, folder / WEIGHTS_FILE)
+    with open(folder / WEIGHTS_FILE, "rb") as written:
+        os.fsync(written.fileno())
+    source.unlink()
+
+
+def _run(
+    command: list[str], work: Path, wall_seconds: float, check_wanted: Callable[[], None]
+) -> int:
+    deadline = time.monotonic() + wall_seconds
+    child = subprocess.Popen(
+        command,
+        cwd=work,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while True:
+            try:
+                return child.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                check_wanted()
+            if time.monotonic() > deadline:
+                raise _refused("PICKLE_TIMEOUT", f"reading it took over {wall_seconds:g} s")
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _check(code: int, result: Path) -> None:
+    """Raises InvalidAdapter unless the child ended well. What it wrote is not trusted either."""
+    if code == -signal.SIGXCPU:
+        raise _refused("PICKLE_TIMEOUT", "reading it took more CPU time than it may take")
+    if code != 0:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise _refused("PICKLE_CRASHED", f"the process that read it ended with {how}")
+    try:
+        answer = json.loads(read_capped(result.parent, result.name, MAX_RESULT_BYTES))
+        reason, detail = str(answer.get("reason", "")), str(answer.get("detail", ""))
+    except (ValueError, AttributeError, InvalidAdapter) as exc:
+        raise _refused("PICKLE_CRASHED", "the process that read it gave no answer") from exc
+    if reason:
+        raise _refused(reason[:64], ascii(detail[:300])[1:-1])
+
+
+def _refused(reason: str, detail: str) -> InvalidAdapter:
+    return InvalidAdapter(f"{PICKLE_FILE}: {detail}", subject=PICKLE_FILE, reason=reason)

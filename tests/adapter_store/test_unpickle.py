@@ -1,0 +1,300 @@
+"""Pickled weights: harmless ones become safetensors, all others are a named refusal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapter_store import unpickle
+from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+from adapter_store.errors import Draining, InvalidAdapter, LimitExceeded
+from adapter_store.unpickle import UnpickleLimits, convert_pickle
+from adapter_store.unpickle import __main__ as child
+
+BIN, WEIGHTS = "adapter_model.bin", "adapter_model.safetensors"
+LIMITS = CheckpointLimits()
+
+
+def archive(data_pkl: bytes, extra: dict[str, bytes] | None = None, **options) -> bytes:
+    """A file as torch.save writes it, around any pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", **options) as made:
+        made.writestr("archive/data.pkl", data_pkl)
+        made.writestr("archive/byteorder", b"little")
+        for name, data in (extra or {}).items():
+            made.writestr(name, data)
+        made.writestr("archive/version", b"3\n")
+    return file.getvalue()
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def as_bin(folder: Path) -> Path:
+    torch.save(load_file(folder / WEIGHTS), folder / BIN)
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_its_digest_is_that_of_the_same_weights_in_safetensors(make_adapter, dtype):
+    folder = make_adapter(dtype=dtype)
+    digest = open_checkpoint(folder).digest
+    convert_pickle(as_bin(folder), LIMITS)
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", WEIGHTS]
+    assert open_checkpoint(folder).digest == digest
+    assert os.listdir(folder.parent) == [folder.name], "left something behind"
+
+
+def test_parameters_views_and_another_order_of_bytes_are_the_same(make_adapter):
+    folder = make_adapter()
+    digest = open_checkpoint(folder).digest
+    tensors = {k: torch.nn.Parameter(v) for k, v in reversed(load_file(folder / WEIGHTS).items())}
+    first = next(iter(tensors))
+    tensors[first] = tensors[first].t().contiguous().t()
+    torch.save(tensors, folder / BIN)
+    (folder / WEIGHTS).unlink()
+    convert_pickle(folder, LIMITS)
+    assert open_checkpoint(folder).digest == digest
+
+
+def refusal(folder: Path, content: bytes, limits: UnpickleLimits | None = None) -> InvalidAdapter:
+    folder = folder / "staged"
+    folder.mkdir()
+    (folder / BIN).write_bytes(content)
+    with pytest.raises(InvalidAdapter) as caught:
+        convert_pickle(folder, LIMITS, limits)
+    assert caught.value.subject == BIN
+    assert os.listdir(folder) == [BIN]
+    assert os.listdir(folder.parent) == [folder.name], "left something behind"
+    return caught.value
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run_it(tmp_path):
+    (tmp_path / "work").mkdir()
+    content = archive(pickle.dumps({"a": Runs(tmp_path / "ran")}, protocol=2))
+    error = refusal(tmp_path / "work", content)
+    assert error.reason == "PICKLE_REFUSED"
+    assert "mkdir" in error.message
+    assert not (tmp_path / "ran").exists()
+
+
+def endless_hash() -> bytes:
+    """{(((), ()), ((), ())): 0}, sixty deep: a hundred bytes whose hash takes for ever."""
+    return b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x00s."
+
+
+def test_a_pickle_that_takes_for_ever_is_ended(tmp_path):
+    error = refusal(tmp_path, archive(endless_hash()), UnpickleLimits(cpu_seconds=1))
+    assert error.reason == "PICKLE_TIMEOUT"
+    assert "CPU" in error.message
+
+
+def test_a_pickle_that_takes_all_memory_is_ended(tmp_path):
+    request = b"\x80\x02c__builtin__\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R."
+    assert pickle.loads(request.replace(b"\x00\x00\x00\x00\x00\x01", b"\x01\0\0\0\0\0")) == b"\0"
+    assert refusal(tmp_path, archive(request)).reason == "PICKLE_OUT_OF_MEMORY"
+
+
+def replaced_child(tmp_path: Path, monkeypatch, text: str) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(f"import os, sys, signal, time, resource\n{text}")
+    monkeypatch.setattr(unpickle, "CHILD", script)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "detail"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "PICKLE_CRASHED", "signal 9"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "PICKLE_CRASHED", "signal 11"),
+        ("sys.exit(3)", "PICKLE_CRASHED", "exit code 3"),
+        ("", "PICKLE_CRASHED", "no answer"),
+        ("open(sys.argv[3], 'w').write('[]')", "PICKLE_CRASHED", "no answer"),
+        ("open(sys.argv[3], 'w').write('x' * 100_000)", "PICKLE_CRASHED", "no answer"),
+        ("os.mkfifo(sys.argv[3])", "PICKLE_CRASHED", "no answer"),
+        ("open(sys.argv[3], 'w').write('{}')", "FILE_MISSING", "missing"),
+        ("open(sys.argv[3], 'w').write('{}'); os.mkfifo(sys.argv[2])", "FILE_NOT_REGULAR", WEIGHTS),
+        ("time.sleep(1000)", "PICKLE_TIMEOUT", "over 0.5 s"),
+    ],
+)
+def test_a_child_that_does_not_end_well(tmp_path, monkeypatch, text, reason, detail):
+    (tmp_path / "work" / "staged").mkdir(parents=True)
+    (tmp_path / "work" / "staged" / BIN).write_bytes(b"x")
+    replaced_child(tmp_path, monkeypatch, text)
+    with pytest.raises(InvalidAdapter, match=detail) as caught:
+        convert_pickle(tmp_path / "work" / "staged", LIMITS, UnpickleLimits(wall_seconds=0.5))
+    assert caught.value.reason == reason
+    assert os.listdir(tmp_path / "work") == ["staged"]
+
+
+def test_the_child_inherits_no_secret_and_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "staged" / BIN).write_bytes(b"x")
+    seen = "' '.join([*os.environ, *os.listdir('/proc/self/fd')])"
+    text = f'open(sys.argv[3], \'w\').write(\'{{"reason": "SEEN", "detail": "\' + {seen} + \'"}}\')'
+    replaced_child(tmp_path, monkeypatch, text)
+    with pytest.raises(InvalidAdapter) as caught:
+        convert_pickle(tmp_path / "staged", LIMITS)
+    *names, _, _, _, last = caught.value.message.split(": ")[1].split()
+    assert sorted(name for name in names if not name.isdigit()) == [
+        "LC_ALL",
+        "OMP_NUM_THREADS",
+        "PATH",
+    ]
+    assert int(last) <= 5
+
+
+def test_a_stopping_store_ends_the_child(tmp_path, monkeypatch):
+    (tmp_path / "staged").mkdir()
+    (tmp_path / "staged" / BIN).write_bytes(b"x")
+    replaced_child(tmp_path, monkeypatch, "time.sleep(1000)")
+    asked = threading.Event()
+
+    def check_wanted() -> None:
+        asked.set()
+        raise Draining("stopping")
+
+    with pytest.raises(Draining):
+        convert_pickle(tmp_path / "staged", LIMITS, check_wanted=check_wanted)
+    assert asked.is_set()
+
+
+def test_a_file_over_the_limit_is_not_read(tmp_path):
+    (tmp_path / BIN).write_bytes(b"x" * 1000)
+    with pytest.raises(LimitExceeded):
+        convert_pickle(tmp_path, CheckpointLimits(max_source_bytes=999))
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / BIN).symlink_to("/etc/passwd")
+    with pytest.raises(InvalidAdapter) as caught:
+        convert_pickle(tmp_path, LIMITS)
+    assert caught.value.reason == "FILE_NOT_REGULAR"
+
+
+# The child's own checks, in this process: they need no limits to be seen.
+
+
+def overlapping() -> bytes:
+    """Two entries of the directory point at one place (a bomb without compression)."""
+    data = bytearray(archive(b"N.", {"archive/data/0": b"x" * 100, "archive/data/1": b"y" * 100}))
+    first, second = data.index(b"PK\x03\x04"), 0
+    directory = data.index(b"PK\x01\x02")
+    second = data.index(b"PK\x01\x02", directory + 4)
+    third = data.index(b"PK\x01\x02", second + 4)
+    offset = data[third + 42 : third + 46]
+    fourth = data.index(b"PK\x01\x02", third + 4)
+    data[fourth + 42 : fourth + 46] = offset
+    assert first == 0
+    return bytes(data)
+
+
+def oversized() -> bytes:
+    """An entry that declares a gigabyte in a small file."""
+    data = bytearray(archive(b"N.", {"archive/data/0": b"x" * 100}))
+    third = data.index(b"PK\x01\x02")
+    for _ in range(2):
+        third = data.index(b"PK\x01\x02", third + 4)
+    data[third + 20 : third + 28] = (1 << 30).to_bytes(4, "little") * 2
+    return bytes(data)
+
+
+def many_entries() -> bytes:
+    return archive(b"N.", {f"archive/data/{i}": b"" for i in range(200)})
+
+
+ARCHIVES = {
+    "legacy pickle": (pickle.dumps({}), "PICKLE_NOT_ZIP"),
+    "not an archive": (b"hello", "PICKLE_NOT_ZIP"),
+    "empty file": (b"", "PICKLE_NOT_ZIP"),
+    "compressed bomb": (
+        archive(b"N.", {"archive/data/0": bytes(10 << 20)}, compression=zipfile.ZIP_DEFLATED),
+        "ZIP_BOMB",
+    ),
+    "overlapping entries": (overlapping(), "ZIP_BOMB"),
+    "oversized entry": (oversized(), "ZIP_BOMB"),
+    "too many entries": (many_entries(), "ZIP_TOO_MANY_ENTRIES"),
+    "parent folder": (archive(b"N.", {"archive/../../etc/x": b""}), "ZIP_ENTRY_INVALID"),
+    "absolute name": (archive(b"N.", {"/etc/x": b""}), "ZIP_ENTRY_INVALID"),
+    "large pickle": (archive(bytes((16 << 20) + 1)), "PICKLE_TOO_LARGE"),
+}
+
+
+@pytest.mark.parametrize("case", ARCHIVES)
+def test_archives_that_are_not_what_they_say(tmp_path, case):
+    content, reason = ARCHIVES[case]
+    path = tmp_path / BIN
+    path.write_bytes(content)
+    with pytest.raises(child.Refused) as caught:
+        child.check_archive(str(path), len(content), 100)
+    assert caught.value.reason == reason
+
+
+def test_an_archive_with_two_entries_of_one_name(tmp_path):
+    with pytest.warns(UserWarning, match="Duplicate"):
+        content = archive(b"N.", {"archive/byteorder": b"big"})
+    (tmp_path / BIN).write_bytes(content)
+    with pytest.raises(child.Refused) as caught:
+        child.check_archive(str(tmp_path / BIN), len(content), 100)
+    assert caught.value.reason == "ZIP_ENTRY_INVALID"
+
+
+CONTENTS = {
+    "a list": ([torch.ones(2)], "PICKLE_NOT_TENSORS"),
+    "a tensor": (torch.ones(2), "PICKLE_NOT_TENSORS"),
+    "nested": ({"state_dict": {"a": torch.ones(2)}}, "PICKLE_NOT_TENSORS"),
+    "numbers for names": ({1: torch.ones(2)}, "PICKLE_NOT_TENSORS"),
+    "a text": ({"a": torch.ones(2), "note": "x"}, "PICKLE_NOT_TENSORS"),
+    "integers": ({"a": torch.ones(2, dtype=torch.int64)}, "DTYPE_UNSUPPORTED"),
+    "doubles": ({"a": torch.ones(2, dtype=torch.float64)}, "DTYPE_UNSUPPORTED"),
+    "complex": ({"a": torch.ones(2, dtype=torch.complex64)}, "DTYPE_UNSUPPORTED"),
+    "sparse": ({"a": torch.eye(2).to_sparse()}, "PICKLE_NOT_TENSORS"),
+    "stride 0": ({"a": torch.ones(1).expand(1 << 20, 1 << 20)}, "ZIP_BOMB"),
+    "one storage for many": (
+        dict.fromkeys([f"t{i}" for i in range(100)], torch.ones(10_000)),
+        "ZIP_BOMB",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_contents_that_are_no_weights(tmp_path, case):
+    value, reason = CONTENTS[case]
+    content = saved(value)
+    (tmp_path / BIN).write_bytes(content)
+    child.check_archive(str(tmp_path / BIN), len(content), 200)
+
+    def read() -> None:
+        child.check_tensors(child.load(str(tmp_path / BIN)), len(content))
+
+    with pytest.raises(child.Refused) as caught:
+        read()
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("length", [10, 200, -1])
+def test_a_damaged_file_is_a_named_refusal(make_adapter, tmp_path, length):
+    folder = as_bin(make_adapter())
+    content = (folder / BIN).read_bytes()[:length]
+    (tmp_path / "work").mkdir()
+    assert refusal(tmp_path / "work", content).reason in ("PICKLE_NOT_ZIP", "PICKLE_INVALID")
