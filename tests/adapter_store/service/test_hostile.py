@@ -1,0 +1,110 @@
+"""The matrix: every hostile adapter gets its own name of failure, beside a good one that works."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from adapter_store.config import Settings
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.hostile import CASES, CONFIG, UPLOAD_NAMES, WEIGHTS
+from tests.adapter_store.service.conftest import Served
+
+CODES = {"LIMIT_EXCEEDED": "RESOURCE_EXHAUSTED"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def client(place):
+    """One store for the whole matrix: what a case leaves behind would show in the next."""
+    settings = Settings(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        data_dir=place / "data",
+        source_roots=(place,),
+    )
+    served = Served(settings)
+    yield served.client
+    served.stop()
+
+
+@pytest.fixture
+def folder(make_adapter, place, request):
+    """A good adapter within the store's roots."""
+    made = make_adapter(("q_proj",))
+    return made.rename(place / f"case{abs(hash(request.node.name))}")
+
+
+@pytest.fixture
+def check(client, place, make_adapter):
+    """check(): the good adapter registers, its digest and the history are as before."""
+    good = make_adapter(("q_proj",), folder="good", seed=1)
+    good = good.rename(place / f"good{abs(hash(str(good)))}")
+    before = client.register("good", good)
+
+    def check() -> None:
+        after = client.register("good", good)
+        assert after.adapter.digest == before.adapter.digest
+        assert after.revision == before.revision, "something was recorded"
+        listed = client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters
+        assert [adapter.name for adapter in listed] == ["default/good"]
+        assert len(list((place / "data" / "blobs").iterdir())) == 1
+        assert list((place / "data" / "staging").iterdir()) == []
+
+    return check
+
+
+def reason_of(error) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert rpc_status.from_call(error).details[0].Unpack(info)
+    assert info.metadata["subject"], "names no culprit"
+    return info.reason
+
+
+def test_the_matrix_is_large():
+    assert len(CASES) + len(UPLOAD_NAMES) >= 60
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_adapter_is_refused_by_name(client, folder, check, refused, case):
+    reason, change = CASES[case]
+    change(folder)
+    refusal = refused(CODES.get(reason, "INVALID_ARGUMENT"))
+    with refusal:
+        client.register("evil", folder)
+    assert reason_of(refusal.error) == reason
+    check()
+
+
+@pytest.mark.parametrize("case", UPLOAD_NAMES)
+def test_a_hostile_file_name_is_refused(client, folder, check, refused, case):
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    refusal = refused("INVALID_ARGUMENT", "is not a plain file name")
+    with refusal:
+        client.upload("evil", {**files, UPLOAD_NAMES[case]: b"x" * 10})
+    assert reason_of(refusal.error) == "INVALID_ARGUMENT"
+    check()
+
+
+def test_a_file_of_more_bytes_than_its_offset_says(client, folder, check, refused):
+    def requests():
+        yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="evil"))
+        for offset in (0, 1 << 60):
+            chunk = pb.FileChunk(file_name=WEIGHTS, offset=offset, data=b"x")
+            yield pb.UploadAdapterRequest(chunk=chunk)
+
+    with refused("INVALID_ARGUMENT", "chunk.offset", "goes on at 1"):
+        client.stub.UploadAdapter(requests())
+    check()
+
+
+def test_more_files_than_an_adapter_has(client, folder, check, refused):
+    files = {f"file-{number}": b"x" for number in range(300)}
+    with refused("RESOURCE_EXHAUSTED", "one file more than 256"):
+        client.upload("evil", {CONFIG: b"{}", **files})
+    check()
