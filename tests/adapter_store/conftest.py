@@ -72,58 +72,65 @@ def random_tensors(
     return tensors
 
 
+def save_adapter(
+    path: Path,
+    modules: tuple[str, ...] = ("q_proj", "v_proj"),
+    rank: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """Makes the folder `path` as PEFT saves an adapter. `tensors` replaces the random ones; a
+    config value of `...` drops the key."""
+    path.mkdir()
+    if tensors is None:
+        names = [t.name for t in all_targets() if t.name.rpartition(".")[2] in modules]
+        tensors = random_tensors(dict.fromkeys(names, rank), dtype, seed)
+    save_file(dict(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
+    fields: dict[str, Any] = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": BASE_MODEL,
+        "r": rank,
+        "lora_alpha": 8,
+        "target_modules": list(modules),
+        **config,
+    }
+    fields = {key: value for key, value in fields.items() if value is not ...}
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    return path
+
+
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
-    """make_adapter(modules=("q_proj",), rank=4, dtype=float32, seed=0, tensors=None, **config):
-    a folder as PEFT saves it. `tensors` replaces the random ones; a config value of `...` drops
-    the key."""
+    """make_adapter(folder="adapter", modules=("q_proj",), rank=4, dtype=float32, seed=0,
+    tensors=None, **config): see save_adapter."""
 
     def make(
-        modules: tuple[str, ...] = ("q_proj", "v_proj"),
-        rank: int = 4,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        folder: str = "adapter",
-        **config: Any,
+        modules: tuple[str, ...] = ("q_proj", "v_proj"), folder: str = "adapter", **fields: Any
     ) -> Path:
-        path = tmp_path / folder
-        path.mkdir()
-        if tensors is None:
-            names = [t.name for t in all_targets() if t.name.rpartition(".")[2] in modules]
-            tensors = random_tensors(dict.fromkeys(names, rank), dtype, seed)
-        save_file(dict(tensors), path / "adapter_model.safetensors", metadata={"format": "pt"})
-        fields: dict[str, Any] = {
-            "peft_type": "LORA",
-            "base_model_name_or_path": BASE_MODEL,
-            "r": rank,
-            "lora_alpha": 8,
-            "target_modules": list(modules),
-            **config,
-        }
-        fields = {key: value for key, value in fields.items() if value is not ...}
-        (path / "adapter_config.json").write_text(json.dumps(fields))
-        return path
+        return save_adapter(tmp_path / folder, modules, **fields)
 
     return make
+
+
+def tiny_layout(
+    dtype: DataType = DataType.FLOAT32,
+    targets: tuple[Target, ...] | None = None,
+    base_model: str = BASE_MODEL,
+) -> Layout:
+    """By default of all of the tiny model's targets."""
+    return Layout(
+        base_model=base_model,
+        aliases=("tiny",),
+        config_sha256="0" * 64,
+        dtype=dtype,
+        image_format=1,
+        targets=all_targets() if targets is None else targets,
+    )
 
 
 @pytest.fixture
 def make_layout() -> MakeLayout:
-    """make_layout(dtype=FLOAT32, targets=<all of the tiny model>, base_model=...)"""
-
-    def make(
-        dtype: DataType = DataType.FLOAT32,
-        targets: tuple[Target, ...] | None = None,
-        base_model: str = BASE_MODEL,
-    ) -> Layout:
-        return Layout(
-            base_model=base_model,
-            aliases=("tiny",),
-            config_sha256="0" * 64,
-            dtype=dtype,
-            image_format=1,
-            targets=all_targets() if targets is None else targets,
-        )
-
-    return make
+    """See tiny_layout."""
+    return tiny_layout

@@ -68,3 +68,9 @@ def test_a_long_value_is_shortened_in_the_message():
     with pytest.raises(InvalidArgument) as caught:
         parse_ref("x" * 100_000)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["a", "a@3"])
+def test_a_name_without_a_tenant_is_of_the_callers_home(text):
+    assert parse_ref(text, home="team-a").name == AdapterName("team-a", "a")
+    assert parse_ref(f"team-b/{text}", home="team-a").name == AdapterName("team-b", "a")

@@ -110,6 +110,51 @@ def test_a_watcher_that_fell_behind_the_history_is_told(catalog, monkeypatch):
     run(catalog, scenario)
 
 
+def register_for(catalog: Catalog, *tenants: str) -> None:
+    for tenant in tenants:
+        number = catalog.revision() + 1
+        name = AdapterName(tenant, f"n{number}")
+        catalog.register(NewVersion(name, f"d{number}", "base", "", 1, (), 1))
+
+
+async def told(events, until_revision: int) -> list[tuple[int, str]]:
+    """(revision, tenant) of what comes, up to a revision; a bookmark has no tenant."""
+    found = []
+    async for event in events:
+        found.append((event.revision, event.tenant))
+        if event.revision >= until_revision:
+            break
+    return found
+
+
+def test_others_events_are_passed_over_with_bookmarks(catalog):
+    register_for(catalog, "a", "b", "b", "a", "b")
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(0, frozenset({"a", "c"}))) as events:
+            assert await told(events, 5) == [(1, "a"), (4, "a"), (5, "")]
+            await asyncio.to_thread(register_for, catalog, "b")
+            assert await told(events, 6) == [(6, "")]
+            await asyncio.to_thread(register_for, catalog, "c")
+            assert await told(events, 7) == [(7, "c")]
+        async with aclosing(watch.follow(2, frozenset())) as events:
+            assert await told(events, 7) == [(7, "")]
+
+    run(catalog, scenario)
+
+
+def test_a_filtered_watcher_far_behind_is_brought_up_in_batches(catalog, monkeypatch):
+    monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
+    monkeypatch.setattr(watch_module, "BATCH_EVENTS", 5)
+    register_for(catalog, *["b"] * 23)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(0, frozenset({"a"}))) as events:
+            assert await told(events, 23) == [(at, "") for at in (5, 10, 15, 20, 23)]
+
+    run(catalog, scenario)
+
+
 @pytest.mark.parametrize("since", [4, 10**15])
 def test_a_revision_that_has_not_been_is_refused(catalog, since):
     register(catalog, 3)

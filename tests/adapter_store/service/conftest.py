@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -53,12 +58,38 @@ class Pulled:
     is_whole: bool = False
 
 
-class Client:
-    """The contract as a caller sees it."""
+class Bearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds a token to every call."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, token: str) -> None:
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def intercept_unary_unary(self, continuation, details, request):
+        return continuation(details._replace(metadata=self._metadata), request)
+
+    intercept_unary_stream = intercept_unary_unary
+    intercept_stream_unary = intercept_unary_unary
+    intercept_stream_stream = intercept_unary_unary
+
+
+class Client:
+    """The contract as a caller sees it. `credentials`: of the channel; None: no TLS."""
+
+    def __init__(
+        self, address: str, token: str = "", credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
         self.address = address
-        self.channel = grpc.insecure_channel(address)
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address)
+        else:
+            self.channel = grpc.secure_channel(address, credentials)
+        if token:
+            self.channel = grpc.intercept_channel(self.channel, Bearer(token))
         self.stub = pb_grpc.AdapterStoreServiceStub(self.channel)
 
     def register(self, name: str, folder, **fields) -> pb.RegisterAdapterResponse:
@@ -134,7 +165,8 @@ class Served:
         if self._error is not None:
             self._thread.join()
             raise self._error
-        self.client = Client(self.running.grpc_address)
+        self._clients: list[Client] = []
+        self.client = self.connect()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -147,6 +179,11 @@ class Served:
         except BaseException as error:
             self._error = error
             self._ready.set()
+
+    def connect(self, token: str = "", credentials=None) -> Client:
+        """A client that is closed when the store stops."""
+        self._clients.append(Client(self.running.grpc_address, token, credentials))
+        return self._clients[-1]
 
     def run(self, coroutine):
         """Runs a coroutine on the store's own loop."""
@@ -162,24 +199,24 @@ class Served:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.begin_stop()
-        self.client.close()
+        for client in self._clients:
+            client.close()
         self._thread.join(30)
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
 
 
-@pytest.fixture
-def serve(tmp_path):
-    """serve(**settings): a served store over tmp_path/data that may read what tmp_path holds."""
+@contextmanager
+def serving(folder):
     with ExitStack() as stack:
 
         def start(**settings) -> Served:
             values = {
                 "listen": "127.0.0.1:0",
                 "metrics_listen": "127.0.0.1:0",
-                "data_dir": tmp_path / "data",
-                "source_roots": (tmp_path,),
+                "data_dir": folder / "data",
+                "source_roots": (folder,),
                 "compile_workers": 1,
                 "grace_seconds": 5,
                 **settings,
@@ -189,6 +226,77 @@ def serve(tmp_path):
             return served
 
         yield start
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(**settings): a served store over tmp_path/data that may read what tmp_path holds."""
+    with serving(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def serve_shared(shared_folder):
+    """As `serve`, over shared_folder, for all tests of a module."""
+    with serving(shared_folder) as start:
+        yield start
+
+
+class Process:
+    """`python -m adapter_store` as an operator starts it."""
+
+    def __init__(self, tmp_path, *arguments: str, **environment: str) -> None:
+        self.ready_file = tmp_path / "ready.json"
+        self.ready_file.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "adapter_store",
+                *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+                *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
+                *("--ready-file", str(self.ready_file), "--log-format", "json"),
+                *arguments,
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def wait_until_ready(self) -> dict[str, str]:
+        deadline = time.monotonic() + 60
+        while not self.ready_file.exists():
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return json.loads(self.ready_file.read_text())
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Signals, waits; gives the exit status and the log."""
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=30)
+        return self.process.returncode, log
+
+
+@pytest.fixture
+def spawn(tmp_path):
+    """spawn("--flag", "value", ..., NAME="value"): a store as a process, with that environment."""
+    made: list[Process] = []
+
+    def start(*arguments: str, **environment: str) -> Process:
+        made.append(Process(tmp_path, *arguments, **environment))
+        return made[-1]
+
+    yield start
+    for process in made:
+        if process.process.poll() is None:
+            process.process.kill()
+        process.process.communicate()
 
 
 @pytest.fixture
@@ -203,11 +311,11 @@ def client(store) -> Client:
 
 @pytest.fixture
 def connect():
-    """connect(address): a Client that is closed in the end."""
+    """connect(address, token, credentials): a Client that is closed in the end."""
     with ExitStack() as stack:
 
-        def make(address: str) -> Client:
-            client = Client(address)
+        def make(address: str, token: str = "", credentials=None) -> Client:
+            client = Client(address, token, credentials)
             stack.callback(client.close)
             return client
 

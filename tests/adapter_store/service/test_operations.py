@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -98,56 +96,6 @@ def test_draining_ends_watches_and_lets_pulls_finish(store, make_adapter, make_l
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert [response.WhichOneof("part") for response in stream][-1] == "trailer"
     store.stop()
-
-
-class Process:
-    """`python -m adapter_store` as an operator starts it."""
-
-    def __init__(self, tmp_path, *arguments: str) -> None:
-        self.ready_file = tmp_path / "ready.json"
-        self.ready_file.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "adapter_store",
-                *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
-                *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
-                *("--ready-file", str(self.ready_file), "--log-format", "json"),
-                *arguments,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def wait_until_ready(self) -> dict[str, str]:
-        deadline = time.monotonic() + 60
-        while not self.ready_file.exists():
-            assert self.process.poll() is None, self.process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return json.loads(self.ready_file.read_text())
-
-    def end(self, number: int) -> tuple[int, str]:
-        """Signals, waits; gives the exit status and the log."""
-        self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=30)
-        return self.process.returncode, log
-
-
-@pytest.fixture
-def spawn(tmp_path):
-    made: list[Process] = []
-
-    def start(*arguments: str) -> Process:
-        made.append(Process(tmp_path, *arguments))
-        return made[-1]
-
-    yield start
-    for process in made:
-        if process.process.poll() is None:
-            process.process.kill()
-        process.process.communicate()
 
 
 def test_sigterm_under_load_answers_every_call_and_exits_0(

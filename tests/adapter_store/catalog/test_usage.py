@@ -1,0 +1,107 @@
+"""Quotas, checked where content is recorded."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from adapter_store.core import AdapterName, Quota
+from adapter_store.errors import QuotaExceeded
+
+
+def register(names, name: str, digest: str, quota: Quota, source_bytes: int = 100):
+    return names.catalog.register(names.new(name, digest, source_bytes=source_bytes), "", quota)
+
+
+def refused(names, subject: str, *arguments, **more) -> None:
+    revision = names.catalog.revision()
+    with pytest.raises(QuotaExceeded, match=f"^{subject}: tenant ") as caught:
+        register(names, *arguments, **more)
+    assert caught.value.subject == subject
+    assert caught.value.retry_after_seconds == 0
+    assert names.catalog.revision() == revision
+
+
+def test_adapters(names):
+    quota = Quota(max_adapters=2)
+    register(names, "t/a", "d1", quota)
+    register(names, "t/b", "d1", quota)
+    refused(names, "max_adapters", "t/c", "d1", quota)
+    register(names, "t/a", "d2", quota)  # a new version is no new adapter
+    register(names, "u/c", "d1", quota)  # nor is another tenant's
+    names.catalog.remove(AdapterName("t", "b"))
+    register(names, "t/c", "d1", quota)
+    refused(names, "max_adapters", "t/b", "d1", quota)  # deleted: it would be one more again
+
+
+def test_bytes_count_each_content_once_for_each_tenant(names):
+    quota = Quota(max_bytes=250)
+    register(names, "t/a", "d1", quota)
+    register(names, "t/b", "d1", quota)
+    register(names, "t/a", "d2", quota)
+    refused(names, "max_bytes", "t/c", "d3", quota)
+    register(names, "t/c", "d3x", quota, source_bytes=50)
+    refused(names, "max_bytes", "t/c", "d4", quota, source_bytes=1)
+    register(names, "u/a", "d3", quota)
+    refused(names, "max_bytes", "t/c", "d3", quota)  # kept for another, not for this one
+
+
+def test_deleted_bytes_count_until_they_expire(names):
+    quota = Quota(max_bytes=100)
+    register(names, "t/a", "d1", quota)
+    names.catalog.remove(AdapterName("t", "a"))
+    refused(names, "max_bytes", "t/a", "d2", quota)
+    register(names, "t/a", "d1", quota)  # the same content takes no more
+    names.catalog.remove(AdapterName("t", "a"))
+    names.catalog.expire_versions(timedelta(0))
+    register(names, "t/a", "d2", quota)
+
+
+def test_a_lowered_quota_refuses_only_what_would_take_more(names):
+    for name in ("t/a", "t/b"):
+        names.register(name, f"d-{name}")
+    quota = Quota(max_adapters=1, max_bytes=1)
+    register(names, "t/a", "d-t/b", quota)
+    register(names, "t/a", "d-t/a", quota)
+    refused(names, "max_adapters", "t/c", "d-t/a", quota)
+    refused(names, "max_bytes", "t/a", "d-new", quota)
+
+
+def test_nothing_at_all(names):
+    refused(names, "max_adapters", "t/a", "d1", Quota(max_adapters=0))
+    refused(names, "max_bytes", "t/a", "d1", Quota(max_bytes=0))
+
+
+def test_early_check(names):
+    catalog, name = names.catalog, AdapterName("t", "a")
+    names.register("t/b", "d1")
+    catalog.check_quota(name, "", Quota(2, 101))
+    with pytest.raises(QuotaExceeded, match="max_adapters"):
+        catalog.check_quota(name, "", Quota(max_adapters=1))
+    with pytest.raises(QuotaExceeded, match="max_bytes"):
+        catalog.check_quota(name, "", Quota(max_bytes=100))
+    catalog.check_quota(name, "d1", Quota(max_bytes=100))
+
+
+@pytest.mark.parametrize("quota", [Quota(max_adapters=5), Quota(max_bytes=500)])
+def test_quotas_hold_however_many_register_at_once(names, quota):
+    granted, start = [], threading.Barrier(8)
+
+    def work(worker: int) -> None:
+        start.wait()
+        for i in range(4):
+            try:
+                register(names, f"t/n{worker}-{i}", f"d{worker}-{i}", quota)
+            except QuotaExceeded:
+                continue
+            granted.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(granted) == 5
+    assert names.catalog.counts().adapters == 5

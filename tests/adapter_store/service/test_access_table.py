@@ -1,0 +1,413 @@
+"""Every RPC x who calls x whose adapter it is about, each a cell, over one real server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from adapter_store.checkpoint import open_checkpoint
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.conftest import save_adapter, tiny_layout
+from tests.adapter_store.service.conftest import Client, Served
+from tests.adapter_store.service.guarded import (
+    ROOT,
+    answer_of,
+    counted_statements,
+    token_lines,
+    token_of,
+    write_policy,
+)
+
+OWN, OTHER = "team-a", "team-b"
+SERVICE = pb.DESCRIPTOR.services_by_name["AdapterStoreService"]
+
+# The name is the role of its token, all of them for team-a alone but the last; "" sends none.
+CALLERS = {
+    "nobody": "",
+    "stranger": token_of("unknown"),
+    "reader": token_of("reader"),
+    "publisher": token_of("publisher"),
+    "server": token_of("server"),
+    "admin": token_of("admin"),
+    "caller": token_of("caller"),  # a role of the inference service only
+    "root": token_of("root"),  # an admin of every tenant
+}
+
+READERS = {"reader", "publisher", "server", "admin", "root"}
+PULLERS = {"reader", "server", "admin", "root"}
+PUBLISHERS = {"publisher", "admin", "root"}
+OPERATORS = {"server", "admin", "root"}
+ADMINS = {"admin", "root"}
+
+ALLOWED = {
+    "RegisterAdapter": PUBLISHERS,
+    "UploadAdapter": PUBLISHERS,
+    "GetAdapter": READERS,
+    "ListAdapters": READERS,
+    "DeleteAdapter": PUBLISHERS,
+    "PinAdapter": ADMINS,
+    "UnpinAdapter": ADMINS,
+    "RegisterLayout": OPERATORS,
+    "PullAdapter": PULLERS,
+    "WatchAdapters": READERS,
+    "GetStoreStatus": OPERATORS,
+}
+# How a caller with the role is answered about another tenant's adapter.
+ABOUT_OTHERS = {
+    "RegisterAdapter": "PERMISSION_DENIED",
+    "UploadAdapter": "PERMISSION_DENIED",
+    "ListAdapters": "nothing",
+    "WatchAdapters": "nothing",
+    "RegisterLayout": "OK",  # layouts and the status are no tenant's
+    "GetStoreStatus": "OK",
+}
+
+
+@dataclass
+class House:
+    """Two tenants, each with an adapter `kept` of a content of its own."""
+
+    served: Served
+    clients: dict[str, Client]
+    layout_id: str
+    folders: dict[str, Path]
+    digests: dict[str, str]
+    numbers: itertools.count
+
+    def fresh(self, tenant: str) -> str:
+        """A new adapter of the tenant, with two versions."""
+        name = f"{tenant}/n{next(self.numbers)}"
+        for content in ("old", tenant):
+            self.clients["root"].register(name, self.folders[content])
+        return name
+
+
+@pytest.fixture(scope="module")
+def house(serve_shared, shared_folder):
+    roles = ["reader", "publisher", "server", "admin", "caller"]
+    policy = write_policy(shared_folder, ROOT, *(token_lines(role, [role]) for role in roles))
+    served = serve_shared(policy_file=policy, bookmark_seconds=0.05, collect_seconds=3600)
+    clients = {name: served.connect(token) for name, token in CALLERS.items()}
+    root = clients["root"]
+    folders = {
+        content: save_adapter(shared_folder / content, seed=seed)
+        for seed, content in enumerate((OWN, OTHER, "old"))
+    }
+    digests = {
+        tenant: root.register(f"{tenant}/kept", folders[tenant]).adapter.digest
+        for tenant in (OWN, OTHER)
+    }
+    layout_id = root.register_layout(tiny_layout())
+    served.idle()
+    return House(served, clients, layout_id, folders, digests, itertools.count())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# One per RPC: calls it about something of the tenant's, and says what came of it.
+
+
+def register_adapter(house: House, client: Client, tenant: str) -> str:
+    client.register(f"{tenant}/n{next(house.numbers)}", house.folders[tenant])
+    return "OK"
+
+
+def upload_adapter(house: House, client: Client, tenant: str) -> str:
+    client.upload(f"{tenant}/n{next(house.numbers)}", files_of(house.folders[tenant]))
+    return "OK"
+
+
+def get_adapter(house: House, client: Client, tenant: str) -> str:
+    assert client.get(f"{tenant}/kept").digest == house.digests[tenant]
+    assert client.get(house.digests[tenant]).name == f"{tenant}/kept"
+    return "OK"
+
+
+def list_adapters(house: House, client: Client, tenant: str) -> str:
+    listed = client.stub.ListAdapters(pb.ListAdaptersRequest(filter=f"tenant={tenant}")).adapters
+    assert {adapter.name.partition("/")[0] for adapter in listed} <= {tenant}
+    return "OK" if listed else "nothing"
+
+
+def delete_adapter(house: House, client: Client, tenant: str) -> str:
+    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name=house.fresh(tenant)))
+    return "OK"
+
+
+def pin_adapter(house: House, client: Client, tenant: str) -> str:
+    request = pb.PinAdapterRequest(ref=house.fresh(tenant))
+    assert client.stub.PinAdapter(request).adapter.pinned
+    return "OK"
+
+
+def unpin_adapter(house: House, client: Client, tenant: str) -> str:
+    request = pb.UnpinAdapterRequest(ref=house.fresh(tenant))
+    assert not client.stub.UnpinAdapter(request).adapter.pinned
+    return "OK"
+
+
+def register_layout(house: House, client: Client, tenant: str) -> str:
+    assert client.register_layout(tiny_layout()) == house.layout_id
+    return "OK"
+
+
+def pull_adapter(house: House, client: Client, tenant: str) -> str:
+    assert client.pull(house.digests[tenant], house.layout_id).is_whole
+    return "OK"
+
+
+def watch_adapters(house: House, client: Client, tenant: str) -> str:
+    newest = house.clients["root"].stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision
+    watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest())
+    tenants = set()
+    for response in watch:
+        tenants.add(response.event.name.partition("/")[0])
+        if response.event.revision >= newest:  # of an event or a bookmark: never behind
+            break
+    watch.cancel()
+    return "OK" if tenant in tenants else "nothing"
+
+
+def get_store_status(house: House, client: Client, tenant: str) -> str:
+    client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
+    return "OK"
+
+
+ASK: dict[str, Callable[[House, Client, str], str]] = {
+    "RegisterAdapter": register_adapter,
+    "UploadAdapter": upload_adapter,
+    "GetAdapter": get_adapter,
+    "ListAdapters": list_adapters,
+    "DeleteAdapter": delete_adapter,
+    "PinAdapter": pin_adapter,
+    "UnpinAdapter": unpin_adapter,
+    "RegisterLayout": register_layout,
+    "PullAdapter": pull_adapter,
+    "WatchAdapters": watch_adapters,
+    "GetStoreStatus": get_store_status,
+}
+
+
+def expected(rpc: str, caller: str, tenant: str) -> str:
+    if caller in ("nobody", "stranger"):
+        return "UNAUTHENTICATED"
+    if caller not in ALLOWED[rpc]:
+        return "PERMISSION_DENIED"
+    if tenant == OWN or caller == "root":
+        return "OK"
+    return ABOUT_OTHERS.get(rpc, "NOT_FOUND")
+
+
+def test_the_table_has_every_rpc():
+    assert set(ASK) == set(SERVICE.methods_by_name) - {"ListVersions", "RollbackAdapter"}
+
+
+@pytest.mark.parametrize("tenant", [OWN, OTHER], ids=["own", "other"])
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("rpc", ASK)
+def test_cell(house, rpc, caller, tenant):
+    try:
+        outcome = ASK[rpc](house, house.clients[caller], tenant)
+    except grpc.RpcError as error:
+        outcome = error.code().name
+    assert outcome == expected(rpc, caller, tenant)
+
+
+# What is another tenant's answers exactly as what is not there.
+
+ABSENT = {
+    "GetAdapter": lambda stub, name: stub.GetAdapter(pb.GetAdapterRequest(ref=name)),
+    "GetAdapter of a version": lambda stub, name: stub.GetAdapter(
+        pb.GetAdapterRequest(ref=f"{name}@1")
+    ),
+    "DeleteAdapter": lambda stub, name: stub.DeleteAdapter(pb.DeleteAdapterRequest(name=name)),
+    "DeleteAdapter of a version": lambda stub, name: stub.DeleteAdapter(
+        pb.DeleteAdapterRequest(name=name, version=1)
+    ),
+    "PinAdapter": lambda stub, name: stub.PinAdapter(pb.PinAdapterRequest(ref=name)),
+    "UnpinAdapter": lambda stub, name: stub.UnpinAdapter(pb.UnpinAdapterRequest(ref=name)),
+    "RegisterAdapter": lambda stub, name: stub.RegisterAdapter(
+        pb.RegisterAdapterRequest(name=name, source_uri="file:///nowhere")
+    ),
+    "UploadAdapter": lambda stub, name: stub.UploadAdapter(
+        iter([pb.UploadAdapterRequest(meta=pb.UploadMeta(name=name))])
+    ),
+}
+
+
+def refusal(house: House, call) -> tuple[object, ...]:
+    """How the admin of team-a is answered, and how many statements that took."""
+    house.served.idle()
+    with counted_statements(house.served) as statements, pytest.raises(grpc.RpcError) as caught:
+        call(house.clients["admin"].stub)
+    return (*answer_of(caught.value), len(statements))
+
+
+@pytest.mark.parametrize("rpc", ABSENT)
+def test_not_yours_and_not_there_are_one_answer(house, rpc):
+    name = f"{OTHER}/n{next(house.numbers)}"
+
+    def call(stub):
+        return ABSENT[rpc](stub, name)
+
+    absent = refusal(house, call)
+    house.clients["root"].register(name, house.folders["old"])
+    house.clients["root"].register(name, house.folders[OTHER])
+    assert refusal(house, call) == absent
+    assert house.clients["root"].get(name).version == 2
+
+
+@pytest.mark.parametrize(
+    ("rpc", "seed"), [("GetAdapter", 70), ("PinAdapter", 71), ("PullAdapter", 72)]
+)
+def test_not_yours_and_not_there_are_one_answer_by_digest(house, shared_folder, rpc, seed):
+    folder = save_adapter(shared_folder / rpc, seed=seed)
+    digest = open_checkpoint(folder).digest
+    calls = {
+        "GetAdapter": lambda stub: stub.GetAdapter(pb.GetAdapterRequest(ref=digest)),
+        "PinAdapter": lambda stub: stub.PinAdapter(pb.PinAdapterRequest(ref=digest)),
+        "PullAdapter": lambda stub: next(
+            stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=house.layout_id))
+        ),
+    }
+    absent = refusal(house, calls[rpc])
+    name = f"{OTHER}/n{next(house.numbers)}"
+    house.clients["root"].register(name, folder)
+    assert refusal(house, calls[rpc]) == absent
+    # It is there: in memory by now, and for its own tenant.
+    assert house.clients["root"].pull(digest, house.layout_id).is_whole
+    assert refusal(house, calls[rpc]) == absent
+    house.clients["admin"].register(f"{OWN}/n{next(house.numbers)}", folder)
+    calls[rpc](house.clients["admin"].stub)
+
+
+def test_a_digest_of_two_tenants_shows_each_its_own_record(house, shared_folder):
+    folder = save_adapter(shared_folder / "both", seed=77)
+    root, admin = house.clients["root"], house.clients["admin"]
+    digest = root.register("team-0/first", folder).adapter.digest
+    root.register("team-a/mine", folder)
+    assert root.get(digest).name == "team-0/first"
+    assert admin.get(digest).name == "team-a/mine"
+
+
+def test_a_base_model_that_only_another_tenant_named_serves_nobody_else(
+    house, shared_folder, refused
+):
+    folder = save_adapter(shared_folder / "based", seed=78)
+    root, reader = house.clients["root"], house.clients["reader"]
+    digest = root.register("team-b/based", folder).adapter.digest
+    root.register("team-a/based", folder, base_model="org/another")
+    assert root.pull(digest, house.layout_id).is_whole
+    with refused("FAILED_PRECONDITION", "not registered for base model"):
+        reader.pull(digest, house.layout_id)
+
+
+def test_names_without_a_tenant_mean_the_home(house):
+    publisher = house.clients["publisher"]
+    made = publisher.register("home-made", house.folders[OWN]).adapter
+    assert made.name == "team-a/home-made"
+    assert publisher.get("home-made@1").name == "team-a/home-made"
+    publisher.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="home-made"))
+    root = house.clients["root"]
+    assert root.register("home-made", house.folders[OWN]).adapter.name == "default/home-made"
+
+
+@pytest.mark.parametrize("rpc", ["RegisterAdapter", "UploadAdapter"])
+def test_only_an_admin_registers_pinned(house, refused, rpc):
+    name = f"{OWN}/n{next(house.numbers)}"
+
+    def ask(caller: str):
+        client = house.clients[caller]
+        if rpc == "RegisterAdapter":
+            return client.register(name, house.folders[OWN], pinned=True)
+        return client.upload(name, files_of(house.folders[OWN]), pinned=True)
+
+    with refused("PERMISSION_DENIED", "pinned"):
+        ask("publisher")
+    with refused("NOT_FOUND"):
+        house.clients["root"].get(name)
+    assert ask("admin").adapter.pinned
+    house.clients["root"].stub.UnpinAdapter(pb.UnpinAdapterRequest(ref=name))
+
+
+def test_the_role_is_looked_at_before_the_arguments(house, refused):
+    with refused("PERMISSION_DENIED"):
+        house.clients["reader"].register("NOT A NAME", house.folders[OWN])
+
+
+def test_pages_go_on_within_the_callers_tenants(house):
+    root, reader = house.clients["root"], house.clients["reader"]
+    for _ in range(3):
+        root.register(f"{OWN}/n{next(house.numbers)}", house.folders[OWN])
+    for tenant in ("team-0", OTHER, "team-c"):
+        root.register(f"{tenant}/n{next(house.numbers)}", house.folders[OWN])
+    found, token = [], ""
+    while True:
+        page = reader.stub.ListAdapters(pb.ListAdaptersRequest(page_size=2, page_token=token))
+        found += [adapter.name for adapter in page.adapters]
+        token = page.next_page_token
+        if not token:
+            break
+    own = root.stub.ListAdapters(pb.ListAdaptersRequest(filter=f"tenant={OWN}", page_size=1000))
+    assert found == [adapter.name for adapter in own.adapters]
+    assert len(found) >= 4
+
+
+def test_a_watch_is_never_behind_what_it_may_not_see(house):
+    root, reader = house.clients["root"], house.clients["reader"]
+    newest = root.stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision
+    watch = reader.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=newest))
+    last = newest
+    for i in range(5):
+        made = root.register(f"{OTHER}/n{next(house.numbers)}", house.folders["old"]).revision
+        while last < made:
+            event = next(watch).event
+            assert (event.kind, event.name) == (pb.EVENT_KIND_BOOKMARK, "")
+            assert event.revision >= last
+            last = event.revision
+        assert last == newest + i + 1
+    made = root.register(f"{OWN}/n{next(house.numbers)}", house.folders["old"])
+    for response in watch:
+        if response.event.kind == pb.EVENT_KIND_REGISTERED:
+            break
+    assert (response.event.name, response.event.revision) == (made.adapter.name, made.revision)
+    watch.cancel()
+
+
+@pytest.mark.parametrize("caller", ["nobody", "stranger", "reader"])
+def test_health_is_open_and_reflection_is_not(house, refused, caller):
+    channel = house.clients[caller].channel
+    response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    if caller == "reader":
+        (answer,) = stub.ServerReflectionInfo(requests)
+        assert answer.list_services_response.service
+    else:
+        with refused("UNAUTHENTICATED", "authorization"):
+            next(stub.ServerReflectionInfo(requests))
+
+
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer ", "Basic secret", token_of("reader"), "Bearer  x"]
+)
+def test_other_forms_of_a_token_are_no_token(house, refused, value):
+    stub = house.clients["nobody"].stub
+    with refused("UNAUTHENTICATED", "authorization"):
+        stub.GetAdapter(pb.GetAdapterRequest(ref="kept"), metadata=(("authorization", value),))
+
+
+def test_the_schemes_case_does_not_matter(house):
+    metadata = (("authorization", f"bearer {token_of('reader')}"),)
+    request = pb.GetAdapterRequest(ref="kept")
+    assert house.clients["nobody"].stub.GetAdapter(request, metadata=metadata).adapter.version == 1

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from datetime import UTC, datetime
+
+import pytest
+
+from adapter_store.access import Principal, Role
+from adapter_store.audit import Audit, AuditLine
+from adapter_store.core import AdapterName, AdapterRecord
+from adapter_store.errors import NotFound
+
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+RECORD = AdapterRecord(AdapterName("t", "n"), 3, "sha256:d", "", "base", 1, (), 1, NOW, NOW)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "audit.jsonl"
+
+
+@pytest.fixture
+def audit(path):
+    audit = Audit(path)
+    yield audit
+    audit.close()
+
+
+def lines(path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_every_fact(audit, path, caplog):
+    with (
+        caplog.at_level(logging.INFO),
+        audit.watching(AuditLine("PinAdapter", "n", "ipv4:1")) as line,
+    ):
+        line.identify(Principal("ops", frozenset({Role.SERVER, Role.ADMIN}), None))
+        line.describe(RECORD, 7)
+    (found,) = lines(path)
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(found.pop("time"))).total_seconds() < 60
+    assert found == {
+        "who": "ops",
+        "roles": ["admin", "server"],
+        "peer": "ipv4:1",
+        "what": "PinAdapter",
+        "name": "t/n",
+        "version": 3,
+        "digest": "sha256:d",
+        "revision": 7,
+        "result": "ok",
+        "reason": "",
+    }
+    (record,) = caplog.records
+    assert record.name == "adapter_store.audit"
+    assert {**record.audit, "time": ""} == {**found, "time": ""}
+
+
+@pytest.mark.parametrize(
+    ("error", "result", "reason"),
+    [
+        (NotFound("no adapter"), "refused", "NOT_FOUND"),
+        (asyncio.CancelledError(), "cancelled", ""),
+        (GeneratorExit(), "cancelled", ""),
+        (RuntimeError("password is hunter2"), "failed", "RuntimeError"),
+    ],
+)
+def test_how_a_call_ended(audit, path, error, result, reason):
+    with pytest.raises(type(error)), audit.watching(AuditLine("DeleteAdapter", "n")):
+        raise error
+    (found,) = lines(path)
+    assert (found["result"], found["reason"]) == (result, reason)
+    assert "hunter2" not in path.read_text()
+
+
+@pytest.mark.parametrize("outcome", ["recorded", "refused", "cancelled"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_goes_on_without_its_caller_says_how_it_really_ended(audit, path, outcome, stays):
+    async def main() -> None:
+        recording = asyncio.get_running_loop().create_future()
+
+        def end() -> None:
+            if outcome == "recorded":
+                recording.set_result((RECORD, 9))
+            elif outcome == "refused":
+                recording.set_exception(NotFound("gone"))
+            else:
+                recording.cancel()
+
+        try:
+            with audit.watching(AuditLine("RegisterAdapter", "n")) as line:
+                line.recording = recording
+                if not stays:
+                    raise asyncio.CancelledError
+                end()
+                await recording
+        except (asyncio.CancelledError, NotFound):
+            pass
+        if not stays:
+            assert path.read_text() == ""
+            end()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    (found,) = lines(path)
+    expected = {"recorded": ("ok", 3), "refused": ("refused", 0), "cancelled": ("cancelled", 0)}
+    assert (found["result"], found["version"]) == expected[outcome]
+
+
+def test_a_hostile_name_stays_in_its_line(audit, path):
+    audit.write(AuditLine("RegisterAdapter", 'x"}\n{"who": "root"' + "y" * 10_000))
+    (found,) = lines(path)
+    assert found["who"] == ""
+    assert len(found["name"]) == 200
+
+
+def test_a_file_that_was_moved_away_is_opened_anew(audit, path, tmp_path):
+    audit.write(AuditLine("one"))
+    path.rename(tmp_path / "old")
+    audit.write(AuditLine("two"))
+    audit.reopen()
+    audit.write(AuditLine("three"))
+    assert [line["what"] for line in lines(tmp_path / "old")] == ["one", "two"]
+    assert [line["what"] for line in lines(path)] == ["three"]
+    assert path.stat().st_mode & 0o007 == 0
+
+
+def test_what_was_there_stays(path):
+    path.write_text('{"what": "before"}\n')
+    audit = Audit(path)
+    audit.write(AuditLine("after"))
+    audit.close()
+    audit.write(AuditLine("closed"))
+    assert [line["what"] for line in lines(path)] == ["before", "after"]
+
+
+def test_a_file_that_cannot_be_reopened_keeps_the_old_one(audit, path):
+    path.rename(path.with_suffix(".old"))
+    path.mkdir()
+    with pytest.raises(OSError, match=r"audit\.jsonl"):
+        audit.reopen()
+    audit.write(AuditLine("still"))
+    assert [line["what"] for line in lines(path.with_suffix(".old"))] == ["still"]
+
+
+def test_a_line_that_cannot_be_written_is_an_error_in_the_log(path, caplog):
+    audit = Audit(path)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, audit._file)
+    os.close(full)
+    with caplog.at_level(logging.ERROR):
+        audit.write(AuditLine("lost"))
+    audit.close()
+    assert "audit line lost" in caplog.text
+
+
+def test_without_a_file_lines_are_logged_only(caplog):
+    with caplog.at_level(logging.INFO):
+        Audit(None).write(AuditLine("one"))
+    assert caplog.records[0].audit["what"] == "one"
+
+
+def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        Audit(tmp_path / "nowhere" / "audit.jsonl")
