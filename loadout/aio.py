@@ -90,6 +90,7 @@ class AsyncClient:
         if_current_digest: str = "",
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
+        signature: types.Signature | None = None,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -97,7 +98,14 @@ class AsyncClient:
         labels = labels or {}
         if is_uri(source):
             call = calls.register(
-                name, str(source), base_model, expected_digest, if_current_digest, pinned, labels
+                name,
+                str(source),
+                base_model,
+                expected_digest,
+                if_current_digest,
+                pinned,
+                labels,
+                signature,
             )
             return await self._call(call, timeout_s)
         upload = Upload(
@@ -109,6 +117,7 @@ class AsyncClient:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=labels,
+            signature=signature,
         )
         return await self._upload(upload, timeout_s)
 

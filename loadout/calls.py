@@ -71,6 +71,15 @@ def build(kind: type[Message], field: str = "", **values: Any) -> Any:
     return message
 
 
+def signature_message(signature: types.Signature | None) -> Message | None:
+    if signature is None:
+        return None
+    return cast(
+        Message,
+        build(store_pb.Signature, "signature", key_id=signature.key_id, value=signature.value),
+    )
+
+
 # --- the adapter store --------------------------------------------------------------------------
 
 
@@ -82,6 +91,7 @@ def register(
     if_current_digest: str,
     pinned: bool,
     labels: Mapping[str, str],
+    signature: types.Signature | None = None,
 ) -> Call[types.Registration]:
     request = build(
         store_pb.RegisterAdapterRequest,
@@ -92,6 +102,7 @@ def register(
         if_current_digest=if_current_digest,
         pinned=pinned,
         labels=dict(labels),
+        signature=signature_message(signature),
     )
     # The second try of a conditional registration would meet its own first one as a conflict.
     return Call(

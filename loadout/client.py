@@ -99,6 +99,7 @@ class Client:
         if_current_digest: str = "",
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
+        signature: types.Signature | None = None,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -106,12 +107,20 @@ class Client:
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
         other is a local folder and is uploaded, with `progress` told of every chunk. `base_model`
-        is only needed when the adapter's own config does not name it.
+        is only needed when the adapter's own config does not name it. The store checks `signature`
+        (from loadout.signing) against the digest that it computes itself.
         """
         labels = labels or {}
         if is_uri(source):
             call = calls.register(
-                name, str(source), base_model, expected_digest, if_current_digest, pinned, labels
+                name,
+                str(source),
+                base_model,
+                expected_digest,
+                if_current_digest,
+                pinned,
+                labels,
+                signature,
             )
             return self._call(call, timeout_s)
         upload = Upload(
@@ -123,6 +132,7 @@ class Client:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=labels,
+            signature=signature,
         )
         return self._upload(upload, timeout_s)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.calls import build
+from loadout.calls import build, signature_message
 from loadout.errors import InvalidArgument
+from loadout.types import Signature
 
 CHUNK_BYTES = 512 * 1024
 
@@ -72,6 +73,7 @@ class Upload:
         if_current_digest: str,
         pinned: bool,
         labels: Mapping[str, str],
+        signature: Signature | None = None,
     ) -> None:
         meta = build(
             store_pb.UploadMeta,
@@ -81,6 +83,7 @@ class Upload:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=dict(labels),
+            signature=signature_message(signature),
         )
         self._folder = folder
         self._progress = progress

@@ -18,7 +18,8 @@ from loadout.cli import demo
 from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
-COMMANDS = ("demo", "up", "store", "serve", "register", "adapters", "generate", "top")
+COMMANDS = ("demo", "up", "store", "serve", "register", "adapters", "generate")
+COMMANDS += ("digest", "keygen", "sign", "top")
 
 
 @pytest.fixture
