@@ -19,7 +19,7 @@ from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = ("demo", "up", "store", "serve", "register", "adapters", "generate")
-COMMANDS += ("digest", "keygen", "sign", "top")
+COMMANDS += ("digest", "keygen", "sign", "token", "top")
 
 
 @pytest.fixture
