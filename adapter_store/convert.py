@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from adapter_store.core import (
     AdapterEvent,
+    AdapterName,
     AdapterRecord,
     DataType,
     EventKind,
@@ -17,6 +18,7 @@ from adapter_store.core import (
     LayoutVerdict,
     Segment,
     SegmentKind,
+    SignatureState,
     Target,
     TargetKind,
 )
@@ -48,6 +50,10 @@ _SEGMENT_KINDS = {
     SegmentKind.MAGNITUDE: pb.SEGMENT_KIND_MAGNITUDE,
     SegmentKind.BIAS: pb.SEGMENT_KIND_BIAS,
 }
+_SIGNATURE_STATES = {
+    SignatureState.UNSIGNED: pb.SIGNATURE_STATE_UNSIGNED,
+    SignatureState.VERIFIED: pb.SIGNATURE_STATE_VERIFIED,
+}
 _DATA_TYPES = {
     pb.DATA_TYPE_FLOAT32: DataType.FLOAT32,
     pb.DATA_TYPE_FLOAT16: DataType.FLOAT16,
@@ -70,7 +76,19 @@ def from_registration(
         if_current_digest=_optional_digest(message.if_current_digest, "if_current_digest"),
         pinned=message.pinned,
         labels=dict(message.labels),
+        description=message.description,
     )
+
+
+def from_rollback(
+    message: pb.RollbackAdapterRequest, home: str = DEFAULT_TENANT
+) -> tuple[AdapterName, int, str]:
+    """Name, version, and the digest it must point to now. Raises InvalidArgument."""
+    name = parse_name(message.name, home=home)
+    if message.version == 0:
+        raise InvalidArgument("version: which one is to be current?", subject="version")
+    required = _optional_digest(message.if_current_digest, "if_current_digest")
+    return name, message.version, required
 
 
 async def from_upload(
@@ -150,6 +168,16 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         update_time=_to_timestamp(record.update_time),
         pinned=record.pinned,
         layout_states=[_to_layout_state(verdict) for verdict in record.verdicts],
+        description=record.description,
+        created_by=record.created_by,
+        source_revision=record.source_revision,
+        files=[
+            pb.SourceFile(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256)
+            for file in record.files
+        ],
+        signature_state=_SIGNATURE_STATES[record.signature_state],
+        signed_by=record.signed_by,
+        delete_time=_to_timestamp(record.delete_time) if record.delete_time else None,
     )
 
 

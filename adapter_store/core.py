@@ -168,9 +168,27 @@ class LayoutVerdict:
     image_bytes: int = 0
 
 
+class SignatureState(enum.Enum):
+    UNSIGNED = "unsigned"
+    VERIFIED = "verified"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file as it was fetched; `sha256` in hex."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """One version of an adapter, as the catalog knows it."""
+    """One version of an adapter, as the catalog knows it.
+
+    `signed_by` is the key that `signature` was verified with when this was recorded, "" for none.
+    `delete_time`: since then it is no longer resolved, and only kept through the grace.
+    """
 
     name: AdapterName
     version: int
@@ -185,6 +203,17 @@ class AdapterRecord:
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     verdicts: tuple[LayoutVerdict, ...] = ()
+    description: str = ""
+    created_by: str = ""
+    source_revision: str = ""
+    files: tuple[SourceFile, ...] = ()
+    signed_by: str = ""
+    signature: bytes = b""
+    delete_time: datetime | None = None
+
+    @property
+    def signature_state(self) -> SignatureState:
+        return SignatureState.VERIFIED if self.signed_by else SignatureState.UNSIGNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ StoreError
  │   └─ QuotaExceeded    a limit of the tenant; `subject` names the quota
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
+ ├─ CatalogUnavailable   the catalog's database does not answer
  ├─ Draining             this store is shutting down: ask again elsewhere, or later
  └─ CorruptData          bytes of our own that fail their hash
 """
@@ -89,6 +90,10 @@ class RevisionTooOld(StoreError):
 
 class SourceUnavailable(StoreError):
     reason = "SOURCE_UNAVAILABLE"
+
+
+class CatalogUnavailable(StoreError):
+    reason = "CATALOG_UNAVAILABLE"
 
 
 class Draining(StoreError):

@@ -35,6 +35,7 @@ from adapter_store.unpickle import convert_pickle
 logger = logging.getLogger(__name__)
 
 MAX_BASE_MODEL_CHARS = 512
+MAX_DESCRIPTION_CHARS = 4096
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -48,6 +49,8 @@ class Registration:
     if_current_digest: str = ""
     pinned: bool = False
     labels: dict[str, str] = field(default_factory=dict)
+    description: str = ""
+    created_by: str = ""
 
 
 class Registrar:
@@ -79,6 +82,7 @@ class Registrar:
         Raises InvalidArgument, Conflict, and QuotaExceeded for a tenant that has no room left.
         """
         check_labels(asked.labels)
+        _check_description(asked.description)
         if len(asked.base_model) > MAX_BASE_MODEL_CHARS or not asked.base_model.isprintable():
             raise InvalidArgument(
                 f"base_model: longer than {MAX_BASE_MODEL_CHARS} or not printable",
@@ -150,7 +154,7 @@ class Registrar:
                     staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
                 )
         checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
-        new = _new_version(asked, checkpoint, source_uri)
+        new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
         with self._blobs.guard(new.digest), _disk_full_translated():
             self._keep(staging.folder, new.digest)
             record, revision = self._catalog.register(
@@ -183,7 +187,21 @@ class Registrar:
             return False
 
 
-def _new_version(asked: Registration, checkpoint: Checkpoint, source_uri: str) -> NewVersion:
+def _check_description(text: str) -> None:
+    if len(text) > MAX_DESCRIPTION_CHARS or "\0" in text:
+        raise InvalidArgument(
+            f"description: longer than {MAX_DESCRIPTION_CHARS} characters, or holds a NUL",
+            subject="description",
+        )
+
+
+def _new_version(
+    asked: Registration,
+    checkpoint: Checkpoint,
+    staging: Staging,
+    source_uri: str,
+    source_revision: str,
+) -> NewVersion:
     base_model = asked.base_model or checkpoint.base_model
     if not base_model:
         raise InvalidArgument(
@@ -210,6 +228,10 @@ def _new_version(asked: Registration, checkpoint: Checkpoint, source_uri: str) -
         source_bytes=checkpoint.source_bytes,
         pinned=asked.pinned,
         labels=asked.labels,
+        description=asked.description,
+        created_by=asked.created_by,
+        source_revision=source_revision,
+        files=staging.files,
     )
 
 

@@ -18,7 +18,7 @@ from adapter_store import layout as layouts
 from adapter_store.access import Action, Principal
 from adapter_store.ahead import Ahead
 from adapter_store.audit import AuditLine
-from adapter_store.catalog import Catalog
+from adapter_store.catalog import Catalog, VersionsPage
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,
@@ -83,6 +83,7 @@ class Registry:
 
         Raises also PermissionDenied, and QuotaExceeded for a tenant that registers too often.
         """
+        asked = dataclasses.replace(asked, created_by=who.name)
         async with self._registering(who, asked):
             job = self._fetch(self._registrar.register, asked, source_uri)
             return await self._finish(job, line)
@@ -91,6 +92,7 @@ class Registry:
         self, who: Principal, asked: Registration, chunks: AsyncIterator[FileChunk], line: AuditLine
     ) -> tuple[AdapterRecord, int]:
         """The same for files that arrive in chunks; once all are there, it goes on to its end."""
+        asked = dataclasses.replace(asked, created_by=who.name)
         async with self._registering(who, asked):
             if self._num_uploads >= MAX_UPLOADS:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
@@ -115,6 +117,23 @@ class Registry:
         found = await self._call(self._catalog.remove, name, version, who.tenants)
         await self.refresh_pinned()
         return found
+
+    async def versions(
+        self, who: Principal, name: AdapterName, page_size: int, page_token: str
+    ) -> VersionsPage:
+        return await self._call(self._catalog.versions, name, page_size, page_token, who.tenants)
+
+    async def rollback(
+        self,
+        who: Principal,
+        name: AdapterName,
+        version: int,
+        if_current_digest: str,
+        line: AuditLine,
+    ) -> tuple[AdapterRecord, int]:
+        """See Catalog.rollback. It takes nothing that is not there already: no quota applies."""
+        job = self._call(self._catalog.rollback, name, version, if_current_digest, who.tenants)
+        return await self._finish(job, line)
 
     async def set_pinned(
         self, who: Principal, ref: AdapterRef, pinned: bool
@@ -213,7 +232,7 @@ class Registry:
     async def _finish(
         self, job: asyncio.Future[tuple[AdapterRecord, int]], line: AuditLine
     ) -> tuple[AdapterRecord, int]:
-        """Waits for a registration. It is not interrupted: its folder may become a blob at any
+        """Waits for a change. It is not interrupted: its folder may become a blob at any
         moment, and what follows from it must follow."""
         line.recording = job
         task = asyncio.create_task(self._follow_up(job))
@@ -224,7 +243,7 @@ class Registry:
     async def _follow_up(
         self, job: asyncio.Future[tuple[AdapterRecord, int]]
     ) -> tuple[AdapterRecord, int]:
-        """What follows from a registration: its images, and the pin that may have moved."""
+        """What follows from a new current version: its images, and the pin that may have moved."""
         record, revision = await job
         self._ahead.want(
             (record.digest, verdict.layout_id)

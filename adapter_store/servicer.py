@@ -72,6 +72,28 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             line.digest, line.revision = await self._registry.delete(who, name, request.version)
         return pb.DeleteAdapterResponse(revision=line.revision)
 
+    async def ListVersions(  # noqa: N802
+        self, request: pb.ListVersionsRequest, context: Context
+    ) -> pb.ListVersionsResponse:
+        who = self._admit(context, Action.READ)
+        name = parse_name(request.name, home=who.home_tenant)
+        page = await self._registry.versions(who, name, request.page_size, request.page_token)
+        return pb.ListVersionsResponse(
+            adapters=map(convert.to_adapter, page.records),
+            next_page_token=page.next_page_token,
+            current_version=page.current_version,
+            revision=page.revision,
+        )
+
+    async def RollbackAdapter(  # noqa: N802
+        self, request: pb.RollbackAdapterRequest, context: Context
+    ) -> pb.RollbackAdapterResponse:
+        with self._audited(context, "RollbackAdapter", Action.PUBLISH, request.name) as (who, line):
+            name, version, required = convert.from_rollback(request, who.home_tenant)
+            line.name, line.version = str(name), version
+            record, revision = await self._registry.rollback(who, name, version, required, line)
+        return pb.RollbackAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
+
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:

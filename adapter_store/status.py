@@ -45,6 +45,7 @@ CODES: dict[type[errors.StoreError], int] = {
     errors.QuotaExceeded: code_pb2.RESOURCE_EXHAUSTED,
     errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
     errors.SourceUnavailable: code_pb2.UNAVAILABLE,
+    errors.CatalogUnavailable: code_pb2.UNAVAILABLE,
     errors.Draining: code_pb2.UNAVAILABLE,
     errors.CorruptData: code_pb2.DATA_LOSS,
 }

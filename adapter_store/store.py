@@ -70,7 +70,11 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         make_folder(folder)
         stack.callback(os.close, _lock_folder(folder))
-        catalog = Catalog(folder / "catalog.sqlite3", event_retention=settings.event_retention)
+        catalog = Catalog(
+            folder / "catalog.sqlite3",
+            event_retention=settings.event_retention,
+            delete_grace=grace,
+        )
         stack.callback(catalog.close)
         blobs = Blobs(folder)
         disk = DiskTier(folder / "images", settings.disk_cache_bytes)

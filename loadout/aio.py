@@ -90,7 +90,7 @@ class AsyncClient:
         if_current_digest: str = "",
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
-        signature: types.Signature | None = None,
+        description: str = "",
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -105,7 +105,7 @@ class AsyncClient:
                 if_current_digest,
                 pinned,
                 labels,
-                signature,
+                description,
             )
             return await self._call(call, timeout_s)
         upload = Upload(
@@ -117,7 +117,7 @@ class AsyncClient:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=labels,
-            signature=signature,
+            description=description,
         )
         return await self._upload(upload, timeout_s)
 
@@ -165,6 +165,36 @@ class AsyncClient:
 
     async def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
         return await self._call(calls.delete(name, version), timeout_s)
+
+    async def versions(
+        self, name: str, *, page_size: int = 0, timeout_s: float | None = None
+    ) -> AsyncIterator[types.Adapter]:
+        """A name's versions, newest first, with those whose deletion can still be undone."""
+        page_token = ""
+        while True:
+            page = await self.version_page(name, page_size, page_token, timeout_s=timeout_s)
+            for adapter in page.adapters:
+                yield adapter
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def version_page(
+        self, name: str, page_size: int = 0, page_token: str = "", *, timeout_s: float | None = None
+    ) -> types.VersionPage:
+        """One page, and which version is current."""
+        return await self._call(calls.version_page(name, page_size, page_token), timeout_s)
+
+    async def rollback(
+        self,
+        name: str,
+        version: int,
+        *,
+        if_current_digest: str = "",
+        timeout_s: float | None = None,
+    ) -> types.Registration:
+        """Makes an older version current again, also one deleted a short while ago."""
+        return await self._call(calls.rollback(name, version, if_current_digest), timeout_s)
 
     async def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         return await self._call(calls.pin(ref), timeout_s)

@@ -71,15 +71,6 @@ def build(kind: type[Message], field: str = "", **values: Any) -> Any:
     return message
 
 
-def signature_message(signature: types.Signature | None) -> Message | None:
-    if signature is None:
-        return None
-    return cast(
-        Message,
-        build(store_pb.Signature, "signature", key_id=signature.key_id, value=signature.value),
-    )
-
-
 # --- the adapter store --------------------------------------------------------------------------
 
 
@@ -91,7 +82,7 @@ def register(
     if_current_digest: str,
     pinned: bool,
     labels: Mapping[str, str],
-    signature: types.Signature | None = None,
+    description: str = "",
 ) -> Call[types.Registration]:
     request = build(
         store_pb.RegisterAdapterRequest,
@@ -102,7 +93,7 @@ def register(
         if_current_digest=if_current_digest,
         pinned=pinned,
         labels=dict(labels),
-        signature=signature_message(signature),
+        description=description,
     )
     # The second try of a conditional registration would meet its own first one as a conflict.
     return Call(
@@ -130,6 +121,30 @@ def delete(name: str, version: int) -> Call[int]:
     request = build(store_pb.DeleteAdapterRequest, name=name, version=version)
     # Repeated, it could delete what somebody registered in between.
     return Call(Service.STORE, "DeleteAdapter", request, convert.revision, repeatable=False)
+
+
+def version_page(name: str, page_size: int, page_token: str) -> Call[types.VersionPage]:
+    request = build(
+        store_pb.ListVersionsRequest, name=name, page_size=page_size, page_token=page_token
+    )
+    return Call(Service.STORE, "ListVersions", request, convert.version_page)
+
+
+def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Registration]:
+    request = build(
+        store_pb.RollbackAdapterRequest,
+        name=name,
+        version=version,
+        if_current_digest=if_current_digest,
+    )
+    # As for a registration: the second try would meet its own first one.
+    return Call(
+        Service.STORE,
+        "RollbackAdapter",
+        request,
+        convert.registration,
+        repeatable=not if_current_digest,
+    )
 
 
 def pin(ref: str) -> Call[types.Adapter]:

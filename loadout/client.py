@@ -99,7 +99,7 @@ class Client:
         if_current_digest: str = "",
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
-        signature: types.Signature | None = None,
+        description: str = "",
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -107,8 +107,7 @@ class Client:
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
         other is a local folder and is uploaded, with `progress` told of every chunk. `base_model`
-        is only needed when the adapter's own config does not name it. The store checks `signature`
-        (from loadout.signing) against the digest that it computes itself.
+        is only needed when the adapter's own config does not name it.
         """
         labels = labels or {}
         if is_uri(source):
@@ -120,7 +119,7 @@ class Client:
                 if_current_digest,
                 pinned,
                 labels,
-                signature,
+                description,
             )
             return self._call(call, timeout_s)
         upload = Upload(
@@ -132,7 +131,7 @@ class Client:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=labels,
-            signature=signature,
+            description=description,
         )
         return self._upload(upload, timeout_s)
 
@@ -186,6 +185,35 @@ class Client:
     def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
         """Deletes one version, or with 0 the name with all of them; returns the revision."""
         return self._call(calls.delete(name, version), timeout_s)
+
+    def versions(
+        self, name: str, *, page_size: int = 0, timeout_s: float | None = None
+    ) -> Iterator[types.Adapter]:
+        """A name's versions, newest first, with those whose deletion can still be undone."""
+        page_token = ""
+        while True:
+            page = self.version_page(name, page_size, page_token, timeout_s=timeout_s)
+            yield from page.adapters
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def version_page(
+        self, name: str, page_size: int = 0, page_token: str = "", *, timeout_s: float | None = None
+    ) -> types.VersionPage:
+        """One page, and which version is current."""
+        return self._call(calls.version_page(name, page_size, page_token), timeout_s)
+
+    def rollback(
+        self,
+        name: str,
+        version: int,
+        *,
+        if_current_digest: str = "",
+        timeout_s: float | None = None,
+    ) -> types.Registration:
+        """Makes an older version current again, also one deleted a short while ago."""
+        return self._call(calls.rollback(name, version, if_current_digest), timeout_s)
 
     def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         """Keeps the adapter's images in the store's memory."""

@@ -58,6 +58,14 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         update_time=_time(message.update_time),
         pinned=message.pinned,
         layout_states=tuple(_layout_state(state) for state in message.layout_states),
+        description=message.description,
+        created_by=message.created_by,
+        source_revision=message.source_revision,
+        files=tuple(
+            types.SourceFile(file.name, file.size_bytes, file.sha256) for file in message.files
+        ),
+        signed_by=message.signed_by,
+        delete_time=_time(message.delete_time),
     )
 
 
@@ -79,7 +87,9 @@ def only_adapter(
 
 
 def registration(
-    message: store_pb.RegisterAdapterResponse | store_pb.UploadAdapterResponse,
+    message: store_pb.RegisterAdapterResponse
+    | store_pb.UploadAdapterResponse
+    | store_pb.RollbackAdapterResponse,
 ) -> types.Registration:
     return types.Registration(adapter(message.adapter), message.revision)
 
@@ -87,6 +97,13 @@ def registration(
 def adapter_page(message: store_pb.ListAdaptersResponse) -> types.AdapterPage:
     adapters = tuple(adapter(each) for each in message.adapters)
     return types.AdapterPage(adapters, message.next_page_token, message.revision)
+
+
+def version_page(message: store_pb.ListVersionsResponse) -> types.VersionPage:
+    adapters = tuple(adapter(each) for each in message.adapters)
+    return types.VersionPage(
+        adapters, message.next_page_token, message.current_version, message.revision
+    )
 
 
 def revision(message: store_pb.DeleteAdapterResponse) -> int:

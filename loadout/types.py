@@ -59,8 +59,21 @@ class LayoutState:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of an adapter as it was fetched; `sha256` in hex."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
-    """One version of an adapter. `name` is "tenant/name", `digest` the identity of its content."""
+    """One version of an adapter. `name` is "tenant/name", `digest` the identity of its content.
+
+    `created_by` is the token that recorded it, `signed_by` the key that it was verified with ("":
+    it is not signed), `delete_time` since when it is deleted (None: it is not).
+    """
 
     name: str
     version: int
@@ -75,19 +88,17 @@ class Adapter:
     update_time: datetime | None
     pinned: bool
     layout_states: tuple[LayoutState, ...]
+    description: str = ""
+    created_by: str = ""
+    source_revision: str = ""
+    files: tuple[SourceFile, ...] = ()
+    signed_by: str = ""
+    delete_time: datetime | None = None
 
     @property
     def ref(self) -> str:
         """The reference of exactly this version."""
         return f"{self.name}@{self.version}"
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Of a digest, by a key that the store's policy knows as `key_id`; see `loadout.signing`."""
-
-    key_id: str
-    value: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,16 @@ class AdapterPage:
 
     adapters: tuple[Adapter, ...]
     next_page_token: str
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPage:
+    """One page of a name's versions, newest first. `current_version` 0: the name is deleted."""
+
+    adapters: tuple[Adapter, ...]
+    next_page_token: str
+    current_version: int
     revision: int
 
 

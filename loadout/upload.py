@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.calls import build, signature_message
+from loadout.calls import build
 from loadout.errors import InvalidArgument
-from loadout.types import Signature
 
 CHUNK_BYTES = 512 * 1024
 
@@ -73,7 +72,7 @@ class Upload:
         if_current_digest: str,
         pinned: bool,
         labels: Mapping[str, str],
-        signature: Signature | None = None,
+        description: str = "",
     ) -> None:
         meta = build(
             store_pb.UploadMeta,
@@ -83,7 +82,7 @@ class Upload:
             if_current_digest=if_current_digest,
             pinned=pinned,
             labels=dict(labels),
-            signature=signature_message(signature),
+            description=description,
         )
         self._folder = folder
         self._progress = progress

@@ -2,7 +2,8 @@
 
     schema    the tables             records   reading names     filters  lists and their pages
     names     changing names         events    the history       verdicts layouts and images
-    leftovers what nothing points to    usage    what tenants have
+    rows      behind a name          leftovers what nothing points to
+    usage     what tenants have      database  transactions    migrations of the tables
 
 Here are the transactions around them. Where a method takes `tenants`, what others have is as if it
 were not there; None: nothing is hidden. All methods block and may be called from any thread. What a
@@ -16,19 +17,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
 from adapter_store.catalog import events, leftovers, names, records, schema, usage, verdicts
+from adapter_store.catalog.database import Place, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
+    decode_version_token,
     encode_page_token,
+    encode_version_token,
     page_limit,
     parse_filter,
 )
-from adapter_store.catalog.names import NewVersion
+from adapter_store.catalog.migrations import migrate
+from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.verdicts import ImageKey
 from adapter_store.core import (
     AdapterEvent,
@@ -39,12 +43,13 @@ from adapter_store.core import (
     Quota,
     Tenants,
 )
-from adapter_store.errors import CorruptData
+from adapter_store.errors import NotFound
 
-__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing"]
+__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing", "VersionsPage"]
 
 _TRIM_EVERY = 64
 _UNLIMITED = Quota()
+DEFAULT_GRACE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +70,46 @@ class Standing:
     verdict: LayoutVerdict
 
 
+@dataclass(frozen=True, slots=True)
+class VersionsPage:
+    """`next_page_token` "": it was the last. `current_version` 0: the name is deleted."""
+
+    records: list[AdapterRecord]
+    next_page_token: str
+    current_version: int
+    revision: int
+
+
 def _utc_now() -> datetime:
     return datetime.now(UTC)
 
 
 class Catalog:
-    """Opens, or creates, the catalog at `path`. `event_retention` events are kept at least."""
+    """Opens, or creates, the catalog at `place`, a file or the address of a PostgreSQL database.
+
+    `event_retention` events are kept at least. What is deleted can come back for `delete_grace`.
+    """
 
     def __init__(
-        self, path: Path, *, event_retention: int, clock: Callable[[], datetime] = _utc_now
+        self,
+        place: Place,
+        *,
+        event_retention: int,
+        delete_grace: timedelta = DEFAULT_GRACE,
+        clock: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._event_retention = event_retention
+        self._delete_grace = delete_grace
         self._clock = clock
-        self._engine = schema.open_engine(path)
-        self._writer = self._engine.execution_options(immediate=True)
-        self._write_lock = threading.Lock()
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
-        schema.metadata.create_all(self._engine)
-        with self._write() as conn:
-            _check_schema_version(conn)
+        self._telling = threading.Lock()
+        self._database = open_database(place)
+        migrate(self._database)
+        with self._database.write() as conn:
             verdicts.forget_unfinished(conn)
 
     def close(self) -> None:
-        self._engine.dispose()
+        self._database.close()
 
     def on_change(self, listener: Callable[[list[AdapterEvent]], None]) -> None:
         """Calls `listener` with the events of each commit, in commit order, from its thread."""
@@ -106,9 +128,26 @@ class Catalog:
             made += new_events
             return records.find(conn, AdapterRef(name=new.name)), revision
 
+    def rollback(
+        self,
+        name: AdapterName,
+        version: int,
+        if_current_digest: str = "",
+        tenants: Tenants = None,
+    ) -> tuple[AdapterRecord, int]:
+        """See names.rollback. Gives the record and the revision at which it is current."""
+        with self._change() as (conn, made):
+            now = self._clock()
+            deleted_after = now - self._delete_grace
+            new_events, revision = names.rollback(
+                conn, name, version, if_current_digest, deleted_after, now, tenants
+            )
+            made += new_events
+            return records.find(conn, AdapterRef(name=name)), revision
+
     def check_quota(self, name: AdapterName, digest: str, quota: Quota) -> None:
         """Raises QuotaExceeded if no content, or none but this digest, could be recorded now."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             usage.check_quota(conn, name, digest, 1, quota)
 
     def remove(
@@ -136,7 +175,7 @@ class Catalog:
 
     def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
         """The record and the revision it reflects. Raises NotFound."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             return records.find(conn, ref, tenants), events.revision(conn)
 
     def page(
@@ -150,55 +189,72 @@ class Catalog:
         terms = parse_filter(filter_text)
         after = decode_page_token(page_token, filter_text)
         limit = page_limit(page_size)
-        with self._read() as conn:
+        with self._database.read() as conn:
             found = records.page(conn, terms, after, limit + 1, tenants)
             revision = events.revision(conn)
         more = len(found) > limit
         token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
         return found[:limit], token, revision
 
+    def versions(
+        self, name: AdapterName, page_size: int = 0, page_token: str = "", tenants: Tenants = None
+    ) -> VersionsPage:
+        """A name's versions, newest first, with those that can come back. Raises NotFound."""
+        before = decode_version_token(page_token, name)
+        limit = page_limit(page_size)
+        deleted_after = self._clock() - self._delete_grace
+        with self._database.read() as conn:
+            found = records.versions_page(conn, name, before, limit + 1, deleted_after, tenants)
+            if not found and before is None:
+                raise NotFound(f"no adapter {name}", subject=str(name))
+            current = records.current_version(conn, name)
+            revision = events.revision(conn)
+        more = len(found) > limit
+        token = encode_version_token(name, found[limit - 1].version) if more else ""
+        return VersionsPage(found[:limit], token, current, revision)
+
     def pinned_keys(self) -> list[ImageKey]:
         """Every image of every pinned version."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             return verdicts.pinned_keys(conn)
 
     # History
 
     def revision(self) -> int:
-        with self._read() as conn:
+        with self._database.read() as conn:
             return events.revision(conn)
 
     def events_since(self, revision: int, limit: int) -> list[AdapterEvent]:
         """Raises RevisionTooOld."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             return events.since(conn, revision, limit)
 
     # Layouts and images
 
     def add_layout(self, layout_id: str, base_models: Sequence[str], body: dict[str, Any]) -> bool:
-        with self._write() as conn:
+        with self._database.write() as conn:
             return verdicts.add_layout(conn, layout_id, base_models, body, self._clock())
 
     def layout_body(self, layout_id: str) -> dict[str, Any] | None:
-        with self._read() as conn:
+        with self._database.read() as conn:
             return verdicts.layout_body(conn, layout_id)
 
     def layout_ids(self) -> list[str]:
-        with self._read() as conn:
+        with self._database.read() as conn:
             return list(conn.scalars(select(schema.layouts.c.layout_id)))
 
     def set_verdict(self, digest: str, verdict: LayoutVerdict) -> None:
-        with self._write() as conn:
+        with self._database.write() as conn:
             verdicts.set_verdict(conn, digest, verdict)
 
     def unsettled(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Digests to be compiled ahead under this layout, in order, after `after_digest`."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             return verdicts.unsettled(conn, layout_id, after_digest, limit)
 
     def standing(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> Standing:
         """What stands in these tenants' way of pulling an image, from one snapshot."""
-        with self._read() as conn:
+        with self._database.read() as conn:
             deleted_after = self._clock() - grace
             return Standing(
                 verdicts.has_record(conn, key[0], deleted_after, tenants),
@@ -209,7 +265,7 @@ class Catalog:
     def adopt_compiler(self, compiler: str) -> bool:
         """Forgets every verdict that another compiler gave. True: there was another."""
         key = schema.meta.c.key == "compiler"
-        with self._write() as conn:
+        with self._database.write() as conn:
             if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
                 return False
             verdicts.forget_all(conn)
@@ -220,24 +276,24 @@ class Catalog:
     # Blobs
 
     def blob_digests(self) -> set[str]:
-        with self._read() as conn:
+        with self._database.read() as conn:
             return set(conn.scalars(select(schema.blobs.c.digest)))
 
     def expire_versions(self, grace: timedelta) -> int:
-        with self._write() as conn:
+        with self._database.write() as conn:
             return leftovers.expire_versions(conn, self._clock() - grace)
 
     def unreferenced_blobs(self, limit: int) -> list[str]:
-        with self._read() as conn:
+        with self._database.read() as conn:
             return leftovers.unreferenced(conn, limit)
 
     def drop_blob(self, digest: str) -> bool:
-        with self._write() as conn:
+        with self._database.write() as conn:
             return leftovers.drop_blob(conn, digest)
 
     def counts(self) -> CatalogCounts:
         live = schema.adapters.c.current_version > 0
-        with self._read() as conn:
+        with self._database.read() as conn:
             return CatalogCounts(
                 revision=events.revision(conn),
                 adapters=conn.scalar(select(func.count()).select_from(schema.adapters).where(live))
@@ -249,22 +305,11 @@ class Catalog:
     # Transactions
 
     @contextmanager
-    def _read(self) -> Iterator[Connection]:
-        """One snapshot."""
-        with self._engine.begin() as conn:
-            yield conn
-
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        with self._write_lock, self._writer.begin() as conn:
-            yield conn
-
-    @contextmanager
     def _change(self) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
         """A write that tells the listeners of the events put into its list, once committed."""
         made: list[AdapterEvent] = []
-        with self._write_lock:
-            with self._writer.begin() as conn:
+        with self._telling:
+            with self._database.write() as conn:
                 yield conn, made
                 self._trim_history(conn, made)
             if made:
@@ -274,15 +319,3 @@ class Catalog:
     def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
         if any(event.revision % _TRIM_EVERY == 0 for event in made):
             events.forget_before(conn, made[-1].revision - self._event_retention + 1)
-
-
-def _check_schema_version(conn: Connection) -> None:
-    key = schema.meta.c.key == "schema_version"
-    found = conn.scalar(select(schema.meta.c.value).where(key))
-    if found is None:
-        conn.execute(insert(schema.meta).values(key="schema_version", value=schema.SCHEMA_VERSION))
-    elif found != schema.SCHEMA_VERSION:
-        raise CorruptData(
-            f"the catalog has schema {found}, this store knows {schema.SCHEMA_VERSION}",
-            subject="schema_version",
-        )

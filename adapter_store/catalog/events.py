@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from adapter_store.catalog.records import from_micros, to_micros
-from adapter_store.catalog.schema import events
+from adapter_store.catalog.schema import events, history
 from adapter_store.core import AdapterEvent, AdapterName, EventKind
 from adapter_store.errors import RevisionTooOld
 
 
 def revision(conn: Connection) -> int:
     """The newest revision, 0 for an empty catalog."""
-    return conn.scalar(select(func.max(events.c.revision))) or 0
+    return conn.execute(select(history.c.revision)).scalar_one()
 
 
 def append(
@@ -25,8 +25,9 @@ def append(
     digest: str,
     time: datetime,
 ) -> AdapterEvent:
-    """Gives the change the next revision. Needs an immediate transaction."""
+    """Gives the change the next revision. Needs a write transaction."""
     event = AdapterEvent(revision(conn) + 1, kind, str(name), version, digest, time)
+    conn.execute(update(history).values(revision=event.revision))
     conn.execute(
         insert(events).values(
             revision=event.revision,
@@ -41,7 +42,7 @@ def append(
 
 
 def forget_before(conn: Connection, oldest: int) -> None:
-    """Drops events older than `oldest`; the newest always stays, it carries the revision."""
+    """Drops events older than `oldest`; the newest always stays."""
     conn.execute(delete(events).where(events.c.revision < min(oldest, revision(conn))))
 
 

@@ -7,8 +7,9 @@ import binascii
 import json
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, literal, true, tuple_
+from sqlalchemy import JSON, ColumnElement, Select, cast, func, literal, true, tuple_
 
 from adapter_store.catalog.schema import adapters, versions
 from adapter_store.core import AdapterName, Tenants
@@ -68,29 +69,49 @@ _SIMPLE_TERMS = frozenset({"tenant", "base_model", "name"})
 
 
 def encode_page_token(last: AdapterName, filter_text: str) -> str:
-    body = json.dumps([last.tenant, last.name, filter_text], separators=(",", ":"))
-    return base64.urlsafe_b64encode(body.encode()).decode().rstrip("=")
+    return _encode(last.tenant, last.name, filter_text)
 
 
 def decode_page_token(token: str, filter_text: str) -> AdapterName | None:
     """Where the last page ended. Raises InvalidArgument for a token of another list."""
     if not token:
         return None
-    try:
-        padded = token + "=" * (-len(token) % 4)
-        body = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-        tenant, name, filter_of_token = body
-    except (binascii.Error, ValueError, TypeError) as exc:
-        raise InvalidArgument(
-            "page_token: not a token of this store", subject="page_token"
-        ) from exc
-    if not isinstance(tenant, str) or not isinstance(name, str):
-        raise InvalidArgument("page_token: not a token of this store", subject="page_token")
+    tenant, name, filter_of_token = _decode(token, (str, str, str))
     if filter_of_token != filter_text:
         raise InvalidArgument(
             "page_token: belongs to a list with another filter", subject="page_token"
         )
     return AdapterName(tenant, name)
+
+
+def encode_version_token(name: AdapterName, last_version: int) -> str:
+    return _encode(str(name), last_version)
+
+
+def decode_version_token(token: str, name: AdapterName) -> int | None:
+    """The version that the last page ended with. Raises InvalidArgument for another list's."""
+    if not token:
+        return None
+    name_of_token, version = _decode(token, (str, int))
+    if name_of_token != str(name):
+        raise InvalidArgument("page_token: belongs to another list", subject="page_token")
+    return int(version)
+
+
+def _encode(*values: str | int) -> str:
+    body = json.dumps(values, separators=(",", ":"))
+    return base64.urlsafe_b64encode(body.encode()).decode().rstrip("=")
+
+
+def _decode(token: str, types: tuple[type, ...]) -> list[Any]:
+    try:
+        padded = token + "=" * (-len(token) % 4)
+        values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+        if [type(value) for value in values] == list(types):
+            return list(values)
+    except (binascii.Error, ValueError, TypeError, RecursionError):
+        pass
+    raise InvalidArgument("page_token: not a token of this store", subject="page_token")
 
 
 def page_limit(page_size: int) -> int:
@@ -99,7 +120,7 @@ def page_limit(page_size: int) -> int:
 
 
 def apply_filter(
-    query: Select[tuple[object, ...]], terms: Filter, after: AdapterName | None
+    query: Select[tuple[object, ...]], terms: Filter, after: AdapterName | None, dialect: str
 ) -> Select[tuple[object, ...]]:
     """Narrows a query over adapters joined with their current versions, in keyset order."""
     if after is not None:
@@ -114,13 +135,20 @@ def apply_filter(
     if terms.name_prefix:
         query = query.where(*_prefix(terms.name_prefix))
     for key, value in terms.labels.items():
-        query = query.where(func.json_extract(versions.c.labels, f'$."{key}"') == value)
+        query = query.where(_label(key, dialect) == value)
     return query.order_by(adapters.c.tenant, adapters.c.name)
 
 
 def within(tenants: Tenants) -> ColumnElement[bool]:
     """Holds for the adapters of these tenants; the same statement whoever asks."""
     return true() if tenants is None else adapters.c.tenant.in_(sorted(tenants))
+
+
+def _label(key: str, dialect: str) -> ColumnElement[str]:
+    """The label's value. Keys are checked: they hold nothing that means something in a path."""
+    if dialect == "postgresql":
+        return func.json_extract_path_text(cast(versions.c.labels, JSON), key)
+    return func.json_extract(versions.c.labels, f'$."{key}"')
 
 
 def _prefix(prefix: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:

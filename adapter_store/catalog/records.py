@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, or_, select
 
 from adapter_store.catalog.filters import Filter, apply_filter, within
 from adapter_store.catalog.schema import adapters, blobs, images, layout_bases, versions
@@ -17,6 +17,7 @@ from adapter_store.core import (
     AdapterRef,
     ImageState,
     LayoutVerdict,
+    SourceFile,
     Tenants,
 )
 from adapter_store.errors import NotFound
@@ -68,8 +69,52 @@ def page(
         versions.c.version == adapters.c.current_version,
         within(tenants),
     )
-    rows = conn.execute(apply_filter(query, terms, after).limit(limit)).all()
+    rows = conn.execute(apply_filter(query, terms, after, conn.dialect.name).limit(limit)).all()
     return _to_records(conn, rows)
+
+
+def versions_page(
+    conn: Connection,
+    name: AdapterName,
+    before_version: int | None,
+    limit: int,
+    deleted_after: datetime,
+    tenants: Tenants,
+) -> list[AdapterRecord]:
+    """A name's versions, newest first, with those deleted since `deleted_after`."""
+    query = (
+        _record_query()
+        .where(
+            adapters.c.tenant == name.tenant,
+            adapters.c.name == name.name,
+            within(tenants),
+            or_(
+                versions.c.delete_time.is_(None),
+                versions.c.delete_time > to_micros(deleted_after),
+            ),
+        )
+        .order_by(versions.c.version.desc())
+    )
+    if before_version is not None:
+        query = query.where(versions.c.version < before_version)
+    return _to_records(conn, conn.execute(query.limit(limit)).all())
+
+
+def current_version(conn: Connection, name: AdapterName) -> int:
+    """What the name points to; 0: it is gone."""
+    query = select(adapters.c.current_version).where(
+        adapters.c.tenant == name.tenant, adapters.c.name == name.name
+    )
+    return conn.scalar(query) or 0
+
+
+def dump_files(files: Sequence[SourceFile]) -> str:
+    rows = [[file.name, file.size_bytes, file.sha256] for file in files]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def load_files(text: str) -> tuple[SourceFile, ...]:
+    return tuple(SourceFile(*row) for row in json.loads(text))
 
 
 def describe(ref: AdapterRef) -> str:
@@ -91,6 +136,13 @@ def _record_query() -> Select[Any]:
             versions.c.labels,
             versions.c.pinned,
             versions.c.create_time,
+            versions.c.delete_time,
+            versions.c.description,
+            versions.c.created_by,
+            versions.c.source_revision,
+            versions.c.files,
+            versions.c.signed_by,
+            versions.c.signature,
             blobs.c.rank,
             blobs.c.targets,
             blobs.c.source_bytes,
@@ -121,6 +173,13 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
                 verdicts.get((row.digest, layout_id), LayoutVerdict(layout_id, ImageState.PENDING))
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
+            description=row.description,
+            created_by=row.created_by,
+            source_revision=row.source_revision,
+            files=load_files(row.files),
+            signed_by=row.signed_by,
+            signature=row.signature or b"",
+            delete_time=None if row.delete_time is None else from_micros(row.delete_time),
         )
         for row in rows
     ]

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, delete, func, insert, or_, select
-from sqlalchemy.dialects.sqlite import insert as upsert
 
+from adapter_store.catalog.database import upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import (
@@ -74,7 +74,7 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> None:
         "image_bytes": verdict.image_bytes,
     }
     conn.execute(
-        upsert(images)
+        upsert(conn, images)
         .values(digest=digest, layout_id=verdict.layout_id, **values)
         .on_conflict_do_update(index_elements=["digest", "layout_id"], set_=values)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -17,6 +18,7 @@ from adapter_store.checkpoint_files import (
     WEIGHTS_FILE,
     is_adapter_file,
 )
+from adapter_store.core import SourceFile
 from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, LimitExceeded
 
 READ_BYTES = 4 << 20
@@ -47,6 +49,7 @@ class StagedFile:
     def __init__(self, staging: Staging, path: Path) -> None:
         self._staging = staging
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self._sha256 = hashlib.sha256()
         self.name = path.name
         self.size_bytes = 0
 
@@ -56,11 +59,13 @@ class StagedFile:
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
+        self._sha256.update(data)
         self.size_bytes += len(data)
 
     def close(self) -> None:
         with self._file:
             os.fsync(self._file.fileno())
+        self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
 
     def abandon(self) -> None:
         self._file.close()
@@ -96,6 +101,18 @@ class Staging:
         self._limits = limits
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
+        self._files: list[SourceFile] = []
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files that are complete and durable, by name."""
+        with self._lock:
+            return tuple(sorted(self._files, key=lambda file: file.name))
+
+    def add(self, file: SourceFile) -> None:
+        """Called by a file that has become complete."""
+        with self._lock:
+            self._files.append(file)
 
     def abandon(self) -> None:
         """Ends with Abandoned what still writes or waits in other threads."""

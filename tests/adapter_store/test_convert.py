@@ -14,6 +14,7 @@ from adapter_store.core import (
     LayoutVerdict,
     Segment,
     SegmentKind,
+    SourceFile,
     Target,
     TargetKind,
 )
@@ -41,6 +42,13 @@ def test_an_adapter_keeps_every_field():
         pinned=True,
         labels={"a": "b"},
         verdicts=tuple(LayoutVerdict(f"L{i}", s, "why", 256) for i, s in enumerate(ImageState)),
+        description="about refunds",
+        created_by="trainer-a",
+        source_revision="0f3c",
+        files=(SourceFile("adapter_config.json", 10, "ab" * 32),),
+        signed_by="release-2026",
+        signature=bytes(64),
+        delete_time=NOW,
     )
     message = convert.to_adapter(record)
     unset = [f.name for f in message.DESCRIPTOR.fields if not getattr(message, f.name)]

@@ -87,6 +87,8 @@ def test_adapter_is_converted_whole(client, fake_store):
             ),
             store_pb.LayoutState(layout_id="m", state=77),
         ],
+        files=[store_pb.SourceFile(name="adapter_config.json", size_bytes=3, sha256="ab")],
+        signed_by="release",
     )
     message.create_time.FromSeconds(1_700_000_000)
     fake_store.on("GetAdapter", store_pb.GetAdapterResponse(adapter=message))
@@ -94,6 +96,9 @@ def test_adapter_is_converted_whole(client, fake_store):
     assert adapter.targets == ("k_proj", "q_proj")
     assert adapter.create_time == datetime.fromtimestamp(1_700_000_000, UTC)
     assert adapter.update_time is None
+    assert adapter.delete_time is None
+    assert adapter.files == (types.SourceFile("adapter_config.json", 3, "ab"),)
+    assert adapter.signed_by == "release"
     assert [(s.state, s.reason) for s in adapter.layout_states] == [
         (types.ImageState.INCOMPATIBLE, "r"),
         (types.ImageState.UNKNOWN, ""),
@@ -112,6 +117,13 @@ def test_remaining_store_calls(client, fake_store):
     assert client.pin("a").pinned
     assert not client.unpin("a").pinned
     assert client.delete("a", 2) == 9
+    versions = store_pb.ListVersionsResponse(adapters=[pinned], current_version=3)
+    fake_store.on("ListVersions", versions)
+    assert [adapter.name for adapter in client.versions("a")] == ["default/a"]
+    assert client.version_page("a").current_version == 3
+    fake_store.on("RollbackAdapter", store_pb.RollbackAdapterResponse(adapter=pinned, revision=7))
+    assert client.rollback("a", 2).revision == 7
+    assert fake_store.requests["RollbackAdapter"][0].version == 2
     assert fake_store.requests["DeleteAdapter"][0].version == 2
     status = client.store_status()
     assert status.memory == types.TierStatus(1, 2, 3, 4, 5, 6)

@@ -80,7 +80,7 @@ def test_a_token_belongs_to_its_filter(names, catalog):
 def fill(catalog, num_adapters: int) -> None:
     """Rows as 100,000 registrations would leave them, without their 100,000 commits."""
     rows = range(1, num_adapters + 1)
-    with catalog._write() as conn:
+    with catalog._database.write() as conn:
         for table, make in (
             (
                 schema.blobs,
@@ -125,7 +125,9 @@ def test_a_hundred_thousand_adapters(names, catalog):
     fill(catalog, 100_000)
     catalog.add_layout("L", ["org/tiny"], {})
     statements: list[str] = []
-    event.listen(catalog._engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    event.listen(
+        catalog._database.engine, "before_cursor_execute", lambda *args: statements.append(args[2])
+    )
     start = time.perf_counter()
     page, token, _ = catalog.page(1000, "", "")
     page, token, _ = catalog.page(1000, token, "")
@@ -142,7 +144,7 @@ def test_a_hundred_thousand_adapters(names, catalog):
 
 def test_lookups_and_pages_use_indexes(catalog):
     def plan(sql: str) -> str:
-        with catalog._read() as conn:
+        with catalog._database.read() as conn:
             return " ".join(str(row) for row in conn.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}"))
 
     joined = (

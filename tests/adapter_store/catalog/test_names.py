@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.catalog import Catalog
-from adapter_store.core import AdapterName, AdapterRef, EventKind
-from adapter_store.errors import Conflict, CorruptData, LimitExceeded, NotFound
+from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState, SourceFile
+from adapter_store.errors import Conflict, LimitExceeded, NotFound
 
 A = AdapterName("default", "a")
 
@@ -145,6 +145,27 @@ def test_deleting_what_is_not_there_names_it(names, catalog):
     assert caught.value.subject == "default/a@7"
 
 
+def test_what_is_known_of_a_version_is_recorded(names):
+    files = (SourceFile("adapter_config.json", 10, "ab"), SourceFile("x.safetensors", 20, "cd"))
+    given = {
+        "description": "about refunds",
+        "created_by": "trainer",
+        "source_revision": "0f3c",
+        "files": files,
+        "signed_by": "release",
+        "signature": b"s" * 64,
+    }
+    names.register("a", "d1", **given)
+    record = names.get("a")
+    assert {key: getattr(record, key) for key in given} == given
+    assert record.signature_state is SignatureState.VERIFIED
+    assert names.register("a", "d1", created_by="other", files=())[0] == record
+    changed, revision = names.register("a", "d1", description="new")
+    assert (changed.description, changed.created_by, revision) == ("new", "trainer", 2)
+    other, _ = names.register("a", "d2")
+    assert (other.files, other.signature_state) == ((), SignatureState.UNSIGNED)
+
+
 def test_a_digest_means_its_first_current_record(names, catalog):
     names.register("z/old", "d1")
     names.register("z/old", "d2")
@@ -188,17 +209,6 @@ def test_everything_is_there_after_a_restart(names, catalog, tmp_path):
     assert again.get(names.ref("a")) == (before, 2)
     assert len(again.events_since(0, 10)) == 2
     again.close()
-
-
-def test_a_catalog_of_another_schema_is_refused(catalog, tmp_path):
-    import sqlite3
-
-    catalog.close()
-    with sqlite3.connect(tmp_path / "catalog.sqlite3") as connection:
-        connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
-    connection.close()
-    with pytest.raises(CorruptData, match="schema 99"):
-        Catalog(tmp_path / "catalog.sqlite3", event_retention=1000)
 
 
 def test_writers_in_many_threads_leave_no_gap(names, catalog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from hashlib import sha256
 
 import grpc
 import pytest
@@ -32,6 +33,35 @@ def test_register_update_and_roll_back(client, make_adapter):
     back = client.register("team/a", one)
     assert (back.adapter.version, back.revision) == (1, 3)
     assert back.adapter.labels == {"run": "7"}
+
+
+def test_versions_and_rollback(client, make_adapter, refused):
+    one, two = make_adapter(folder="one", seed=1), make_adapter(folder="two", seed=2)
+    first = client.register("team/a", one, description="about refunds").adapter
+    second = client.register("team/a", two).adapter
+    assert {f.name: (f.size_bytes, f.sha256) for f in first.files} == {
+        path.name: (path.stat().st_size, sha256(path.read_bytes()).hexdigest())
+        for path in one.iterdir()
+    }
+    assert first.description == "about refunds"
+    assert first.signature_state == pb.SIGNATURE_STATE_UNSIGNED
+    client.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="team/a", version=1))
+    page = client.stub.ListVersions(pb.ListVersionsRequest(name="team/a"))
+    assert [v.version for v in page.adapters] == [2, 1]
+    assert [v.HasField("delete_time") for v in page.adapters] == [False, True]
+    assert (page.current_version, page.revision) == (2, 3)
+    ask = pb.RollbackAdapterRequest(name="team/a", version=1, if_current_digest=second.digest)
+    back = client.stub.RollbackAdapter(ask)
+    assert (back.adapter.digest, back.revision) == (first.digest, 4)
+    assert client.get("team/a").description == "about refunds"
+    with refused("ABORTED", "if_current_digest"):
+        client.stub.RollbackAdapter(ask)
+    with refused("NOT_FOUND", "team/a@7"):
+        client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="team/a", version=7))
+    with refused("INVALID_ARGUMENT", "version"):
+        client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="team/a"))
+    with refused("NOT_FOUND", "team/b"):
+        client.stub.ListVersions(pb.ListVersionsRequest(name="team/b"))
 
 
 def test_the_source_is_never_read_again(client, make_adapter, make_layout):

@@ -18,8 +18,10 @@ from loadout.cli import demo
 from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
-COMMANDS = ("demo", "up", "store", "serve", "register", "adapters", "generate")
-COMMANDS += ("digest", "keygen", "sign", "token", "top")
+COMMANDS = (
+    *("demo", "up", "store", "serve"),
+    *("register", "adapters", "rollback", "delete", "generate", "top"),
+)
 
 
 @pytest.fixture
@@ -165,6 +167,48 @@ def test_adapters_table(run, fake_store):
 def test_no_adapters(run, fake_store):
     fake_store.on("ListAdapters", store_pb.ListAdaptersResponse())
     assert run("adapters") == (0, "no adapters\n", "")
+
+
+def test_versions_table(run, fake_store):
+    def page(request, context):
+        version = 3 - int(request.page_token or "0")
+        adapter = store_pb.Adapter(
+            name="acme/fr",
+            version=version,
+            digest="sha256:aa",
+            created_by="trainer",
+            source_uri="hf://org/fr",
+            source_revision="0f3c",
+            signed_by="release" if version == 2 else "",
+        )
+        if version == 3:
+            adapter.delete_time.GetCurrentTime()
+        token = str(3 - version + 1) if version > 1 else ""
+        return store_pb.ListVersionsResponse(
+            adapters=[adapter], next_page_token=token, current_version=2
+        )
+
+    fake_store.on("ListVersions", page)
+    code, out, err = run("adapters", "--versions", "acme/fr")
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert [line.split()[0] for line in lines[1:]] == ["acme/fr@3", "acme/fr@2", "acme/fr@1"]
+    assert lines[1].endswith("deleted")
+    assert "hf://org/fr 0f3c" in lines[2]
+    assert lines[2].endswith("current, signed by release")
+    assert [r.name for r in fake_store.requests["ListVersions"]] == ["acme/fr"] * 3
+
+
+def test_rollback_and_delete(run, fake_store, registered):
+    fake_store.on("RollbackAdapter", store_pb.RollbackAdapterResponse(adapter=registered.adapter))
+    code, out, err = run("rollback", "french", "3", "--if-current-digest", "sha256:x")
+    assert (code, err) == (0, "")
+    assert registered.adapter.digest in out
+    [request] = fake_store.requests["RollbackAdapter"]
+    assert (request.version, request.if_current_digest) == (3, "sha256:x")
+    fake_store.on("DeleteAdapter", store_pb.DeleteAdapterResponse(revision=8))
+    assert run("delete", "french", "--version", "2")[1] == "french@2 deleted at revision 8\n"
+    assert run("delete", "french")[1] == "french deleted at revision 8\n"
 
 
 def test_generate(run, fake_inference, chunks):

@@ -1,0 +1,185 @@
+"""The database under the catalog: SQLite in a file, or PostgreSQL that several replicas share.
+
+`read` is one snapshot. `write` runs alone: SQLite begins it IMMEDIATE, PostgreSQL locks the one row
+of `history` first. So what a write reads stays true until it commits, in either database and
+whatever other threads and replicas do.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from adapter_store.catalog.schema import history
+from adapter_store.errors import CatalogUnavailable
+
+SQLITE_BUSY_SECONDS = 30
+CONNECT_SECONDS = 5
+LOCK_WAIT_SECONDS = 10
+STATEMENT_SECONDS = 30
+POOL_SIZE = 16
+_MIGRATION_LOCK = 0x10AD007
+
+Place = Path | str
+"""A file for SQLite, or the address of a PostgreSQL database."""
+
+
+class Database(Protocol):
+    """Thread-safe. Every method raises CatalogUnavailable while the database does not answer."""
+
+    engine: Engine
+    is_shared: bool
+    """Other processes may change it."""
+
+    def read(self) -> AbstractContextManager[Connection]: ...
+
+    def write(self) -> AbstractContextManager[Connection]: ...
+
+    def migrating(self) -> AbstractContextManager[Connection]:
+        """A transaction that changes tables, alone among all processes."""
+
+    def close(self) -> None: ...
+
+
+def open_database(place: Place) -> Database:
+    return SqliteDatabase(place) if isinstance(place, Path) else PostgresDatabase(place)
+
+
+def upsert(conn: Connection, table: Any) -> Any:
+    """An insert that can say what happens on conflict."""
+    return postgresql.insert(table) if is_postgres(conn) else sqlite.insert(table)
+
+
+def is_postgres(conn: Connection) -> bool:
+    return conn.dialect.name == "postgresql"
+
+
+class SqliteDatabase:
+    """Durable (`synchronous=FULL`), with readers beside one writer (WAL)."""
+
+    is_shared = False
+
+    def __init__(self, path: Path) -> None:
+        self.engine = create_engine(
+            f"sqlite:///{path}",
+            connect_args={"timeout": SQLITE_BUSY_SECONDS},
+            pool_size=POOL_SIZE,
+        )
+        self._writer = self.engine.execution_options(immediate=True)
+        self._lock = threading.Lock()
+        event.listen(self.engine, "connect", _configure_sqlite)
+        event.listen(self.engine, "begin", _begin_sqlite)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self.engine.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        with self._lock, self._writer.begin() as conn:
+            yield conn
+
+    def migrating(self) -> AbstractContextManager[Connection]:
+        return self.write()
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # the begin event below says which BEGIN
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    immediate = connection.get_execution_options().get("immediate", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+class PostgresDatabase:
+    """`dsn`: postgresql+psycopg://user:password@host/database. Connections that broke are replaced:
+    after a restart of the database the next call works again."""
+
+    is_shared = True
+
+    def __init__(self, dsn: str) -> None:
+        self.engine = create_engine(
+            dsn,
+            pool_size=POOL_SIZE,
+            pool_timeout=LOCK_WAIT_SECONDS,
+            pool_pre_ping=True,
+            hide_parameters=True,
+            connect_args={"connect_timeout": CONNECT_SECONDS, "options": _session_options()},
+        )
+        self._reader = self.engine.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with _unavailable_translated(), self._reader.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        with _unavailable_translated(), self.engine.begin() as conn:
+            conn.execute(select(history.c.revision).with_for_update())
+            yield conn
+
+    @contextmanager
+    def migrating(self) -> Iterator[Connection]:
+        with _unavailable_translated(), self.engine.begin() as conn:
+            conn.exec_driver_sql("SET LOCAL lock_timeout = 0")
+            conn.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            conn.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+            yield conn
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _session_options() -> str:
+    """A replica that hangs loses its locks; nobody waits for ever."""
+    limits = {
+        "lock_timeout": LOCK_WAIT_SECONDS,
+        "statement_timeout": STATEMENT_SECONDS,
+        "idle_in_transaction_session_timeout": STATEMENT_SECONDS,
+    }
+    return " ".join(f"-c {name}={seconds}s" for name, seconds in limits.items())
+
+
+@contextmanager
+def _unavailable_translated() -> Iterator[None]:
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeout) as exc:
+        raise _unavailable(exc) from exc
+    except DBAPIError as exc:
+        if exc.connection_invalidated:
+            raise _unavailable(exc) from exc
+        raise
+
+
+def _unavailable(error: Exception) -> CatalogUnavailable:
+    cause = getattr(error, "orig", None) or error
+    return CatalogUnavailable(f"the catalog's database does not answer: {type(cause).__name__}")
+
+
+def now_micros(conn: Connection) -> int:
+    """The clock that leases go by: the same one for all replicas."""
+    if is_postgres(conn):
+        seconds = conn.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one()
+        return int(seconds * 1_000_000)
+    return time.time_ns() // 1000

@@ -1,0 +1,66 @@
+"""Brings a database to the tables of `schema`, from nothing or from any earlier release.
+
+Each release that changes the tables adds a file to `versions/`. A migration is one transaction
+under a lock: of replicas that start together one migrates, and a crash leaves the old tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, text
+
+from adapter_store.catalog.database import Database
+from adapter_store.errors import CorruptData
+
+HEAD = "0002"
+"""The newest file of `versions/`."""
+
+FIRST = "0001"
+"""The first release, which knew no migrations."""
+
+
+def migrate(database: Database) -> None:
+    """Raises CorruptData for tables of a newer release, and for those of somebody else."""
+    with database.migrating() as conn:
+        found = _find_revision(conn)
+        if found != HEAD:
+            _upgrade(conn, found)
+
+
+def _find_revision(conn: Connection) -> str:
+    """What the tables are at; "" if there are none."""
+    tables = set(inspect(conn).get_table_names())
+    if "alembic_version" in tables:
+        return str(conn.scalar(text("SELECT version_num FROM alembic_version")) or "")
+    if "meta" not in tables:
+        return ""
+    schema = conn.scalar(text("SELECT value FROM meta WHERE key = 'schema_version'"))
+    if schema != "1":
+        raise _refused(str(schema))
+    return FIRST
+
+
+def _upgrade(conn: Connection, found: str) -> None:
+    # A tenth of a second to import, which only a start that migrates pays for.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = conn
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if found and found not in known:
+        raise _refused(found)
+    if found == FIRST:
+        command.stamp(config, FIRST)
+    command.upgrade(config, HEAD)
+
+
+def _refused(found: str) -> CorruptData:
+    return CorruptData(
+        f"the catalog has schema {found}, this store knows schemas up to {HEAD}: "
+        "it was made by a newer release",
+        subject="schema_version",
+    )

@@ -1,0 +1,156 @@
+"""The rows behind a name. Every function needs a write transaction, and decides nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, insert, select, update
+
+from adapter_store.catalog import events
+from adapter_store.catalog.database import upsert
+from adapter_store.catalog.filters import within
+from adapter_store.catalog.records import dump_files, to_micros
+from adapter_store.catalog.schema import adapters, blobs, versions
+from adapter_store.core import AdapterEvent, AdapterName, EventKind, SourceFile, Tenants
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """Content to be recorded under a name. `targets` are distinct module names, sorted.
+
+    `signed_by`: the trusted key that `signature` has been verified with, "" for none.
+    """
+
+    name: AdapterName
+    digest: str
+    base_model: str
+    source_uri: str
+    rank: int
+    targets: tuple[str, ...]
+    source_bytes: int
+    pinned: bool = False
+    labels: dict[str, str] = field(default_factory=dict)
+    description: str = ""
+    created_by: str = ""
+    source_revision: str = ""
+    files: tuple[SourceFile, ...] = ()
+    signed_by: str = ""
+    signature: bytes = b""
+
+
+def find_adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -> Row[Any] | None:
+    query = select(adapters).where(
+        adapters.c.tenant == name.tenant, adapters.c.name == name.name, within(tenants)
+    )
+    return conn.execute(query).first()
+
+
+def add_adapter(conn: Connection, name: AdapterName, time: datetime) -> Row[Any]:
+    conn.execute(
+        insert(adapters).values(
+            tenant=name.tenant,
+            name=name.name,
+            current_version=0,
+            last_version=0,
+            revision=0,
+            update_time=to_micros(time),
+        )
+    )
+    adapter = find_adapter(conn, name)
+    assert adapter is not None
+    return adapter
+
+
+def find_version(conn: Connection, adapter_id: int, version: int) -> Row[Any] | None:
+    query = select(versions).where(
+        versions.c.adapter_id == adapter_id, versions.c.version == version
+    )
+    return conn.execute(query).first()
+
+
+def same_content(conn: Connection, adapter_id: int, new: NewVersion) -> Row[Any] | None:
+    """The newest live version of this content."""
+    query = select(versions).where(
+        versions.c.adapter_id == adapter_id,
+        versions.c.digest == new.digest,
+        versions.c.base_model == new.base_model,
+        versions.c.delete_time.is_(None),
+    )
+    return conn.execute(query.order_by(versions.c.version.desc())).first()
+
+
+def live_versions(conn: Connection, adapter_id: int) -> dict[int, str]:
+    query = select(versions.c.version, versions.c.digest).where(
+        versions.c.adapter_id == adapter_id, versions.c.delete_time.is_(None)
+    )
+    return {row.version: row.digest for row in conn.execute(query)}
+
+
+def add_version(
+    conn: Connection, adapter_id: int, version: int, new: NewVersion, time: datetime
+) -> None:
+    conn.execute(
+        upsert(conn, blobs)
+        .values(
+            digest=new.digest,
+            rank=new.rank,
+            targets=json.dumps(new.targets),
+            source_bytes=new.source_bytes,
+            create_time=to_micros(time),
+        )
+        .on_conflict_do_nothing()
+    )
+    conn.execute(
+        insert(versions).values(
+            adapter_id=adapter_id,
+            version=version,
+            digest=new.digest,
+            base_model=new.base_model,
+            source_uri=new.source_uri,
+            labels=dump_labels(new.labels),
+            pinned=False,
+            create_time=to_micros(time),
+            description=new.description,
+            created_by=new.created_by,
+            source_revision=new.source_revision,
+            files=dump_files(new.files),
+            signed_by=new.signed_by,
+            signature=new.signature or None,
+        )
+    )
+
+
+def change(conn: Connection, adapter_id: int, version: int, **values: object) -> None:
+    where = and_(versions.c.adapter_id == adapter_id, versions.c.version == version)
+    conn.execute(update(versions).where(where).values(**values))
+
+
+def point(
+    conn: Connection,
+    adapter: Row[Any],
+    version: int,
+    digest: str,
+    kind: EventKind,
+    time: datetime,
+) -> AdapterEvent:
+    """Lets the name point to a version, and writes the change down."""
+    name = AdapterName(adapter.tenant, adapter.name)
+    event = events.append(conn, kind, name, version, digest, time)
+    conn.execute(
+        update(adapters)
+        .where(adapters.c.id == adapter.id)
+        .values(
+            current_version=version,
+            last_version=max(adapter.last_version, version),
+            revision=event.revision,
+            update_time=to_micros(time),
+        )
+    )
+    return event
+
+
+def dump_labels(labels: dict[str, str]) -> str:
+    return json.dumps(labels, sort_keys=True)

@@ -1,0 +1,95 @@
+"""Tables of earlier releases are taken along, those of newer ones refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from adapter_store.catalog import Catalog, migrations, schema
+from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState
+from adapter_store.errors import CorruptData
+
+FIRST_RELEASE = Path(__file__).with_name("first_release.sql")
+
+
+def open_catalog(path: Path) -> Catalog:
+    return Catalog(path, event_retention=1000)
+
+
+def test_a_catalog_of_the_first_release_is_taken_along(tmp_path):
+    path = tmp_path / "catalog.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FIRST_RELEASE.read_text())
+    connection.close()
+    catalog = open_catalog(path)
+    record, revision = catalog.get(AdapterRef(AdapterName("acme", "support")))
+    assert (record.version, record.digest, revision) == (2, "sha256:" + "b" * 64, 3)
+    assert (record.labels, record.rank, record.pinned) == ({"team": "cx"}, 8, True)
+    assert (record.files, record.description, record.created_by) == ((), "", "")
+    assert record.signature_state is SignatureState.UNSIGNED
+    kinds = [event.kind for event in catalog.events_since(0, 10)]
+    assert kinds == [EventKind.REGISTERED, EventKind.UPDATED, EventKind.PINNED]
+    assert catalog.rollback(record.name, 1)[1] == 4
+    catalog.close()
+    catalog = open_catalog(path)
+    assert catalog.revision() == 4
+    catalog.close()
+
+
+def test_the_first_release_refuses_what_it_does_not_know(catalog):
+    with catalog._database.read() as conn:
+        found = conn.exec_driver_sql("SELECT value FROM meta WHERE key = 'schema_version'")
+        assert found.scalar() == "2"
+
+
+def test_a_newer_catalog_is_refused_by_its_schema(tmp_path):
+    path = tmp_path / "catalog.sqlite3"
+    open_catalog(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0099'")
+    connection.close()
+    with pytest.raises(CorruptData, match="schema 0099") as caught:
+        open_catalog(path)
+    assert caught.value.subject == "schema_version"
+
+
+def test_tables_of_somebody_else_are_refused(tmp_path):
+    path = tmp_path / "catalog.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE meta (key TEXT, value TEXT)")
+    connection.close()
+    with pytest.raises(CorruptData, match="schema None"):
+        open_catalog(path)
+
+
+def test_a_migration_that_fails_leaves_the_old_tables(tmp_path, monkeypatch):
+    path = tmp_path / "catalog.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FIRST_RELEASE.read_text())
+        connection.execute("CREATE TABLE leases (unexpected TEXT)")
+    connection.close()
+    with pytest.raises(Exception, match="leases"):
+        open_catalog(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE leases")
+    connection.close()
+    catalog = open_catalog(path)
+    assert catalog.revision() == 3
+    catalog.close()
+
+
+def test_migrations_make_the_tables_of_the_schema(catalog):
+    with catalog._database.read() as conn:
+        context = MigrationContext.configure(conn, opts={"compare_type": True})
+        found = compare_metadata(context, schema.metadata)
+    assert found == []
+
+
+def test_head_is_the_newest_migration():
+    folder = Path(migrations.__file__).parent
+    assert ScriptDirectory(str(folder)).get_current_head() == migrations.HEAD

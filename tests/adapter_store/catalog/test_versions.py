@@ -1,0 +1,117 @@
+"""A name's versions, and going back to one of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from adapter_store.core import AdapterName, EventKind
+from adapter_store.errors import Conflict, InvalidArgument, NotFound
+
+A = AdapterName("default", "a")
+GRACE = timedelta(minutes=10)
+
+
+@pytest.fixture
+def three(names, catalog):
+    for digest in ("d1", "d2", "d3"):
+        names.register("a", digest)
+    return catalog
+
+
+def shown(catalog, **options):
+    page = catalog.versions(A, **options)
+    return [(r.version, r.digest, r.delete_time is not None) for r in page.records]
+
+
+def test_versions_newest_first_with_the_deleted(three, clock):
+    three.remove(A, 3)
+    assert shown(three) == [(3, "d3", True), (2, "d2", False), (1, "d1", False)]
+    page = three.versions(A)
+    assert (page.current_version, page.revision, page.next_page_token) == (2, 4, "")
+    clock.now += GRACE
+    assert shown(three) == [(2, "d2", False), (1, "d1", False)]
+
+
+def test_versions_of_a_deleted_name(three, clock):
+    three.remove(A)
+    assert [version for version, _, _ in shown(three)] == [3, 2, 1]
+    assert three.versions(A).current_version == 0
+    clock.now += GRACE
+    with pytest.raises(NotFound, match="default/a"):
+        three.versions(A)
+
+
+def test_versions_in_pages(three, names):
+    page = three.versions(A, page_size=2)
+    assert [r.version for r in page.records] == [3, 2]
+    names.register("a", "d4")
+    rest = three.versions(A, page_size=2, page_token=page.next_page_token)
+    assert ([r.version for r in rest.records], rest.next_page_token) == ([1], "")
+    names.register("b", "d1")
+    for token in (page.next_page_token, "nonsense", "W10"):
+        with pytest.raises(InvalidArgument, match="page_token"):
+            three.versions(AdapterName("default", "b"), page_token=token)
+
+
+def test_versions_of_what_is_not_there_or_of_another_tenant(three):
+    for name, tenants in ((AdapterName("default", "b"), None), (A, frozenset({"other"}))):
+        with pytest.raises(NotFound):
+            three.versions(name, tenants=tenants)
+
+
+def test_rollback_points_back_with_one_event(three):
+    record, revision = three.rollback(A, 1)
+    assert (record.version, record.digest, revision) == (1, "d1", 4)
+    [event] = three.events_since(3, 10)
+    assert (event.kind, event.version, event.digest) == (EventKind.UPDATED, 1, "d1")
+
+
+def test_rollback_to_what_is_current_changes_nothing(three):
+    assert three.rollback(A, 3)[1] == 3
+    assert three.revision() == 3
+
+
+def test_rollback_moves_the_pin(three, names):
+    three.set_pinned(names.ref("a"), True, 100)
+    assert three.rollback(A, 1)[0].pinned
+    assert not names.get("a", 3).pinned
+
+
+def test_rollback_brings_a_deleted_version_back(three, names, clock):
+    three.remove(A, 1)
+    assert three.rollback(A, 1)[0].delete_time is None
+    assert names.get("a").digest == "d1"
+    three.remove(A)
+    record, revision = three.rollback(A, 2)
+    assert (record.version, record.delete_time) == (2, None)
+    event = three.events_since(revision - 1, 10)[0]
+    assert (event.kind, event.version) == (EventKind.REGISTERED, 2)
+    with pytest.raises(NotFound, match="default/a@1"):
+        names.get("a", 1)
+    three.remove(A)
+    clock.now += GRACE
+    with pytest.raises(NotFound, match="default/a@2"):
+        three.rollback(A, 2)
+
+
+def test_rollback_if_current_digest(three, names):
+    with pytest.raises(Conflict, match="d3"):
+        three.rollback(A, 1, "d2")
+    assert three.rollback(A, 1, "d3")[0].version == 1
+
+
+def test_rollback_to_what_is_not_there_or_of_another_tenant(three):
+    for version, tenants in ((4, None), (1, frozenset({"other"}))):
+        with pytest.raises(NotFound, match=f"default/a@{version}"):
+            three.rollback(A, version, tenants=tenants)
+
+
+def test_what_came_back_beside_its_copy_stays_current(three, names):
+    """Content that two versions have: registering it again changes nothing."""
+    three.remove(A, 1)
+    assert names.register("a", "d1")[0].version == 4
+    three.rollback(A, 1)
+    record, revision = names.register("a", "d1")
+    assert (record.version, revision) == (1, 6)
