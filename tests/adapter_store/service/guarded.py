@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 
 
 def token_of(name: str) -> str:
@@ -34,19 +34,18 @@ def write_policy(folder: Path, *parts: str) -> Path:
 
 
 @contextmanager
-def counted_statements(served):
+def counted_statements():
     """Gives a list that the catalog's statements are put into as they run."""
     statements: list[str] = []
 
     def note(conn, cursor, statement, parameters, context, executemany) -> None:
         statements.append(statement)
 
-    engine = served.running.store.catalog._engine
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", note)
     try:
         yield statements
     finally:
-        event.remove(engine, "before_cursor_execute", note)
+        event.remove(Engine, "before_cursor_execute", note)
 
 
 def answer_of(error) -> tuple[object, ...]:
