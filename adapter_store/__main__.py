@@ -1,9 +1,13 @@
-"""`python -m adapter_store`: runs the adapter store until SIGTERM."""
+"""`python -m adapter_store`: runs the adapter store until SIGTERM.
+
+`python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -14,8 +18,11 @@ from adapter_store.log import setup_logging
 
 def main(arguments: list[str] | None = None) -> int:
     """Gives the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["digest"]:
+        return _print_digest(arguments[1:])
     try:
-        settings = load_settings(sys.argv[1:] if arguments is None else arguments)
+        settings = load_settings(arguments)
     except ValidationError as error:
         for problem in error.errors():
             option = "-".join(str(part) for part in problem["loc"][:1]).replace("_", "-")
@@ -23,6 +30,20 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     setup_logging(settings.log_format, settings.log_level)
     return _run(settings)
+
+
+def _print_digest(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m adapter_store digest DIR", file=sys.stderr)
+        return 2
+    from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+
+    try:
+        print(open_checkpoint(Path(arguments[0]), CheckpointLimits()).digest)
+    except (StoreError, OSError) as error:
+        print(f"{arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run(settings: Settings) -> int:

@@ -91,6 +91,7 @@ class AsyncClient:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         description: str = "",
+        signature: types.Signature | None = None,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -106,6 +107,7 @@ class AsyncClient:
                 pinned,
                 labels,
                 description,
+                signature,
             )
             return await self._call(call, timeout_s)
         upload = Upload(
@@ -118,6 +120,7 @@ class AsyncClient:
             pinned=pinned,
             labels=labels,
             description=description,
+            signature=signature,
         )
         return await self._upload(upload, timeout_s)
 

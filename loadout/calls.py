@@ -71,6 +71,15 @@ def build(kind: type[Message], field: str = "", **values: Any) -> Any:
     return message
 
 
+def signature_message(signature: types.Signature | None) -> Message | None:
+    if signature is None:
+        return None
+    return cast(
+        Message,
+        build(store_pb.Signature, "signature", key_id=signature.key_id, value=signature.value),
+    )
+
+
 # --- the adapter store --------------------------------------------------------------------------
 
 
@@ -83,6 +92,7 @@ def register(
     pinned: bool,
     labels: Mapping[str, str],
     description: str = "",
+    signature: types.Signature | None = None,
 ) -> Call[types.Registration]:
     request = build(
         store_pb.RegisterAdapterRequest,
@@ -94,6 +104,7 @@ def register(
         pinned=pinned,
         labels=dict(labels),
         description=description,
+        signature=signature_message(signature),
     )
     # The second try of a conditional registration would meet its own first one as a conflict.
     return Call(

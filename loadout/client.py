@@ -100,6 +100,7 @@ class Client:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         description: str = "",
+        signature: types.Signature | None = None,
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
@@ -107,7 +108,8 @@ class Client:
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
         other is a local folder and is uploaded, with `progress` told of every chunk. `base_model`
-        is only needed when the adapter's own config does not name it.
+        is only needed when the adapter's own config does not name it. The store checks `signature`
+        (from loadout.signing) against the digest that it computes itself.
         """
         labels = labels or {}
         if is_uri(source):
@@ -120,6 +122,7 @@ class Client:
                 pinned,
                 labels,
                 description,
+                signature,
             )
             return self._call(call, timeout_s)
         upload = Upload(
@@ -132,6 +135,7 @@ class Client:
             pinned=pinned,
             labels=labels,
             description=description,
+            signature=signature,
         )
         return self._upload(upload, timeout_s)
 

@@ -102,6 +102,14 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Signature:
+    """Of a digest, by a key that the store's policy knows as `key_id`; see `loadout.signing`."""
+
+    key_id: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """A recorded adapter; pass `revision` to generate(min_revision=...) to be sure to use it."""
 

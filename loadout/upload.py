@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.calls import build
+from loadout.calls import build, signature_message
 from loadout.errors import InvalidArgument
+from loadout.types import Signature
 
 CHUNK_BYTES = 512 * 1024
 
@@ -73,6 +74,7 @@ class Upload:
         pinned: bool,
         labels: Mapping[str, str],
         description: str = "",
+        signature: Signature | None = None,
     ) -> None:
         meta = build(
             store_pb.UploadMeta,
@@ -83,6 +85,7 @@ class Upload:
             pinned=pinned,
             labels=dict(labels),
             description=description,
+            signature=signature_message(signature),
         )
         self._folder = folder
         self._progress = progress

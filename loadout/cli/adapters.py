@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,15 +21,19 @@ from rich.table import Table
 
 from loadout.cli import options
 from loadout.cli.output import table_console
+from loadout.cli.signing import compute_digest
 from loadout.cli.versions import list_versions
 from loadout.client import Client
-from loadout.types import Adapter, ImageState
+from loadout.signing import SigningKey, parse_signature
+from loadout.types import Adapter, ImageState, Signature
+from loadout.upload import is_uri
 
 REGISTER_EXAMPLES = """\b
 Examples:
   loadout register french ./out/french
   loadout register acme/support s3://adapters/support --label team=cx --pin
   loadout register french file:///srv/adapters/french --if-current-digest sha256:...
+  loadout register french ./out/french --sign-key release-2026.pem
 """
 
 LIST_EXAMPLES = """\b
@@ -61,6 +66,13 @@ def register(
     label: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
     ] = None,
+    signature: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `loadout sign` printed.")
+    ] = None,
+    sign_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Sign it with this key; a URI needs --expected-digest."),
+    ] = None,
     store: options.Store = options.DEFAULT_STORE,
 ) -> None:
     """Register an adapter with the store.
@@ -68,6 +80,8 @@ def register(
     It is checked, and recorded durably, before the command returns.
     """
     labels = dict(_key_value(each) for each in label or ())
+    if sign_key is not None:
+        expected_digest = expected_digest or _digest_to_sign(source)
     with Client(store=store) as client, _upload_bar() as show:
         result = client.register(
             name,
@@ -78,10 +92,26 @@ def register(
             pinned=pin,
             labels=labels,
             description=description,
+            signature=_signature(signature, sign_key, expected_digest),
             progress=show,
         )
     adapter = result.adapter
     typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
+
+
+def _digest_to_sign(source: str) -> str:
+    """Only files that are here can be signed without knowing their digest."""
+    if is_uri(source):
+        raise typer.BadParameter("a URI needs --expected-digest", param_hint="--sign-key")
+    return compute_digest(Path(source))
+
+
+def _signature(file: Path | None, sign_key: Path | None, digest: str) -> Signature | None:
+    if file is not None and sign_key is not None:
+        raise typer.BadParameter("is there already with --sign-key", param_hint="--signature")
+    if file is not None:
+        return parse_signature(file.read_text(encoding="utf-8", errors="replace"), str(file))
+    return SigningKey.load(sign_key).sign(digest) if sign_key is not None else None
 
 
 def _key_value(text: str) -> tuple[str, str]:

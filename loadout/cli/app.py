@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loadout.cli import adapters, demo, generate, services, top, versions
+from loadout.cli import adapters, demo, generate, services, signing, token, top, versions
 
 # Plain help: it keeps the examples' line breaks and reads the same in a log as on a terminal.
 app = typer.Typer(
@@ -58,4 +58,8 @@ app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
 app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)
 app.command("delete", epilog=versions.DELETE_EXAMPLES)(versions.delete)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("digest", epilog=signing.DIGEST_EXAMPLES)(signing.digest)
+app.command("keygen", epilog=signing.KEYGEN_EXAMPLES)(signing.keygen)
+app.command("sign", epilog=signing.SIGN_EXAMPLES)(signing.sign)
+app.command("token", epilog=token.EXAMPLES)(token.token)
 app.command("top", epilog=top.EXAMPLES)(top.top)

@@ -1,0 +1,89 @@
+"""Signatures: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>", by a key the policy trusts.
+
+The digest is the one that this store computed from the content; what a caller says it is counts
+for nothing. Nothing here ever holds a private key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from adapter_store.errors import InvalidArgument, PreconditionFailed
+from adapter_store.policy import Policy, TrustedKey
+
+SIGNATURE_BYTES = 64
+_SHOWN_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """`key_id` is the name under which the policy has the key."""
+
+    key_id: str
+    value: bytes = field(repr=False)
+
+
+def check_signature(policy: Policy, tenant: str, signature: Signature | None) -> None:
+    """What can be refused before the digest is known.
+
+    Raises PreconditionFailed (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
+    for this tenant) and InvalidArgument (SIGNATURE_INVALID: it cannot be one).
+    """
+    if signature is None:
+        if policy.tenant(tenant).require_signature:
+            raise PreconditionFailed(
+                f"signature: tenant {tenant} takes signed adapters only",
+                subject="signature",
+                reason="SIGNATURE_REQUIRED",
+            )
+        return
+    if len(signature.value) != SIGNATURE_BYTES:
+        raise InvalidArgument(
+            f"signature.value: {len(signature.value)} bytes, not {SIGNATURE_BYTES}",
+            subject="signature.value",
+            reason="SIGNATURE_INVALID",
+        )
+    _trusted_key(policy, tenant, signature)
+
+
+def verify_signature(policy: Policy, tenant: str, signature: Signature | None, digest: str) -> str:
+    """The name of the key that signed `digest`, "" if nothing was given and nothing is required.
+
+    Raises as `check_signature`, and PreconditionFailed (SIGNATURE_INVALID): not of this digest, or
+    not by this key.
+    """
+    check_signature(policy, tenant, signature)
+    if signature is None:
+        return ""
+    key = _trusted_key(policy, tenant, signature)
+    try:
+        Ed25519PublicKey.from_public_bytes(key.public_key).verify(signature.value, digest.encode())
+    except InvalidSignature as exc:
+        raise PreconditionFailed(
+            f"signature: it is not key {key.name}'s signature of {digest}",
+            subject="signature",
+            reason="SIGNATURE_INVALID",
+        ) from exc
+    return key.name
+
+
+def require_signed(policy: Policy, tenant: str, signed_by: str) -> None:
+    """Whether what is on record may become current. Raises PreconditionFailed."""
+    if not signed_by:
+        check_signature(policy, tenant, None)
+
+
+def _trusted_key(policy: Policy, tenant: str, signature: Signature) -> TrustedKey:
+    """The same answer for no such key as for one of others: key names are theirs to know."""
+    key = policy.keys.get(signature.key_id)
+    if key is None or (key.tenants is not None and tenant not in key.tenants):
+        raise PreconditionFailed(
+            f"signature.key_id: {signature.key_id[:_SHOWN_CHARS]!r} is no key that is trusted for "
+            f"tenant {tenant}",
+            subject="signature.key_id",
+            reason="KEY_UNKNOWN",
+        )
+    return key
