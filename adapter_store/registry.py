@@ -131,8 +131,11 @@ class Registry:
         if_current_digest: str,
         line: AuditLine,
     ) -> tuple[AdapterRecord, int]:
-        """See Catalog.rollback. It takes nothing that is not there already: no quota applies."""
-        job = self._call(self._catalog.rollback, name, version, if_current_digest, who.tenants)
+        """See Catalog.rollback. Goes on to its end when the caller goes away."""
+        quota = self._policies.policy.tenant(name.tenant).quota
+        job = self._call(
+            self._catalog.rollback, name, version, if_current_digest, who.tenants, quota
+        )
         return await self._finish(job, line)
 
     async def set_pinned(

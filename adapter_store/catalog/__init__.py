@@ -39,6 +39,7 @@ from adapter_store.core import (
     AdapterName,
     AdapterRecord,
     AdapterRef,
+    EventKind,
     LayoutVerdict,
     Quota,
     Tenants,
@@ -134,14 +135,18 @@ class Catalog:
         version: int,
         if_current_digest: str = "",
         tenants: Tenants = None,
+        quota: Quota = _UNLIMITED,
     ) -> tuple[AdapterRecord, int]:
-        """See names.rollback. Gives the record and the revision at which it is current."""
+        """See names.rollback. Gives the record and the revision at which it is current. Raises
+        also QuotaExceeded for a name that was gone, and is one too many now."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
             new_events, revision = names.rollback(
                 conn, name, version, if_current_digest, deleted_after, now, tenants
             )
+            if any(event.kind is EventKind.REGISTERED for event in new_events):
+                usage.check_num_adapters(conn, name.tenant, 0, quota)
             made += new_events
             return records.find(conn, AdapterRef(name=name)), revision
 
@@ -207,7 +212,7 @@ class Catalog:
             found = records.versions_page(conn, name, before, limit + 1, deleted_after, tenants)
             if not found and before is None:
                 raise NotFound(f"no adapter {name}", subject=str(name))
-            current = records.current_version(conn, name)
+            current = records.current_version(conn, name, tenants)
             revision = events.revision(conn)
         more = len(found) > limit
         token = encode_version_token(name, found[limit - 1].version) if more else ""

@@ -17,6 +17,7 @@ from adapter_store.errors import InvalidArgument
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+MAX_VERSION = 2**31 - 1
 MAX_LABELS = 64
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
@@ -95,6 +96,8 @@ def decode_version_token(token: str, name: AdapterName) -> int | None:
     name_of_token, version = _decode(token, (str, int))
     if name_of_token != str(name):
         raise InvalidArgument("page_token: belongs to another list", subject="page_token")
+    if not 0 <= version <= MAX_VERSION:
+        raise InvalidArgument("page_token: not a token of this store", subject="page_token")
     return int(version)
 
 

@@ -100,10 +100,10 @@ def versions_page(
     return _to_records(conn, conn.execute(query.limit(limit)).all())
 
 
-def current_version(conn: Connection, name: AdapterName) -> int:
-    """What the name points to; 0: it is gone."""
+def current_version(conn: Connection, name: AdapterName, tenants: Tenants) -> int:
+    """What the name points to; 0: it is gone, or of none of these tenants."""
     query = select(adapters.c.current_version).where(
-        adapters.c.tenant == name.tenant, adapters.c.name == name.name
+        adapters.c.tenant == name.tenant, adapters.c.name == name.name, within(tenants)
     )
     return conn.scalar(query) or 0
 

@@ -21,13 +21,7 @@ def check_quota(
     What takes no more than is taken already passes, also over a quota that has been lowered.
     """
     if quota.max_adapters is not None and not _is_live(conn, name):
-        num_adapters = _num_adapters(conn, name.tenant)
-        if num_adapters >= quota.max_adapters:
-            raise QuotaExceeded(
-                f"max_adapters: tenant {name.tenant!r} has {num_adapters} adapters, "
-                f"its quota is {quota.max_adapters}",
-                subject="max_adapters",
-            )
+        check_num_adapters(conn, name.tenant, 1, quota)
     if quota.max_bytes is not None and not _is_kept(conn, name.tenant, digest):
         kept_bytes = _kept_bytes(conn, name.tenant)
         if kept_bytes + source_bytes > quota.max_bytes:
@@ -39,6 +33,21 @@ def check_quota(
             )
 
 
+def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quota) -> None:
+    """Raises QuotaExceeded if the tenant has more adapters than its quota, or would with
+    `num_more`."""
+    if quota.max_adapters is None:
+        return
+    query = select(func.count()).where(adapters.c.tenant == tenant, adapters.c.current_version > 0)
+    num_adapters = (conn.scalar(query) or 0) + num_more
+    if num_adapters > quota.max_adapters:
+        raise QuotaExceeded(
+            f"max_adapters: tenant {tenant!r} would have {num_adapters} adapters, "
+            f"its quota is {quota.max_adapters}",
+            subject="max_adapters",
+        )
+
+
 def _is_live(conn: Connection, name: AdapterName) -> bool:
     query = select(adapters.c.id).where(
         adapters.c.tenant == name.tenant,
@@ -46,11 +55,6 @@ def _is_live(conn: Connection, name: AdapterName) -> bool:
         adapters.c.current_version > 0,
     )
     return conn.execute(query).first() is not None
-
-
-def _num_adapters(conn: Connection, tenant: str) -> int:
-    query = select(func.count()).where(adapters.c.tenant == tenant, adapters.c.current_version > 0)
-    return conn.scalar(query) or 0
 
 
 def _is_kept(conn: Connection, tenant: str, digest: str) -> bool:

@@ -69,6 +69,19 @@ def test_a_lowered_quota_refuses_only_what_would_take_more(names):
     refused(names, "max_bytes", "t/a", "d-new", quota)
 
 
+def test_a_name_that_comes_back_counts_again(names):
+    quota = Quota(max_adapters=1)
+    register(names, "t/a", "d1", quota)
+    register(names, "t/a", "d2", quota)
+    names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)
+    names.catalog.remove(AdapterName("t", "a"))
+    register(names, "t/b", "d1", quota)
+    with pytest.raises(QuotaExceeded, match="max_adapters: tenant 't' would have 2"):
+        names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)
+    names.catalog.remove(AdapterName("t", "b"))
+    assert names.catalog.rollback(AdapterName("t", "a"), 1, quota=quota)[0].version == 1
+
+
 def test_nothing_at_all(names):
     refused(names, "max_adapters", "t/a", "d1", Quota(max_adapters=0))
     refused(names, "max_bytes", "t/a", "d1", Quota(max_bytes=0))

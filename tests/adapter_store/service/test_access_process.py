@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.conftest import tiny_layout
 from tests.adapter_store.service.guarded import (
     ROOT,
     audit_lines,
@@ -108,6 +109,8 @@ def test_every_change_that_is_asked_for_has_its_line(spawn, connect, make_adapte
     root.stub.PinAdapter(pb.PinAdapterRequest(ref="team-a/one"))
     root.stub.UnpinAdapter(pb.UnpinAdapterRequest(ref="team-a/one"))
     publisher.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="one", version=1))
+    publisher.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="one", version=1))
+    layout_id = root.register_layout(tiny_layout())
     assert code_of(lambda: publisher.register("team-b/x", folder)) == "PERMISSION_DENIED"
     assert code_of(lambda: publisher.register("NO NAME", folder)) == "INVALID_ARGUMENT"
     assert code_of(lambda: connect(address).register("x", folder)) == "UNAUTHENTICATED"
@@ -121,14 +124,17 @@ def test_every_change_that_is_asked_for_has_its_line(spawn, connect, make_adapte
         ("PinAdapter", "team-a/one", "root", ""),
         ("UnpinAdapter", "team-a/one", "root", ""),
         ("DeleteAdapter", "team-a/one", "a", ""),
+        ("RollbackAdapter", "team-a/one", "a", ""),
+        ("RegisterLayout", "org/tiny", "root", ""),
         ("RegisterAdapter", "team-b/x", "a", "PERMISSION_DENIED"),
         ("RegisterAdapter", "NO NAME", "a", "INVALID_ARGUMENT"),
         ("RegisterAdapter", "x", "", "UNAUTHENTICATED"),
         ("RegisterAdapter", "gone", "a", "SOURCE_NOT_FOUND"),
     ]
-    assert [line["result"] for line in lines] == ["ok"] * 5 + ["refused"] * 4
-    assert {line["digest"] for line in lines[:5]} == {made.adapter.digest}
-    assert [line["revision"] for line in lines[:5]] == [1, 2, 3, 4, 5]
+    assert [line["result"] for line in lines] == ["ok"] * 7 + ["refused"] * 4
+    assert {line["digest"] for line in lines[:6]} == {made.adapter.digest}
+    assert [line["revision"] for line in lines[:6]] == [1, 2, 3, 4, 5, 6]
+    assert lines[6]["digest"] == layout_id
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in lines)
 
 

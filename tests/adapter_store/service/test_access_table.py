@@ -12,7 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from adapter_store.catalog.filters import encode_version_token
 from adapter_store.checkpoint import open_checkpoint
+from adapter_store.refs import parse_name
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.conftest import save_adapter, tiny_layout
 from tests.adapter_store.service.conftest import Client, Served
@@ -52,6 +54,8 @@ ALLOWED = {
     "GetAdapter": READERS,
     "ListAdapters": READERS,
     "DeleteAdapter": PUBLISHERS,
+    "ListVersions": READERS,
+    "RollbackAdapter": PUBLISHERS,
     "PinAdapter": ADMINS,
     "UnpinAdapter": ADMINS,
     "RegisterLayout": OPERATORS,
@@ -143,6 +147,18 @@ def delete_adapter(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def list_versions(house: House, client: Client, tenant: str) -> str:
+    response = client.stub.ListVersions(pb.ListVersionsRequest(name=f"{tenant}/kept"))
+    assert response.current_version == 1
+    return "OK"
+
+
+def rollback_adapter(house: House, client: Client, tenant: str) -> str:
+    request = pb.RollbackAdapterRequest(name=house.fresh(tenant), version=1)
+    assert client.stub.RollbackAdapter(request).adapter.version == 1
+    return "OK"
+
+
 def pin_adapter(house: House, client: Client, tenant: str) -> str:
     request = pb.PinAdapterRequest(ref=house.fresh(tenant))
     assert client.stub.PinAdapter(request).adapter.pinned
@@ -188,6 +204,8 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "GetAdapter": get_adapter,
     "ListAdapters": list_adapters,
     "DeleteAdapter": delete_adapter,
+    "ListVersions": list_versions,
+    "RollbackAdapter": rollback_adapter,
     "PinAdapter": pin_adapter,
     "UnpinAdapter": unpin_adapter,
     "RegisterLayout": register_layout,
@@ -208,7 +226,7 @@ def expected(rpc: str, caller: str, tenant: str) -> str:
 
 
 def test_the_table_has_every_rpc():
-    assert set(ASK) == set(SERVICE.methods_by_name) - {"ListVersions", "RollbackAdapter"}
+    assert set(ASK) == set(ALLOWED) == set(SERVICE.methods_by_name)
 
 
 @pytest.mark.parametrize("tenant", [OWN, OTHER], ids=["own", "other"])
@@ -232,6 +250,10 @@ ABSENT = {
     "DeleteAdapter": lambda stub, name: stub.DeleteAdapter(pb.DeleteAdapterRequest(name=name)),
     "DeleteAdapter of a version": lambda stub, name: stub.DeleteAdapter(
         pb.DeleteAdapterRequest(name=name, version=1)
+    ),
+    "ListVersions": lambda stub, name: stub.ListVersions(pb.ListVersionsRequest(name=name)),
+    "RollbackAdapter": lambda stub, name: stub.RollbackAdapter(
+        pb.RollbackAdapterRequest(name=name, version=1)
     ),
     "PinAdapter": lambda stub, name: stub.PinAdapter(pb.PinAdapterRequest(ref=name)),
     "UnpinAdapter": lambda stub, name: stub.UnpinAdapter(pb.UnpinAdapterRequest(ref=name)),
@@ -266,6 +288,23 @@ def test_not_yours_and_not_there_are_one_answer(house, rpc):
     house.clients["root"].register(name, house.folders[OTHER])
     assert refusal(house, call) == absent
     assert house.clients["root"].get(name).version == 2
+
+
+def test_a_page_token_made_up_for_anothers_name_shows_nothing(house, refused):
+    names = [f"{OTHER}/kept", f"{OTHER}/n{next(house.numbers)}"]
+    answers = []
+    for name in names:
+        request = pb.ListVersionsRequest(
+            name=name, page_token=encode_version_token(parse_name(name), 9)
+        )
+        with counted_statements() as statements:
+            answers.append((house.clients["admin"].stub.ListVersions(request), statements))
+    assert answers[0] == answers[1]
+    assert (len(answers[0][0].adapters), answers[0][0].current_version) == (0, 0)
+    huge = encode_version_token(parse_name(names[0]), 10**30)
+    request = pb.ListVersionsRequest(name=names[0], page_token=huge)
+    with refused("INVALID_ARGUMENT", "page_token"):
+        house.clients["admin"].stub.ListVersions(request)
 
 
 @pytest.mark.parametrize(
