@@ -41,7 +41,23 @@ class Config(BaseSettings):
     """Further names of the base model, separated by commas."""
 
     store: str = ""
-    """Address of the adapter store, host:port. Empty: serve the base model only."""
+    """Address of the adapter store, host:port; several replicas are separated by commas, or are
+    what the host's name resolves to. Empty: serve the base model only."""
+
+    store_token_file: Path | None = None
+    """File with the bearer token that the store knows this server by, read again on changes."""
+
+    store_tls_ca_file: Path | None = None
+    """CA certificates, PEM, that sign the store's certificate. None: no TLS to the store."""
+
+    store_tls_cert_file: Path | None = None
+    """Certificate chain, PEM, shown to a store that asks for client certificates."""
+
+    store_tls_key_file: Path | None = None
+    """Private key of store_tls_cert_file, PEM."""
+
+    store_allow_insecure_token: bool = False
+    """Send the token also without TLS to a store that is not on this machine."""
 
     listen: str = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0: any free one."""
@@ -117,8 +133,13 @@ class Config(BaseSettings):
     @field_validator("aliases", mode="before")
     @classmethod
     def _split_aliases(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return _split(value) if isinstance(value, str) else value
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, value: str) -> str:
+        for address in _split(value):
+            split_address(address)
         return value
 
     @field_validator("listen", "metrics_listen")
@@ -150,10 +171,19 @@ class Config(BaseSettings):
         return self
 
     @property
+    def store_addresses(self) -> tuple[str, ...]:
+        """The addresses in `store`, each once."""
+        return tuple(dict.fromkeys(_split(self.store)))
+
+    @property
     def base_model_names(self) -> tuple[str, ...]:
         """The base model's name, then its aliases, each once."""
         name = self.base_model or self.model.resolve().name
         return tuple(dict.fromkeys((name, *self.aliases)))
+
+
+def _split(value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def split_address(address: str) -> tuple[str, int]:

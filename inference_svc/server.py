@@ -22,6 +22,7 @@ from inference_svc.names import Directory, Servable
 from inference_svc.servicer import InferenceServicer, ServerFacts
 from inference_svc.snapshots import Snapshots
 from inference_svc.status import StatusInterceptor
+from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_client import CatalogClient
 from inference_svc.store_link import StoreLink
 from inference_svc.text.detokenizer import Decoder
@@ -59,8 +60,9 @@ class InferenceServer:
     `start` to `close`. `config` is resolved. Raises OSError if it cannot listen.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, store_access: StoreAccess = NO_ACCESS) -> None:
         self._config = config
+        self._store_access = store_access
         if config.ready_file is not None:
             config.ready_file.unlink(missing_ok=True)
         self._snapshots = Snapshots()
@@ -83,7 +85,7 @@ class InferenceServer:
         when it closes."""
         config = self._config
         self._engine = engine
-        self._catalog = CatalogClient(config.store) if config.store else None
+        self._catalog = CatalogClient(config.store, self._store_access) if config.store else None
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(self._catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)

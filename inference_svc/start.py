@@ -14,6 +14,7 @@ from inference_svc.engine.handle import EngineThread
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.server import InferenceServer
 from inference_svc.servicer import ServerFacts
+from inference_svc.store_access import read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.text.tokenizer import Tokenizer
 
@@ -30,8 +31,9 @@ async def serve(config: Config) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     geometry = load_geometry(config.model)
     config = resolve(config, _machine(config), _model_facts(geometry))
-    server = InferenceServer(config)
-    images = ImageClient(config.store) if config.store else NoStore()
+    access = read_store_access(config)
+    server = InferenceServer(config, access)
+    images = ImageClient(config.store, access) if config.store else NoStore()
     try:
         text = await asyncio.to_thread(Tokenizer, config.model)
         engine = await asyncio.to_thread(EngineThread, _engine_config(config), images)

@@ -29,6 +29,7 @@ from inference_svc.errors import (
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.names import NameEvent
+from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_link import HistoryGone
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
@@ -76,14 +77,28 @@ _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMA
 """Events after which every name points to what it did before."""
 
 
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""It answers, but not to us: the token is to be mended, and callers can only wait."""
+
+
+def open_channel(kind: Any, address: str, access: StoreAccess) -> Any:
+    """`kind` is grpc or grpc.aio."""
+    trusted = access.certificates
+    if trusted is None:
+        return kind.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(trusted.ca, trusted.key, trusted.chain)
+    return kind.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
 class CatalogClient:
     """Questions about names, the watch, and our layout. Lives on one event loop.
 
     Every method raises StoreUnavailable when the store does not answer.
     """
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, access: StoreAccess = NO_ACCESS) -> None:
+        self._channel = open_channel(grpc.aio, address, access)
+        self._access = access
         self._stub = pb_grpc.AdapterStoreServiceStub(self._channel)
 
     async def close(self) -> None:
@@ -107,7 +122,8 @@ class CatalogClient:
 
     async def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
         """Changes of names after a revision, and bookmarks. Raises HistoryGone."""
-        call = self._stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=since_revision))
+        request = pb.WatchAdaptersRequest(since_revision=since_revision)
+        call = self._stub.WatchAdapters(request, metadata=self._access.metadata())
         try:
             while True:
                 async with asyncio.timeout(SILENCE_SECONDS):
@@ -127,7 +143,7 @@ class CatalogClient:
 
     async def _ask(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=ANSWER_SECONDS)
+            return await method(request, timeout=ANSWER_SECONDS, metadata=self._access.metadata())
         except grpc.RpcError as error:
             raise to_error(error) from error
 
@@ -135,8 +151,9 @@ class CatalogClient:
 class ImageClient:
     """The AdapterStore of pull threads: a channel of its own, blocking iterators."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, address: str, access: StoreAccess = NO_ACCESS) -> None:
+        self._channel = open_channel(grpc, address, access)
+        self._access = access
         self._stub = pb_grpc.AdapterStoreServiceStub(self._channel)
 
     def close(self) -> None:
@@ -146,7 +163,8 @@ class ImageClient:
         request = pb.PullAdapterRequest(
             digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
         )
-        return _ImageStream(self._stub.PullAdapter(request), layout_id)
+        call = self._stub.PullAdapter(request, metadata=self._access.metadata())
+        return _ImageStream(call, layout_id)
 
 
 class NoStore:
@@ -188,7 +206,8 @@ def to_error(error: grpc.RpcError) -> InferenceError:
     kind = ERRORS.get(error.code())
     if kind is not None:
         return kind(error.details(), subject="adapter")
-    unavailable = StoreUnavailable(f"the adapter store does not answer ({error.code().name})")
+    does = "refuses this server" if error.code() in REFUSALS else "does not answer"
+    unavailable = StoreUnavailable(f"the adapter store {does} ({error.code().name})")
     unavailable.add_note(error.details() or "")
     return unavailable
 

@@ -1,0 +1,133 @@
+"""What this server shows to its store, and what it trusts there: read and checked at start.
+
+The token never goes anywhere but into calls: not into logs, messages or representations.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inference_svc.config import Config, split_address
+
+log = logging.getLogger(__name__)
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCertificates:
+    """PEM. `ca` signs the store's certificate; `chain` and `key` are ours, where it asks."""
+
+    ca: bytes
+    chain: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+
+class TokenFile:
+    """The token in a file, read again when the file changes, so that it can be renewed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError if it holds no token, and OSError if it cannot be read."""
+        self._path = path
+        self._stamp = self._read_stamp()
+        self._token = _read_token(path)
+
+    def current(self) -> str:
+        """From any thread. A file that is bad for now leaves the token as it was."""
+        try:
+            stamp = self._read_stamp()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._token = _read_token(self._path)
+                log.info("read the store's token again")
+        except (OSError, ValueError) as error:
+            log.debug("the store's token stays as it was: %s", error)
+        return self._token
+
+    def _read_stamp(self) -> tuple[int, int, int]:
+        found = self._path.stat()
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """`certificates` None: no TLS. `token` None: nothing is shown."""
+
+    token: TokenFile | None = None
+    certificates: StoreCertificates | None = None
+
+    def metadata(self) -> Metadata:
+        """What goes with every call."""
+        if self.token is None:
+            return ()
+        return (("authorization", f"Bearer {self.token.current()}"),)
+
+
+NO_ACCESS = StoreAccess()
+
+
+def read_store_access(config: Config) -> StoreAccess:
+    """Raises ValueError naming the setting, and OSError for a file that cannot be read."""
+    certificates = _read_certificates(config)
+    if config.store_token_file is None:
+        return StoreAccess(None, certificates)
+    if certificates is None and not config.store_allow_insecure_token:
+        for address in config.store_addresses:
+            if not _is_loopback(split_address(address)[0]):
+                raise ValueError(
+                    f"store_token_file: everybody on the way to {address} could read the token: "
+                    "set store_tls_ca_file, or store_allow_insecure_token"
+                )
+    return StoreAccess(TokenFile(config.store_token_file), certificates)
+
+
+def _read_certificates(config: Config) -> StoreCertificates | None:
+    ca, chain, key = (
+        config.store_tls_ca_file,
+        config.store_tls_cert_file,
+        config.store_tls_key_file,
+    )
+    if ca is None:
+        if chain is not None or key is not None:
+            raise ValueError("store_tls_ca_file: a client certificate needs it, too")
+        return None
+    if (chain is None) != (key is None):
+        missing = "store_tls_cert_file" if chain is None else "store_tls_key_file"
+        raise ValueError(f"{missing}: a client certificate needs it, too")
+    found = StoreCertificates(
+        ca.read_bytes(),
+        None if chain is None else chain.read_bytes(),
+        None if key is None else key.read_bytes(),
+    )
+    # gRPC takes whatever it is given, and fails every handshake later.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError:
+        raise ValueError(f"store_tls_ca_file: {ca} has no PEM certificate") from None
+    if chain is not None:
+        try:
+            context.load_cert_chain(chain, key, password="")
+        except ssl.SSLError:
+            raise ValueError(
+                f"store_tls_cert_file: {chain} and {key} are not a PEM chain and its plain key"
+            ) from None
+    return found
+
+
+def _read_token(path: Path) -> str:
+    token = path.read_bytes().strip()
+    if not token or any(byte <= 32 or byte >= 127 for byte in token):
+        raise ValueError(f"store_token_file: {path} does not hold a token and nothing else")
+    return token.decode("ascii")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,113 @@
+"""What the server shows to its store: files are checked at start, and the token stays secret."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_svc.config import Config
+from inference_svc.store_access import StoreAccess, TokenFile, read_store_access
+from tests.adapter_store.certificates import Authority
+
+TOKEN = "c2VjcmV0LW9mLXRoaXM"
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    return path
+
+
+def config(tmp_path: Path, **fields: Any) -> Config:
+    (tmp_path / "config.json").write_text("{}")
+    return Config(model=tmp_path, base_model="base", **fields)
+
+
+def test_nothing_is_shown_unless_asked_for(tmp_path: Path) -> None:
+    assert read_store_access(config(tmp_path, store="far:7070")) == StoreAccess()
+    assert StoreAccess().metadata() == ()
+
+
+def test_a_token_goes_with_every_call_and_nowhere_else(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    access = read_store_access(config(tmp_path, store="localhost:7070", store_token_file=token))
+    assert access.metadata() == (("authorization", f"Bearer {TOKEN}"),)
+    assert TOKEN not in repr(access) + caplog.text
+
+
+@pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
+def test_a_token_does_not_leave_the_machine_unencrypted(
+    tmp_path: Path, token: Path, store: str
+) -> None:
+    fields = {"store": store, "store_token_file": token}
+    with pytest.raises(ValueError, match="store_tls_ca_file, or store_allow_insecure_token"):
+        read_store_access(config(tmp_path, **fields))
+    assert read_store_access(config(tmp_path, store_allow_insecure_token=True, **fields)).token
+    authority = Authority(tmp_path)
+    access = read_store_access(config(tmp_path, store_tls_ca_file=authority.path, **fields))
+    assert access.certificates is not None
+    assert access.certificates.ca == authority.pem
+
+
+@pytest.mark.parametrize("text", ["", " \n", "two words", "line\nline", "na\u00efve", "\x00"])
+def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="does not hold a token") as caught:
+        TokenFile(path)
+    assert text.strip() == "" or text not in str(caught.value)
+
+
+def test_a_renewed_token_is_used_and_a_bad_one_is_not(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    file = TokenFile(token)
+    renewed = tmp_path / "renewed"
+    renewed.write_text("bmV3")
+    os.replace(renewed, token)
+    assert file.current() == "bmV3"
+    token.write_text("not a token")
+    assert file.current() == "bmV3"
+    token.unlink()
+    assert file.current() == "bmV3"
+    assert "bmV3" not in caplog.text
+    token.write_text("bmV3ZXI")
+    assert file.current() == "bmV3ZXI"
+
+
+def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    chain, key = authority.issue("us")
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_text("nonsense")
+    ca = authority.path
+    cases = [
+        ({"ca": nonsense}, "store_tls_ca_file: .* has no PEM certificate"),
+        ({"cert": chain, "key": key}, "store_tls_ca_file: a client certificate needs it"),
+        ({"ca": ca, "cert": chain}, "store_tls_key_file: a client certificate needs it"),
+        ({"ca": ca, "key": key}, "store_tls_cert_file: a client certificate needs it"),
+        ({"ca": ca, "cert": nonsense, "key": key}, "store_tls_cert_file: .* not a PEM chain"),
+    ]
+    for files, message in cases:
+        fields = {f"store_tls_{name}_file": path for name, path in files.items()}
+        with pytest.raises(ValueError, match=message):
+            read_store_access(config(tmp_path, **fields))
+    access = read_store_access(
+        config(tmp_path, store_tls_ca_file=ca, store_tls_cert_file=chain, store_tls_key_file=key)
+    )
+    assert access.certificates is not None
+    assert access.certificates.key == key.read_bytes()
+    assert "PRIVATE" not in repr(access)
+
+
+@pytest.mark.parametrize("store", ["far", "a:1,b", "a:1,b:70000"])
+def test_every_address_of_the_store_is_checked(tmp_path: Path, store: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        config(tmp_path, store=store)
+    assert config(tmp_path, store="a:1, b:2,a:1,").store_addresses == ("a:1", "b:2")
