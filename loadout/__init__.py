@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from loadout.aio import AsyncClient
     from loadout.client import Client
+    from loadout.security import TlsConfig
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "TlsConfig", "__version__"]
 
 
 def __getattr__(name: str) -> object:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> object:
         from loadout.aio import AsyncClient
 
         return AsyncClient
+    if name == "TlsConfig":
+        from loadout.security import TlsConfig
+
+        return TlsConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from loadout.calls import Call, Prompt, Service
 from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.security import Security, TlsConfig
 from loadout.stream import AsyncStream
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
@@ -37,9 +38,13 @@ class AsyncClient:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: TlsConfig | bool | None = None,
+        allow_insecure_token: bool = False,
     ) -> None:
         addresses = {Service.INFERENCE: inference, Service.STORE: store}
-        self._stubs = Stubs(grpc.aio.insecure_channel, addresses)
+        security = Security(token, tls, allow_insecure_token)
+        self._stubs = Stubs(grpc.aio, addresses, security)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 

@@ -9,6 +9,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.calls import Service
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
+from loadout.security import Security
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -34,11 +35,18 @@ STUBS = MappingProxyType(
 
 
 class Stubs:
-    """The stubs of the services this client has an address for, made on first use."""
+    """The stubs of the services this client has an address for, made on first use.
 
-    def __init__(self, open_channel: Any, addresses: dict[Service, str | None]) -> None:
-        self._open_channel = open_channel
+    `api` is `grpc` or `grpc.aio`. Raises as Security.check.
+    """
+
+    def __init__(self, api: Any, addresses: dict[Service, str | None], security: Security) -> None:
+        for service, address in addresses.items():
+            if address:
+                security.check(service.value, address)
+        self._api = api
         self._addresses = addresses
+        self._security = security
         self._stubs: dict[Service, Any] = {}
         self.channels: list[Any] = []
 
@@ -46,7 +54,7 @@ class Stubs:
         """Raises InvalidArgument if the client was made without this service's address."""
         if service not in self._stubs:
             self._stubs[service] = STUBS[service](self._channel(service))
-        return getattr(self._stubs[service], rpc)
+        return self._security.sign(getattr(self._stubs[service], rpc))
 
     def _channel(self, service: Service) -> Any:
         address = self._addresses[service]
@@ -56,7 +64,7 @@ class Stubs:
                 code="INVALID_ARGUMENT",
                 subject=service.value,
             )
-        channel = self._open_channel(address, options=OPTIONS)
+        channel = self._security.open_channel(self._api, address, OPTIONS)
         self.channels.append(channel)
         return channel
 

@@ -21,6 +21,7 @@ from loadout.calls import Call, Prompt, Service
 from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.security import Security, TlsConfig
 from loadout.stream import Stream
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
@@ -31,7 +32,10 @@ class Client:
     """Blocking client of one or both services; safe to share between threads.
 
     `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
-    (None: no deadline). All methods raise LoadoutError.
+    (None: no deadline). `token` is shown to the services with every call. `tls=True` trusts the
+    public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
+    token goes only to this machine, unless `allow_insecure_token` says that the network is trusted.
+    All methods, and the constructor, raise LoadoutError.
     """
 
     def __init__(
@@ -41,9 +45,13 @@ class Client:
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        token: str | None = None,
+        tls: TlsConfig | bool | None = None,
+        allow_insecure_token: bool = False,
     ) -> None:
         addresses = {Service.INFERENCE: inference, Service.STORE: store}
-        self._stubs = Stubs(grpc.insecure_channel, addresses)
+        security = Security(token, tls, allow_insecure_token)
+        self._stubs = Stubs(grpc, addresses, security)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 

@@ -8,7 +8,8 @@ LoadoutError                 catch this for all of them
  ├─ Conflict                 the name points elsewhere than the caller required
  ├─ OutOfRange               the history asked for is gone: list again
  ├─ ResourceExhausted        queue full or a limit reached; `retry_after_s` says when to come back
- ├─ PermissionDenied         also when no identity was shown
+ ├─ Unauthenticated          no token was shown, or one that the service does not know
+ ├─ PermissionDenied         this token may not do that
  ├─ DataLoss                 stored or pulled bytes fail their hash
  ├─ Unavailable              the service answered that it, its store or the adapter is not there now
  ├─ StreamLost               the connection ended before the answer did
@@ -83,6 +84,10 @@ class OutOfRange(LoadoutError):
 
 
 class ResourceExhausted(LoadoutError):
+    pass
+
+
+class Unauthenticated(LoadoutError):
     pass
 
 

@@ -31,7 +31,7 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[LoadoutError]] = {
     grpc.StatusCode.INTERNAL: errors.ServerError,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DATA_LOSS: errors.DataLoss,
-    grpc.StatusCode.UNAUTHENTICATED: errors.PermissionDenied,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
 }
 
 LOST_CODES = frozenset(

@@ -1,6 +1,8 @@
 // Streams one generation: node index.js [--inference HOST:PORT] [--adapter REF] TEXT
+// LOADOUT_TOKEN or --token-file has the bearer token; --tls-ca, --tls-cert and --tls-key are PEM files.
 "use strict";
 
+const fs = require("node:fs");
 const path = require("node:path");
 const { parseArgs } = require("node:util");
 const grpc = require("@grpc/grpc-js");
@@ -11,7 +13,10 @@ const PROTOS = path.join(__dirname, "..", "..", "protos");
 // A dead peer looks like one of these: directly, through Envoy or nginx, and through HAProxy.
 const STREAM_LOST = [grpc.status.UNAVAILABLE, grpc.status.INTERNAL, grpc.status.UNKNOWN];
 
-function connect(address) {
+// Without TLS a token goes to this machine only.
+const LOOPBACK = /^(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?$/;
+
+function connect(address, credentials, isSecure) {
   const definition = protoLoader.loadSync("loadout/inference/v1/inference.proto", {
     includeDirs: [PROTOS],
     keepCase: true, // field names as the contract writes them
@@ -19,11 +24,30 @@ function connect(address) {
     enums: String,
   });
   const { InferenceService } = grpc.loadPackageDefinition(definition).loadout.inference.v1;
-  return new InferenceService(address, grpc.credentials.createInsecure());
+  // A proxy of the environment would read a token that travels without TLS.
+  const options = isSecure ? {} : { "grpc.enable_http_proxy": 0 };
+  return new InferenceService(address, credentials, options);
 }
 
-async function generate(client, request, onText) {
-  const stream = client.Generate(request, { deadline: Date.now() + 60_000 });
+function tlsCredentials({ "tls-ca": ca, "tls-cert": cert, "tls-key": key }) {
+  const read = (file) => (file ? fs.readFileSync(file) : null);
+  return grpc.credentials.createSsl(read(ca), read(key), read(cert));
+}
+
+// The metadata that shows who calls; empty without a token.
+function identity(tokenFile, address, isSecure) {
+  const token = tokenFile ? fs.readFileSync(tokenFile, "utf8").trim() : process.env.LOADOUT_TOKEN;
+  const metadata = new grpc.Metadata();
+  if (!token) return metadata;
+  if (!isSecure && !LOOPBACK.test(address)) {
+    throw new Error(`${address} would be sent the token without TLS: pass --tls-ca`);
+  }
+  metadata.set("authorization", `Bearer ${token}`);
+  return metadata;
+}
+
+async function generate(client, request, metadata, onText) {
+  const stream = client.Generate(request, metadata, { deadline: Date.now() + 60_000 });
   let last;
   for await (const response of stream) {
     onText(response.text);
@@ -39,16 +63,23 @@ async function main() {
       inference: { type: "string", default: process.env.LOADOUT_INFERENCE ?? "127.0.0.1:7080" },
       adapter: { type: "string", default: "" },
       "max-tokens": { type: "string", default: "64" },
+      "token-file": { type: "string" },
+      "tls-ca": { type: "string" },
+      "tls-cert": { type: "string" },
+      "tls-key": { type: "string" },
     },
   });
-  const client = connect(values.inference);
+  const isSecure = Boolean(values["tls-ca"] || values["tls-cert"] || values["tls-key"]);
+  const credentials = isSecure ? tlsCredentials(values) : grpc.credentials.createInsecure();
+  const metadata = identity(values["token-file"], values.inference, isSecure);
+  const client = connect(values.inference, credentials, isSecure);
   const request = {
     text: positionals.join(" "),
     adapter: values.adapter,
     sampling: { temperature: 0, max_tokens: Number(values["max-tokens"]) },
   };
   try {
-    const last = await generate(client, request, (text) => process.stdout.write(text));
+    const last = await generate(client, request, metadata, (text) => process.stdout.write(text));
     const { prompt_tokens, completion_tokens } = last.usage;
     process.stdout.write("\n");
     console.error(`${last.finish_reason}: ${prompt_tokens} + ${completion_tokens} tokens`);

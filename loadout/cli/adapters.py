@@ -20,10 +20,10 @@ from rich.progress import (
 from rich.table import Table
 
 from loadout.cli import options
+from loadout.cli.connection import Connection, connects
 from loadout.cli.output import table_console
 from loadout.cli.signing import compute_digest
 from loadout.cli.versions import list_versions
-from loadout.client import Client
 from loadout.signing import SigningKey, parse_signature
 from loadout.types import Adapter, ImageState, Signature
 from loadout.upload import is_uri
@@ -44,6 +44,7 @@ Examples:
 """
 
 
+@connects
 def register(
     name: Annotated[str, typer.Argument(metavar="NAME", help="[tenant/]name of the adapter.")],
     source: Annotated[
@@ -74,6 +75,8 @@ def register(
         typer.Option(metavar="FILE", help="Sign it with this key; a URI needs --expected-digest."),
     ] = None,
     store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
 ) -> None:
     """Register an adapter with the store.
 
@@ -82,7 +85,7 @@ def register(
     labels = dict(_key_value(each) for each in label or ())
     if sign_key is not None:
         expected_digest = expected_digest or _digest_to_sign(source)
-    with Client(store=store) as client, _upload_bar() as show:
+    with connection.client(store=store) as client, _upload_bar() as show:
         result = client.register(
             name,
             source,
@@ -139,6 +142,7 @@ def _upload_bar() -> Iterator[Callable[[int, int], None]]:
         bar.stop()
 
 
+@connects
 def list_adapters(
     filter: Annotated[  # noqa: A002  the contract's word
         str,
@@ -151,17 +155,19 @@ def list_adapters(
         str, typer.Option(metavar="NAME", help="All versions of this one, newest first.")
     ] = "",
     store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
 ) -> None:
     """List the store's adapters."""
     if versions:
-        list_versions(versions, store)
+        list_versions(versions, connection.client(store=store))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("adapter", "rank", "size", "base model", "targets", "images", "pinned"):
         table.add_column(
             column, justify="right" if column in ("rank", "size") else "left", overflow="fold"
         )
-    with Client(store=store) as client:
+    with connection.client(store=store) as client:
         for adapter in client.list(filter):
             table.add_row(*_cells(adapter))
     if table.row_count == 0:

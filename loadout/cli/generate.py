@@ -8,7 +8,7 @@ import typer
 
 from loadout.calls import Prompt
 from loadout.cli import options
-from loadout.client import Client
+from loadout.cli.connection import Connection, connects
 from loadout.types import ChatMessage, Chunk, SamplingParams
 
 EXAMPLES = """\b
@@ -49,6 +49,7 @@ Timeout = Annotated[
 ]
 
 
+@connects
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt.")],
     adapter: AdapterRef = "",
@@ -62,6 +63,8 @@ def generate(
     stats: Stats = False,
     timeout: Timeout = None,
     inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
 ) -> None:
     """Generate text, streamed as it comes."""
     sampling: SamplingParams = {}
@@ -76,7 +79,7 @@ def generate(
         if value is not None:
             sampling[name] = value  # type: ignore[literal-required]
     prompt: Prompt = [ChatMessage(role="user", content=text)] if chat else text
-    with Client(inference=inference) as client:
+    with connection.client(inference=inference) as client:
         stream = client.generate(
             prompt, adapter=adapter, min_revision=min_revision, timeout_s=timeout, **sampling
         )

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadout.cli import options
+from loadout.cli.connection import Connection, connects
 from loadout.cli.failure import CommandFailed
 from loadout.cli.output import table_console
 from loadout.client import Client
@@ -45,6 +46,7 @@ class View:
     store: StoreStatus | LoadoutError
 
 
+@connects
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
     interval: Annotated[
@@ -60,13 +62,15 @@ def top(
         ),
     ] = options.DEFAULT_INFERENCE_METRICS,
     store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
 ) -> None:
     """Watch both services live.
 
     Memory, requests and resident adapters of the inference service, and the store's tiers.
     """
     console = table_console()
-    with Client(inference=inference, store=store, timeout_s=TIMEOUT_S) as client:
+    with connection.client(inference=inference, store=store, timeout_s=TIMEOUT_S) as client:
         view = look(client, inference_metrics)
         if once:
             console.print(render(view))

@@ -9,6 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from loadout.cli import options
+from loadout.cli.connection import Connection, connects
 from loadout.cli.output import table_console
 from loadout.client import Client
 from loadout.types import Adapter
@@ -29,12 +30,12 @@ Examples:
 Name = Annotated[str, typer.Argument(metavar="NAME", help="[tenant/]name of the adapter.")]
 
 
-def list_versions(name: str, store: str) -> None:
-    """Prints a name's versions, newest first."""
+def list_versions(name: str, client: Client) -> None:
+    """Prints a name's versions, newest first; closes the client."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("adapter", "recorded", "by", "source", "size", "digest", "state"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
-    with Client(store=store) as client:
+    with client:
         page = client.version_page(name)
         while True:
             for adapter in page.adapters:
@@ -45,6 +46,7 @@ def list_versions(name: str, store: str) -> None:
     table_console().print(table)
 
 
+@connects
 def rollback(
     name: Name,
     version: Annotated[
@@ -54,28 +56,33 @@ def rollback(
         str, typer.Option(metavar="DIGEST", help="Refuse unless the name points to this one now.")
     ] = "",
     store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
 ) -> None:
     """Make an older version current again.
 
     Also one that was deleted, as long as its grace lasts.
     """
-    with Client(store=store) as client:
+    with connection.client(store=store) as client:
         result = client.rollback(name, version, if_current_digest=if_current_digest)
     typer.echo(f"{result.adapter.ref} {result.adapter.digest} at revision {result.revision}")
 
 
+@connects
 def delete(
     name: Name,
     version: Annotated[
         int, typer.Option(metavar="VERSION", min=0, help="Only this one; the default is all.")
     ] = 0,
     store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
 ) -> None:
     """Delete an adapter, or one version of it.
 
     Running requests finish; `loadout rollback` brings it back as long as its grace lasts.
     """
-    with Client(store=store) as client:
+    with connection.client(store=store) as client:
         revision = client.delete(name, version)
     typer.echo(f"{f'{name}@{version}' if version else name} deleted at revision {revision}")
 

@@ -79,10 +79,19 @@ class FakeInference(Scripted, inference_grpc.InferenceServiceServicer):
 class Server:
     """A gRPC server on a free port of 127.0.0.1; `kill` drops it with all connections."""
 
-    def __init__(self, add: Callable[[grpc.Server], None], address: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        add: Callable[[grpc.Server], None],
+        address: str = "127.0.0.1:0",
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self._grpc = grpc.server(ThreadPoolExecutor(8))
         add(self._grpc)
-        self.address = f"127.0.0.1:{self._grpc.add_insecure_port(address)}"
+        if credentials is None:
+            port = self._grpc.add_insecure_port(address)
+        else:
+            port = self._grpc.add_secure_port(address, credentials)
+        self.address = f"127.0.0.1:{port}"
         self._grpc.start()
 
     def kill(self) -> None:

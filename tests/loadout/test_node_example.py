@@ -10,6 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
+from tests.adapter_store.certificates import Authority
+from tests.loadout.conftest import Server
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "node"
 CACHE = ROOT / ".tools" / "node"
@@ -37,8 +41,8 @@ def node_modules() -> Path:
 
 @pytest.fixture
 def run_example(node_modules):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "NODE_PATH": str(node_modules)}
+    def run(*arguments: str, token: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "NODE_PATH": str(node_modules), "LOADOUT_TOKEN": token}
         command = ["node", str(EXAMPLE / "index.js"), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
@@ -67,3 +71,41 @@ def test_lost_stream_says_so(run_example):
     assert done.returncode == 1
     assert done.stderr.endswith("(stream lost: try again)\n")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_shows_its_token_to_this_machine_only(
+    run_example, inference_server, fake_inference, chunks, tmp_path
+):
+    shown = []
+
+    def answer(request, context):
+        shown.append(dict(context.invocation_metadata()).get("authorization"))
+        return iter(chunks)
+
+    fake_inference.on("Generate", answer)
+    file = tmp_path / "token"
+    file.write_text("of-file\n")
+    assert run_example("--inference", inference_server.address, "hi").returncode == 0
+    address = ("--inference", inference_server.address)
+    assert run_example(*address, "hi", token="of-environment").returncode == 0
+    assert run_example(*address, "--token-file", str(file), "hi").returncode == 0
+    assert shown == [None, "Bearer of-environment", "Bearer of-file"]
+    done = run_example("--inference", "loadout.example:7080", "hi", token="secret")
+    message = "loadout.example:7080 would be sent the token without TLS: pass --tls-ca\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_mutual_tls(run_example, fake_inference, chunks, tmp_path):
+    fake_inference.on("Generate", lambda request, context: iter(chunks))
+    authority = Authority(tmp_path)
+    chain, key = authority.issue("service")
+    credentials = grpc.ssl_server_credentials(
+        [(key.read_bytes(), chain.read_bytes())], authority.pem, require_client_auth=True
+    )
+    add = inference_grpc.add_InferenceServiceServicer_to_server
+    server = Server(lambda s: add(fake_inference, s), credentials=credentials)
+    flags = ["--inference", server.address, "--tls-ca", str(authority.path)]
+    cert, own_key = authority.issue("backend")
+    done = run_example(*flags, "--tls-cert", str(cert), "--tls-key", str(own_key), "hi")
+    server.kill()
+    assert (done.returncode, done.stdout) == (0, "hey\n"), done.stderr

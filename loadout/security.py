@@ -1,0 +1,139 @@
+"""How a client proves who it is and knows whom it talks to: bearer token and TLS.
+
+A token is shown with every call. It never appears in a repr, an error or a log.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import ssl
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from loadout.errors import InvalidArgument
+
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files. `ca_file` has the authorities that may vouch for a service (None: the public
+    ones); `cert_file` and `key_file` are this client's own certificate, for services that ask for
+    one."""
+
+    ca_file: str | os.PathLike[str] | None = None
+    cert_file: str | os.PathLike[str] | None = None
+    key_file: str | os.PathLike[str] | None = None
+
+
+class Security:
+    """What every connection of one client has in common.
+
+    Raises InvalidArgument, naming the argument: a token that no header can carry, a PEM file that
+    is not one, a certificate without its key.
+    """
+
+    def __init__(
+        self, token: str | None, tls: TlsConfig | bool | None, allow_insecure_token: bool
+    ) -> None:
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise _invalid("token", "must be visible ASCII characters, at least one")
+        self._metadata = None if token is None else (("authorization", f"Bearer {token}"),)
+        self._credentials = _credentials(TlsConfig() if tls is True else tls) if tls else None
+        self._allow_insecure_token = allow_insecure_token
+
+    def check(self, argument: str, address: str) -> None:
+        """Raises InvalidArgument if the token would cross a network in the clear."""
+        if self._metadata is None or self._credentials is not None or self._allow_insecure_token:
+            return
+        if not is_loopback(address):
+            raise _invalid(
+                argument,
+                f"{address} would be sent the token without TLS: use TLS, or allow_insecure_token",
+            )
+
+    def open_channel(self, api: Any, address: str, options: tuple[tuple[str, Any], ...]) -> Any:
+        """A channel of `grpc` or `grpc.aio`."""
+        if self._credentials is not None:
+            return api.secure_channel(address, self._credentials, options=options)
+        if self._metadata is not None:
+            # A proxy of the environment would read the token on its way, to loopback, too.
+            options = (*options, ("grpc.enable_http_proxy", 0))
+        return api.insecure_channel(address, options=options)
+
+    def sign(self, method: Any) -> Any:
+        """`method` of a stub, showing the token."""
+        metadata = self._metadata
+        if metadata is None:
+            return method
+
+        def call(request: Any, timeout: float | None = None) -> Any:
+            return method(request, timeout=timeout, metadata=metadata)
+
+        return call
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a gRPC target stays on this machine; a name other than localhost may not."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    target = re.sub(r"^(dns:(///)?|ipv[46]:)", "", address)
+    return all(_is_loopback_host(_host(each)) for each in target.split(","))
+
+
+def _host(address: str) -> str:
+    host, colon, port = address.rpartition(":")
+    return (host if colon and port.isdecimal() else address).strip("[]")
+
+
+def _is_loopback_host(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    if (tls.cert_file is None) != (tls.key_file is None):
+        missing = "cert_file" if tls.cert_file is None else "key_file"
+        raise _invalid(f"tls.{missing}", "is needed, too: a certificate is used with its key")
+    ca, cert, key = (
+        None if path is None else _read(f"tls.{name}", path)
+        for name, path in (
+            ("ca_file", tls.ca_file),
+            ("cert_file", tls.cert_file),
+            ("key_file", tls.key_file),
+        )
+    )
+    # gRPC takes whatever it is given, and every call would end with an unreachable service.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if tls.ca_file is not None:
+        try:
+            context.load_verify_locations(tls.ca_file)
+        except ssl.SSLError as error:
+            raise _invalid("tls.ca_file", f"{tls.ca_file} has no PEM certificate") from error
+    if tls.cert_file is not None:
+        try:
+            context.load_cert_chain(tls.cert_file, tls.key_file, password="")
+        except ssl.SSLError as error:
+            raise _invalid(
+                "tls.cert_file",
+                f"{tls.cert_file} and {tls.key_file} are not a PEM chain and its plain key",
+            ) from error
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _read(argument: str, path: str | os.PathLike[str]) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise _invalid(argument, f"{path} cannot be read: {error.strerror}") from error
+
+
+def _invalid(argument: str, message: str) -> InvalidArgument:
+    return InvalidArgument(f"{argument}: {message}", code="INVALID_ARGUMENT", subject=argument)
