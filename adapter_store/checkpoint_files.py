@@ -128,7 +128,9 @@ def find_weight_files(
             subject=INDEX_FILE,
             reason="FILES_AMBIGUOUS",
         )
-    index = _read_index(folder, limits) if sharded else None
+    index = None
+    if sharded:
+        index = parse_index(read_capped(folder, INDEX_FILE, limits.max_header_bytes), limits)
     shards = {name for name in os.listdir(folder) if _SHARD.fullmatch(name)}
     for name in sorted(shards.difference((index or {}).values())):
         raise InvalidAdapter(
@@ -159,8 +161,11 @@ def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
         )
 
 
-def _read_index(folder: Path, limits: CheckpointLimits) -> Mapping[str, str]:
-    data = read_capped(folder, INDEX_FILE, limits.max_header_bytes)
+def parse_index(data: bytes, limits: CheckpointLimits) -> Mapping[str, str]:
+    """The content of an index file as {tensor: file}. The caller caps `len(data)`.
+
+    Raises InvalidAdapter: INDEX_INVALID, or as parse_object.
+    """
     # Before parsing: a parsed value takes many times the memory of its bracket or comma.
     if sum(map(data.count, (b"{", b"[", b","))) > 2 * limits.max_tensors:
         raise _invalid_index(f"more than {limits.max_tensors} tensors")

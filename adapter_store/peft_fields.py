@@ -134,10 +134,15 @@ def check_fields(fields: Mapping[str, Any], subject: str) -> None:
         raise InvalidAdapter(
             f"{subject}: unknown key {show(key)} with value {show(value)}; "
             "it may change what the adapter computes",
-            subject=key if key.isprintable() else subject,
+            subject=key if _is_presentable(key) else subject,
             reason="CONFIG_UNKNOWN",
         )
     _check_init(fields.get("init_lora_weights", True), subject)
+
+
+def _is_presentable(key: str) -> bool:
+    """Whether a stranger's key can stand as the subject of an answer."""
+    return 0 < len(key) <= 100 and key.isprintable()
 
 
 def _is_off(key: str, value: Any) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
+from adapter_store.errors import InvalidAdapter
 from adapter_store.patterns import MatchBudget, Pattern, compile_pattern
+from adapter_store.strict_json import show
 
 ALL_LINEAR = "all-linear"
 OUTPUT_LAYER = "lm_head"
@@ -106,9 +108,19 @@ class ModuleMatcher:
             return True
         for pattern in self._layer_patterns:
             match = self._budget.match(pattern, name)
+            if match and match["idx"] is None:
+                raise self._without_layer(pattern)
             if match:
                 return int(match["idx"]) in self._layers
         return False
+
+    def _without_layer(self, pattern: Pattern) -> InvalidAdapter:
+        """An alternative of the pattern matches a path before its layer; PEFT fails there too."""
+        return InvalidAdapter(
+            f"layers_pattern: {show(pattern.source)} matches a path that it reads no layer from",
+            subject="layers_pattern",
+            reason="PATTERN_INVALID",
+        )
 
 
 def path_tails(name: str) -> list[str]:

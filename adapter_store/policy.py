@@ -133,7 +133,7 @@ def parse_policy(text: str) -> Policy:
     """Raises PreconditionFailed naming the key, such as `tokens.trainer-a.roles`."""
     try:
         tables = _PolicyTables.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise _invalid("", str(exc)) from exc
     except ValidationError as exc:
         problem = exc.errors(include_input=False, include_url=False)[0]

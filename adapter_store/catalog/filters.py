@@ -21,6 +21,7 @@ MAX_VERSION = 2**31 - 1
 MAX_LABELS = 64
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+_PART = re.compile(r"[a-z0-9._-]{1,64}")
 _LABEL_VALUE = re.compile(r"[\x21-\x7e]{0,255}")
 
 
@@ -55,7 +56,7 @@ def parse_filter(text: str) -> Filter:
         key, equals, value = term.partition("=")
         into, key = (labels, key[6:]) if key.startswith("label.") else (simple, key)
         known = bool(_LABEL_KEY.fullmatch(key)) if into is labels else key in _SIMPLE_TERMS
-        if not equals or not known:
+        if not equals or not known or not value.isprintable():
             raise InvalidArgument(
                 f"filter: {term[:80]!r} is none of tenant=T, base_model=B, name=PREFIX, "
                 "label.KEY=VALUE",
@@ -78,6 +79,8 @@ def decode_page_token(token: str, filter_text: str) -> AdapterName | None:
     if not token:
         return None
     tenant, name, filter_of_token = _decode(token, (str, str, str))
+    if not _PART.fullmatch(tenant) or not _PART.fullmatch(name):
+        raise _not_a_token()
     if filter_of_token != filter_text:
         raise InvalidArgument(
             "page_token: belongs to a list with another filter", subject="page_token"
@@ -97,7 +100,7 @@ def decode_version_token(token: str, name: AdapterName) -> int | None:
     if name_of_token != str(name):
         raise InvalidArgument("page_token: belongs to another list", subject="page_token")
     if not 0 <= version <= MAX_VERSION:
-        raise InvalidArgument("page_token: not a token of this store", subject="page_token")
+        raise _not_a_token()
     return int(version)
 
 
@@ -114,7 +117,11 @@ def _decode(token: str, types: tuple[type, ...]) -> list[Any]:
             return list(values)
     except (binascii.Error, ValueError, TypeError, RecursionError):
         pass
-    raise InvalidArgument("page_token: not a token of this store", subject="page_token")
+    raise _not_a_token()
+
+
+def _not_a_token() -> InvalidArgument:
+    return InvalidArgument("page_token: not a token of this store", subject="page_token")
 
 
 def page_limit(page_size: int) -> int:

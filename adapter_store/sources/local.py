@@ -118,7 +118,10 @@ class LocalSource:
 
 def path_of(uri: str) -> Path:
     """The absolute path of a file:// URI. Raises InvalidArgument."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # brackets that hold no address
+        parts = urlsplit("")
     path = unquote(parts.path)
     if (
         parts.scheme != "file"

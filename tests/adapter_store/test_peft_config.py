@@ -319,6 +319,14 @@ def test_pattern_out_of_bounds_is_refused(source, reason):
     assert (error.subject, error.reason) == ("alpha_pattern", reason)
 
 
+def test_a_layers_pattern_that_reads_no_layer_is_refused():
+    """PEFT ends with a TypeError on it."""
+    fields = {"layers_to_transform": [0], "layers_pattern": "model|layers"}
+    with pytest.raises(InvalidAdapter) as error:
+        parse(**fields).selects("model.layers.0.q_proj", is_embedding=False)
+    assert (error.value.subject, error.value.reason) == ("layers_pattern", "PATTERN_INVALID")
+
+
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_many_patterns_share_the_seconds(key):
     """Plain or not, quick or not: what counts is their sum, compiling them included."""

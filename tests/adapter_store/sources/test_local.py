@@ -63,6 +63,7 @@ def test_a_percent_encoded_name(source, root, staging, write_adapter):
         "file://otherhost/a",
         "file://user:secret@/a",
         "file:relative",
+        "file://[tokens/a",
         "file://{root}/a?x=1",
         "file://{root}/a#b",
         "file://{root}/a%00b",

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that reads bytes of strangers: `make fuzz`, or `python -m fuzz --help`."""

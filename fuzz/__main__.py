@@ -1,0 +1,34 @@
+"""`python -m fuzz`: a campaign over all targets. Exit code 1 if it found a fault."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fuzz.campaign import report, run
+from fuzz.targets import SHARES, TARGETS
+
+DEFAULT_EXECUTIONS = 1_050_000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--executions", type=int, default=DEFAULT_EXECUTIONS, help="in all")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="only this one")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--artifacts", type=Path, default=Path(".loadout/fuzz"))
+    asked = parser.parse_args()
+    targets = asked.target or list(TARGETS)
+    shares = sum(SHARES[target] for target in targets)
+    outcomes = []
+    for target in targets:
+        executions = asked.executions * SHARES[target] // shares
+        outcomes.append(run(target, executions, asked.artifacts, asked.seed))
+        print(f"{target}: {outcomes[-1].executions:,} executions", file=sys.stderr, flush=True)
+    print("\n".join(report(outcomes)))
+    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

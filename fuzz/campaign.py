@@ -1,0 +1,113 @@
+"""A campaign: every target in a process of its own, watched, and a report of what came of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CORPUS = Path(__file__).with_name("corpus")
+DICTIONARY = Path(__file__).with_name("dictionary.txt")
+TIMEOUT_SECONDS = 20
+RSS_LIMIT_MIB = 1024
+MAX_GROWTH_MIB = 64
+MAX_INPUT_BYTES = 4096
+
+_RESIDENT = re.compile(r"^resident: (\d+) KiB", re.MULTILINE)
+_EXECUTIONS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
+_COVERAGE = re.compile(r"cov: (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one target did. `fault` is empty, or the end of what the fuzzer wrote about it.
+
+    The sizes are resident memory: after the first hundred executions, at the end, and at most.
+    """
+
+    target: str
+    executions: int
+    seconds: float
+    coverage: int
+    start_mib: float
+    end_mib: float
+    peak_mib: float
+    fault: str
+
+    @property
+    def is_good(self) -> bool:
+        return not self.fault and self.peak_mib - self.start_mib <= MAX_GROWTH_MIB
+
+
+def run(target: str, executions: int, artifacts: Path, seed: int) -> Outcome:
+    """Fuzzes one target. Inputs that failed are left in `artifacts`."""
+    artifacts.mkdir(parents=True, exist_ok=True)
+    seeds = CORPUS / target
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as found:
+        command = [
+            *(sys.executable, "-m", "fuzz.worker", target),
+            f"-runs={executions}",
+            f"-seed={seed}",
+            f"-timeout={TIMEOUT_SECONDS}",
+            f"-rss_limit_mb={RSS_LIMIT_MIB}",
+            f"-max_len={MAX_INPUT_BYTES}",
+            f"-dict={DICTIONARY}",
+            f"-artifact_prefix={artifacts}/{target}-",
+            "-print_final_stats=1",
+            found,
+            str(seeds),
+        ]
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    return read_outcome(target, done.stdout, done.returncode, time.monotonic() - start)
+
+
+def read_outcome(target: str, log: str, exit_code: int, seconds: float) -> Outcome:
+    """What libFuzzer's log says."""
+    sizes_mib = [int(size) / 1024 for size in _RESIDENT.findall(log)] or [0.0]
+    executed = _EXECUTIONS.search(log)
+    fault = "" if exit_code == 0 else "\n".join(log.splitlines()[-25:])
+    return Outcome(
+        target=target,
+        executions=int(executed[1]) if executed else 0,
+        seconds=seconds,
+        coverage=max(map(int, _COVERAGE.findall(log)), default=0),
+        start_mib=sizes_mib[0],
+        end_mib=sizes_mib[-1],
+        peak_mib=max(sizes_mib),
+        fault=fault,
+    )
+
+
+def report(outcomes: list[Outcome]) -> Iterator[str]:
+    """The campaign as lines of text."""
+    yield (
+        f"{'target':12} {'executions':>11} {'seconds':>8} {'coverage':>9} "
+        f"{'MiB: start':>11} {'end':>6} {'most':>6}  result"
+    )
+    for outcome in outcomes:
+        result = "good" if outcome.is_good else "FAULT"
+        yield (
+            f"{outcome.target:12} {outcome.executions:11,} {outcome.seconds:8.0f} "
+            f"{outcome.coverage:9,} {outcome.start_mib:11.1f} {outcome.end_mib:6.1f} "
+            f"{outcome.peak_mib:6.1f}  {result}"
+        )
+    total = sum(outcome.executions for outcome in outcomes)
+    faults = sum(not outcome.is_good for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    yield f"{'all':12} {total:11,} {seconds:8.0f} {'':36} {faults} faults"
+    for outcome in outcomes:
+        if outcome.fault:
+            yield f"\n{outcome.target}:\n{outcome.fault}"

@@ -1,0 +1,195 @@
+"""The functions that are fuzzed. Each takes any bytes and returns, or it has found a fault.
+
+A refusal is no fault if it is of the kind that the reader promises and can be answered: a culprit
+named, and text that UTF-8 can carry. What is accepted has to keep its promises too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
+from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
+from adapter_store.checkpoint_keys import parse_key
+from adapter_store.core import AdapterName
+from adapter_store.errors import (
+    InvalidAdapter,
+    InvalidArgument,
+    LimitExceeded,
+    PreconditionFailed,
+    StoreError,
+)
+from adapter_store.peft_config import parse_config
+from adapter_store.policy import parse_policy
+from adapter_store.refs import parse_name, parse_ref, parse_sha256
+from adapter_store.safetensors_header import LENGTH_BYTES, read_header
+from adapter_store.sources import Sources, hub, local, s3
+from adapter_store.strict_json import parse_object
+
+LIMITS = CheckpointLimits(
+    max_config_bytes=1 << 16,
+    max_header_bytes=1 << 16,
+    max_tensors=256,
+    max_source_bytes=1 << 20,
+    max_rank=512,
+    max_match_seconds=0.2,
+)
+SEPARATOR = b"\xff\xff\xff\xff"
+MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.1.up_proj", "lm_head")
+
+
+@contextmanager
+def _refused(*kinds: type[StoreError]) -> Iterator[None]:
+    """Lets refusals of these kinds pass, if they can be answered."""
+    try:
+        yield
+    except kinds as error:
+        _check_answer(error)
+
+
+def _check_answer(error: StoreError) -> None:
+    assert error.subject or isinstance(error, PreconditionFailed), "names no culprit"
+    for text in (error.message, error.subject, error.reason):
+        assert len(text.encode()) < 16_384
+
+
+def fuzz_header(data: bytes) -> None:
+    """The header of a .safetensors file; `data` is the whole file."""
+
+    def read_at(offset: int, length: int) -> bytes:
+        assert offset >= 0
+        assert offset + length <= len(data), "reads beyond the file"
+        assert length <= max(LIMITS.max_header_bytes, LENGTH_BYTES), "reads more than the cap"
+        return data[offset : offset + length]
+
+    with _refused(InvalidAdapter):
+        entries = read_header(
+            read_at,
+            len(data),
+            WEIGHTS_FILE,
+            max_header_bytes=LIMITS.max_header_bytes,
+            max_tensors=LIMITS.max_tensors,
+        )
+        position = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+        for entry in entries:
+            assert entry.offset == position
+            position += entry.length_bytes
+        assert position == len(data)
+
+
+def fuzz_header_text(data: bytes) -> None:
+    """The same with the length always right, which a fuzzer seldom guesses."""
+    text, _, tensors = data.partition(SEPARATOR)
+    fuzz_header(len(text).to_bytes(LENGTH_BYTES, "little") + text + tensors)
+
+
+def fuzz_config(data: bytes) -> None:
+    """adapter_config.json, and what its patterns do to the names of modules."""
+    with _refused(InvalidAdapter):
+        config = parse_config(parse_object(data, CONFIG_FILE), LIMITS)
+        for module in MODULES:
+            assert 1 <= config.rank_of(module) <= LIMITS.max_rank
+            config.scale_of(config.rank_of(module), config.alpha_of(module))
+            config.selects(module, is_embedding=False)
+        config.modules.unweighted(MODULES)
+        json.dumps(config.modules.fields).encode()
+
+
+def fuzz_index(data: bytes) -> None:
+    """The index of a sharded adapter: names of shards lead nowhere else."""
+    with _refused(InvalidAdapter):
+        for file in parse_index(data, LIMITS).values():
+            assert Path(file).name == file
+
+
+def fuzz_checkpoint(data: bytes) -> None:
+    """A whole adapter: the config, a separator, the weights."""
+    config, _, weights = data.partition(SEPARATOR)
+    folder = Path(tempfile.mkdtemp(prefix="loadout-fuzz-"))
+    try:
+        (folder / CONFIG_FILE).write_bytes(config)
+        (folder / WEIGHTS_FILE).write_bytes(weights)
+        with _refused(InvalidAdapter, LimitExceeded):
+            checkpoint = open_checkpoint(folder, LIMITS)
+            assert checkpoint.digest == open_checkpoint(folder, LIMITS).digest
+            assert checkpoint.rank <= LIMITS.max_rank
+    finally:
+        shutil.rmtree(folder)
+
+
+def fuzz_names(data: bytes) -> None:
+    """References, URIs, tensors' names, filters and page tokens."""
+    # Callers' strings come out of protobuf, which lets no half character through.
+    text = data.decode("utf-8", "replace")
+    readers: list[Callable[[str], object]] = [
+        parse_name,
+        parse_ref,
+        lambda value: parse_sha256(value, "digest"),
+        parse_filter,
+        lambda value: decode_page_token(value, ""),
+        lambda value: decode_version_token(value, AdapterName("team", "name")),
+        _read_uri,
+    ]
+    for read in readers:
+        with _refused(InvalidArgument):
+            for part in _texts(read(text)):
+                assert "\0" not in part, "no database takes NUL"
+                part.encode()
+    with _refused(InvalidAdapter):
+        key = parse_key(text or "x")
+        assert ".." not in key.target
+        assert "/" not in key.target
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in what a reader gave."""
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from (part for side in item for part in _texts(side))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _texts(getattr(value, field.name))
+
+
+def _read_uri(text: str) -> object:
+    """As a registration reads it: what every scheme refuses, then what its own does."""
+    schemes = {"file": local.path_of, "s3": s3.place_of, "hf": hub.place_of}
+    Sources(dict.fromkeys(schemes, local.LocalSource([]))).find(text)
+    return schemes[text.partition("://")[0]](text)
+
+
+def fuzz_policy(data: bytes) -> None:
+    """The policy file: it is the operator's own, and still it must say what is wrong."""
+    with _refused(PreconditionFailed):
+        parse_policy(data.decode("utf-8", "replace"))
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    "header": fuzz_header,
+    "header_text": fuzz_header_text,
+    "config": fuzz_config,
+    "index": fuzz_index,
+    "checkpoint": fuzz_checkpoint,
+    "names": fuzz_names,
+    "policy": fuzz_policy,
+}
+
+# Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
+SHARES: Mapping[str, int] = {
+    "header": 15,
+    "header_text": 30,
+    "config": 30,
+    "index": 10,
+    "checkpoint": 2,
+    "names": 10,
+    "policy": 3,
+}

@@ -1,0 +1,85 @@
+"""A short run of what `make fuzz` runs for long: its corpus, and what hypothesis thinks of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuzz import campaign
+from fuzz.targets import SEPARATOR, SHARES, TARGETS
+
+INPUTS = sorted(path for path in campaign.CORPUS.rglob("*") if path.is_file())
+# What a mutation puts in: bytes, and the words of the formats.
+WORDS = [
+    line[1:-1].encode().decode("unicode_escape").encode("latin-1")
+    for line in campaign.DICTIONARY.read_text().splitlines()
+    if line.startswith('"')
+]
+EXAMPLES = {"checkpoint": 100}
+
+
+def test_every_target_has_a_share_and_seeds():
+    assert TARGETS.keys() == SHARES.keys() == {path.parent.name for path in INPUTS}
+    assert sum(SHARES.values()) == 100
+
+
+@pytest.mark.parametrize("path", INPUTS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_the_corpus(path: Path):
+    TARGETS[path.parent.name](path.read_bytes())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_bytes(target):
+    @settings(max_examples=EXAMPLES.get(target, 200), deadline=None, derandomize=True)
+    @given(st.binary(max_size=300) | st.lists(st.sampled_from(WORDS), max_size=30).map(b"".join))
+    def run(data: bytes) -> None:
+        TARGETS[target](data)
+
+    run()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutated_seeds(target):
+    seeds = [path.read_bytes() for path in INPUTS if path.parent.name == target]
+    pieces = st.binary(max_size=4) | st.sampled_from([*WORDS, SEPARATOR, b""])
+    changes = st.lists(
+        st.tuples(st.floats(0, 1), st.integers(0, 8), pieces), min_size=1, max_size=6
+    )
+
+    @settings(max_examples=EXAMPLES.get(target, 300), deadline=None, derandomize=True)
+    @given(st.sampled_from(seeds), changes)
+    def run(seed: bytes, changed: list[tuple[float, int, bytes]]) -> None:
+        data = bytearray(seed)
+        for position, removed, piece in changed:
+            start = int(position * len(data))
+            data[start : start + removed] = piece
+        TARGETS[target](bytes(data))
+
+    run()
+
+
+LOG = """resident: 276600 KiB
+#2 INITED cov: 12 ft: 13 corp: 1/1b exec/s: 0 rss: 60Mb
+#900 NEW cov: 42 ft: 50
+resident: 290000 KiB
+resident: 280000 KiB
+stat::number_of_executed_units: 1000
+"""
+
+
+def test_the_report_tells_executions_memory_and_faults():
+    good = campaign.read_outcome("header", LOG, 0, 3.0)
+    assert (good.executions, good.coverage, good.fault) == (1000, 42, "")
+    assert round(good.peak_mib) == 283
+    assert good.is_good
+    crashed = campaign.read_outcome("config", LOG + "ERROR: libFuzzer: timeout\n", 70, 3.0)
+    assert not crashed.is_good
+    grown = campaign.read_outcome("index", LOG.replace("290000", "400000"), 0, 3.0)
+    assert not grown.is_good
+    lines = "\n".join(campaign.report([good, crashed, grown]))
+    assert "3,000" in lines
+    assert "2 faults" in lines
+    assert "libFuzzer: timeout" in lines
