@@ -30,11 +30,11 @@ class Watch:
         self._bookmark_seconds = bookmark_seconds
         self._loop = asyncio.get_running_loop()
         self._recent: deque[AdapterEvent] = deque(maxlen=RECENT_EVENTS)
-        self._revision = catalog.revision()
         self._changed = asyncio.Event()
         self._closed = False
         self.num_watchers = 0
         catalog.on_change(self._tell)
+        self._revision = catalog.revision()
 
     def close(self) -> None:
         """Ends every watcher with Draining."""
@@ -63,7 +63,8 @@ class Watch:
                     yield _bookmark(position)
                 if self._closed:
                     raise Draining("this store is shutting down")
-                if position == self._revision and not await self._change_from(position):
+                # A caller may know of a change in another replica before it is known here.
+                if position >= self._revision and not await self._change_from(position):
                     yield _bookmark(position)
         finally:
             self.num_watchers -= 1
@@ -83,7 +84,7 @@ class Watch:
     async def _change_from(self, position: int) -> bool:
         """Waits until there is something after `position`; False: not within the bookmark time."""
         changed = self._changed
-        if self._closed or self._revision != position:
+        if self._closed or self._revision > position:
             return True
         try:
             async with asyncio.timeout(self._bookmark_seconds):
@@ -101,6 +102,10 @@ class Watch:
             assert self._loop.is_closed()
 
     def _add(self, events: list[AdapterEvent]) -> None:
+        if events[-1].revision <= self._revision:
+            return  # told a second time
+        if self._recent and events[0].revision != self._recent[-1].revision + 1:
+            self._recent.clear()  # what lies between has to be read from the catalog
         self._recent.extend(events)
         self._revision = events[-1].revision
         self._wake()

@@ -22,7 +22,7 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 
 from adapter_store.catalog import events, leftovers, names, records, schema, usage, verdicts
-from adapter_store.catalog.database import Place, open_database
+from adapter_store.catalog.database import Place, PostgresDatabase, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
     decode_version_token,
@@ -31,6 +31,7 @@ from adapter_store.catalog.filters import (
     page_limit,
     parse_filter,
 )
+from adapter_store.catalog.follower import Follower, notify
 from adapter_store.catalog.migrations import migrate
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.verdicts import ImageKey
@@ -108,12 +109,25 @@ class Catalog:
         migrate(self._database)
         with self._database.write() as conn:
             verdicts.forget_unfinished(conn)
+        self._follower: Follower | None = None
+        if isinstance(self._database, PostgresDatabase):
+            self._follower = Follower(self._database, self.revision(), self._tell)
+
+    @property
+    def is_shared(self) -> bool:
+        """Other replicas may change it too."""
+        return self._follower is not None
 
     def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
         self._database.close()
 
     def on_change(self, listener: Callable[[list[AdapterEvent]], None]) -> None:
-        """Calls `listener` with the events of each commit, in commit order, from its thread."""
+        """Calls `listener` with the events of each commit, in commit order, from some thread.
+
+        In a shared catalog that is every replica's commits, a moment after they were made.
+        """
         self._listeners.append(listener)
 
     # Names
@@ -317,9 +331,14 @@ class Catalog:
             with self._database.write() as conn:
                 yield conn, made
                 self._trim_history(conn, made)
-            if made:
-                for listener in self._listeners:
-                    listener(made)
+                if made and self._follower is not None:
+                    notify(conn)
+            if made and self._follower is None:
+                self._tell(made)
+
+    def _tell(self, events: list[AdapterEvent]) -> None:
+        for listener in self._listeners:
+            listener(events)
 
     def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
         if any(event.revision % _TRIM_EVERY == 0 for event in made):

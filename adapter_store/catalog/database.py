@@ -10,10 +10,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -139,6 +139,26 @@ class PostgresDatabase:
             yield conn
 
     @contextmanager
+    def listen(self, channel: str) -> Iterator[Callable[[float], bool]]:
+        """Listens to a channel. What is given waits so many seconds, and says if it was notified.
+
+        A connection of its own, that no pool gives to others.
+        """
+        with _unavailable_translated():
+            pooled = self.engine.raw_connection()
+            connection = cast(Any, pooled.driver_connection)
+            pooled.detach()
+        try:
+            with _driver_errors_translated():
+                connection.autocommit = True
+                connection.execute(f"LISTEN {channel}")
+                yield lambda seconds: any(
+                    True for _ in connection.notifies(timeout=seconds, stop_after=1)
+                )
+        finally:
+            connection.close()
+
+    @contextmanager
     def migrating(self) -> Iterator[Connection]:
         with _unavailable_translated(), self.engine.begin() as conn:
             conn.exec_driver_sql("SET LOCAL lock_timeout = 0")
@@ -170,6 +190,17 @@ def _unavailable_translated() -> Iterator[None]:
         if exc.connection_invalidated:
             raise _unavailable(exc) from exc
         raise
+
+
+@contextmanager
+def _driver_errors_translated() -> Iterator[None]:
+    """For a connection that is used without SQLAlchemy."""
+    import psycopg  # an optional dependency: only those have it who need it
+
+    try:
+        yield
+    except psycopg.Error as exc:
+        raise _unavailable(exc) from exc
 
 
 def _unavailable(error: Exception) -> CatalogUnavailable:

@@ -46,6 +46,11 @@ def forget_before(conn: Connection, oldest: int) -> None:
     conn.execute(delete(events).where(events.c.revision < min(oldest, revision(conn))))
 
 
+def oldest(conn: Connection) -> int:
+    """The oldest revision that is kept; 1 if there is none."""
+    return conn.scalar(select(func.min(events.c.revision))) or 1
+
+
 def since(conn: Connection, since_revision: int, limit: int) -> list[AdapterEvent]:
     """Up to `limit` events after a revision.
 
@@ -54,10 +59,10 @@ def since(conn: Connection, since_revision: int, limit: int) -> list[AdapterEven
     newest = revision(conn)
     if since_revision == newest:
         return []
-    oldest = conn.scalar(select(func.min(events.c.revision))) or 1
-    if not oldest - 1 <= since_revision < newest:
+    first = oldest(conn)
+    if not first - 1 <= since_revision < newest:
         raise RevisionTooOld(
-            f"since_revision: {since_revision} is not within {oldest - 1} to {newest}; list again",
+            f"since_revision: {since_revision} is not within {first - 1} to {newest}; list again",
             subject="since_revision",
         )
     query = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,27 @@ from hypothesis import settings
 from safetensors.torch import save_file
 
 from adapter_store.core import DataType, Layout, Target, TargetKind
+from tests.postgres import PostgresServer
 
 # A busy machine is not a failure.
 settings.register_profile("adapter_store", deadline=None)
 settings.load_profile("adapter_store")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A real server, for all tests of a session that ask for it."""
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def catalog_dsn(postgres: PostgresServer) -> Iterator[str]:
+    """An empty database for one test."""
+    dsn = postgres.create_database()
+    yield dsn
+    postgres.drop_database(dsn)
+
 
 BASE_MODEL = "org/tiny"
 HIDDEN, KV, MLP, VOCAB, LAYERS = 16, 8, 24, 32, 2

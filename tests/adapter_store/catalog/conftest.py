@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from adapter_store.catalog import Catalog, NewVersion
-from adapter_store.core import AdapterName, AdapterRef
+from adapter_store.catalog.database import Place
+from adapter_store.core import AdapterEvent, AdapterName, AdapterRef
 
 BASE = "org/tiny"
+WAIT_SECONDS = 60
 
 
 class Clock:
@@ -53,14 +56,42 @@ class Names:
         return self.catalog.get(self.ref(name, version))[0]
 
 
+class Heard:
+    """The events that a catalog tells of; `wait` blocks until there are so many."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.events: list[AdapterEvent] = []
+        self._changed = threading.Condition()
+        catalog.on_change(self._add)
+
+    def _add(self, events: list[AdapterEvent]) -> None:
+        with self._changed:
+            self.events += events
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> list[int]:
+        """Gives their revisions."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_SECONDS)
+            return [event.revision for event in self.events]
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, tmp_path) -> Place:
+    """Where a catalog lies: every test runs over both databases."""
+    if request.param == "postgres":
+        return request.getfixturevalue("catalog_dsn")
+    return tmp_path / "catalog.sqlite3"
+
+
 @pytest.fixture
-def catalog(tmp_path, clock) -> Iterator[Catalog]:
-    catalog = Catalog(tmp_path / "catalog.sqlite3", event_retention=1000, clock=clock)
+def catalog(place, clock) -> Iterator[Catalog]:
+    catalog = Catalog(place, event_retention=1000, clock=clock)
     yield catalog
     catalog.close()
 

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.core import AdapterName, AdapterRef, EventKind
@@ -32,15 +37,16 @@ class Model:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
+    def __init__(self, dsn: str = "") -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
+        self.place = dsn or self.folder / "catalog.sqlite3"
         self.catalog = self.open()
         self.models: dict[AdapterName, Model] = {}
         self.revision = 0
 
     def open(self) -> Catalog:
-        return Catalog(self.folder / "catalog.sqlite3", event_retention=10_000)
+        return Catalog(self.place, event_retention=10_000)
 
     def teardown(self) -> None:
         self.catalog.close()
@@ -141,10 +147,18 @@ class CatalogMachine(RuleBasedStateMachine):
                 assert model.current == 0 or event.digest == model.versions[model.current]
 
 
-CatalogMachine.TestCase.settings = settings(
+OPTIONS = settings(
     max_examples=20,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+CatalogMachine.TestCase.settings = OPTIONS
 TestCatalog = CatalogMachine.TestCase
+
+
+def test_the_same_over_postgres(postgres):
+    run_state_machine_as_test(
+        lambda: CatalogMachine(postgres.create_database()),
+        settings=settings(OPTIONS, max_examples=4),
+    )

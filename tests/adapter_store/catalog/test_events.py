@@ -26,8 +26,8 @@ def test_a_revision_of_another_history_is_refused(names, catalog):
         catalog.events_since(2, 10)
 
 
-def test_old_events_are_forgotten_and_the_watcher_is_told(tmp_path, names, clock):
-    catalog = Catalog(tmp_path / "short.sqlite3", event_retention=10, clock=clock)
+def test_old_events_are_forgotten_and_the_watcher_is_told(place, names, clock):
+    catalog = Catalog(place, event_retention=10, clock=clock)
     for i in range(200):
         catalog.register(names.new("a", f"d{i}"))
     assert catalog.revision() == 200
@@ -38,13 +38,12 @@ def test_old_events_are_forgotten_and_the_watcher_is_told(tmp_path, names, clock
     catalog.close()
 
 
-def test_the_revision_survives_forgetting_everything_else(tmp_path, names, clock):
-    path = tmp_path / "one.sqlite3"
-    catalog = Catalog(path, event_retention=1, clock=clock)
+def test_the_revision_survives_forgetting_everything_else(place, names, clock):
+    catalog = Catalog(place, event_retention=1, clock=clock)
     for i in range(64):
         catalog.register(names.new("a", f"d{i}"))
     catalog.close()
-    catalog = Catalog(path, event_retention=1, clock=clock)
+    catalog = Catalog(place, event_retention=1, clock=clock)
     assert catalog.revision() == 64
     assert catalog.remove(AdapterName("default", "a"))[1] == 65
     catalog.close()

@@ -121,6 +121,7 @@ def fill(catalog, num_adapters: int) -> None:
             conn.execute(insert(table), [make(i) for i in rows])
 
 
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_a_hundred_thousand_adapters(names, catalog):
     fill(catalog, 100_000)
     catalog.add_layout("L", ["org/tiny"], {})
@@ -142,6 +143,7 @@ def test_a_hundred_thousand_adapters(names, catalog):
     assert time.perf_counter() - start < 5  # some tenths of a second on a quiet machine
 
 
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_lookups_and_pages_use_indexes(catalog):
     def plan(sql: str) -> str:
         with catalog._database.read() as conn:

@@ -10,6 +10,7 @@ import pytest
 from adapter_store.catalog import Catalog
 from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded, NotFound
+from tests.adapter_store.catalog.conftest import Heard
 
 A = AdapterName("default", "a")
 
@@ -200,20 +201,19 @@ def test_collecting_ends_what_no_record_has(names, catalog, clock):
     assert catalog.blob_digests() == {"d1"}
 
 
-def test_everything_is_there_after_a_restart(names, catalog, tmp_path):
+def test_everything_is_there_after_a_restart(names, catalog, place):
     names.register("a", "d1", labels={"x": "y"}, pinned=True)
     names.register("a", "d2")
     before = names.get("a")
     catalog.close()
-    again = Catalog(tmp_path / "catalog.sqlite3", event_retention=1000)
+    again = Catalog(place, event_retention=1000)
     assert again.get(names.ref("a")) == (before, 2)
     assert len(again.events_since(0, 10)) == 2
     again.close()
 
 
 def test_writers_in_many_threads_leave_no_gap(names, catalog):
-    seen: list[int] = []
-    catalog.on_change(lambda events: seen.extend(event.revision for event in events))
+    heard = Heard(catalog)
 
     def work(thread: int) -> None:
         for i in range(10):
@@ -224,6 +224,6 @@ def test_writers_in_many_threads_leave_no_gap(names, catalog):
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == list(range(1, 41))
+    assert heard.wait(40) == list(range(1, 41))
     assert names.get("shared").version == 40
     assert sorted(e.version for e in catalog.events_since(0, 100)) == list(range(1, 41))

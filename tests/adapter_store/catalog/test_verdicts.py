@@ -62,14 +62,14 @@ def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
     assert catalog.standing(("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
-def test_what_was_compiling_is_pending_after_a_restart(names, catalog, tmp_path):
+def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
     catalog.add_layout("L1", ["org/tiny"], {})
     names.register("a", "d1")
     names.register("b", "d2")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.close()
-    again = Catalog(tmp_path / "catalog.sqlite3", event_retention=10)
+    again = Catalog(place, event_retention=10)
     assert again.standing(("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
     assert again.standing(("d2", "L1"), GRACE).verdict.state is ImageState.READY
     again.close()

@@ -1,0 +1,109 @@
+"""What only a catalog that several replicas share has to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from adapter_store.catalog import Catalog
+from adapter_store.core import AdapterName, AdapterRef
+from adapter_store.errors import CatalogUnavailable
+from tests.adapter_store.catalog.conftest import WAIT_SECONDS, Heard, Names
+
+A = AdapterName("default", "a")
+
+
+@pytest.fixture
+def replicas(catalog_dsn) -> Iterator[list[Catalog]]:
+    """Two replicas' views of one catalog."""
+    catalogs = [Catalog(catalog_dsn, event_retention=1000) for _ in range(2)]
+    yield catalogs
+    for catalog in catalogs:
+        catalog.close()
+
+
+def test_each_replica_hears_of_every_change_in_order(replicas):
+    heard = [Heard(catalog) for catalog in replicas]
+
+    def work(catalog: Catalog, thread: int) -> None:
+        for i in range(10):
+            Names(catalog).register("shared", f"d{thread}-{i}")
+
+    threads = [
+        threading.Thread(target=work, args=(replicas[i % 2], i), daemon=True) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for each in heard:
+        assert each.wait(40) == list(range(1, 41))
+    for thread in threads:
+        thread.join()
+    assert heard[0].events == heard[1].events == replicas[0].events_since(0, 100)
+    assert Names(replicas[1]).get("shared").version == 40
+
+
+def test_what_one_replica_recorded_the_other_reads_at_once(replicas):
+    one, two = map(Names, replicas)
+    _, revision = one.register("a", "d1", labels={"k": "v"})
+    assert (two.get("a").labels, two.catalog.revision()) == ({"k": "v"}, revision)
+    two.catalog.remove(A)
+    assert one.catalog.page()[0] == []
+
+
+def test_a_change_that_fails_leaves_no_gap(replicas):
+    names = Names(replicas[0])
+    names.register("a", "d1")
+    with pytest.raises(LookupError), replicas[0]._change() as (conn, _made):  # noqa: PT012
+        conn.exec_driver_sql("UPDATE history SET revision = 99")
+        raise LookupError
+    assert Names(replicas[1]).register("a", "d2")[1] == 2
+
+
+def test_a_restart_of_the_database_is_survived(postgres, replicas):
+    heard = [Heard(catalog) for catalog in replicas]
+    Names(replicas[0]).register("a", "d1")
+    postgres.stop()
+    try:
+        for catalog in replicas:
+            with pytest.raises(CatalogUnavailable, match="does not answer"):
+                catalog.get(AdapterRef(A))
+            with pytest.raises(CatalogUnavailable):
+                catalog.remove(A)
+    finally:
+        postgres.start()
+    record, revision = Names(replicas[1]).register("a", "d2")
+    assert (record.version, revision) == (2, 2)
+    for each in heard:
+        assert each.wait(2) == [1, 2]
+
+
+def test_a_follower_that_was_away_for_long_goes_on(catalog_dsn, replicas):
+    heard = Heard(replicas[1])
+    short = Catalog(catalog_dsn, event_retention=10)
+    replicas[1]._follower._position = -100
+    for i in range(64):
+        Names(short).register("a", f"d{i}")
+    short.close()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not heard.events or heard.events[-1].revision < 64:
+        assert time.monotonic() < deadline
+        heard.wait(1)
+
+
+def test_replicas_that_start_together_migrate_once(catalog_dsn):
+    opened: list[Catalog] = []
+
+    def start() -> None:
+        opened.append(Catalog(catalog_dsn, event_retention=10))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [catalog.revision() for catalog in opened] == [0] * 4
+    for catalog in opened:
+        catalog.close()
