@@ -26,6 +26,7 @@ from adapter_store.errors import InvalidArgument
 from adapter_store.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
 from adapter_store.refs import DEFAULT_TENANT, parse_name, parse_sha256
 from adapter_store.registration import Registration
+from adapter_store.signatures import Signature
 from adapter_store.sources.upload import FileChunk
 from adapter_store.tiers import TierCounts
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -77,7 +78,12 @@ def from_registration(
         pinned=message.pinned,
         labels=dict(message.labels),
         description=message.description,
+        signature=_from_signature(message.signature) if message.HasField("signature") else None,
     )
+
+
+def _from_signature(message: pb.Signature) -> Signature:
+    return Signature(message.key_id, message.value)
 
 
 def from_rollback(

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adapter_store.blobs import Blobs
@@ -24,10 +24,12 @@ from adapter_store.errors import (
     LimitExceeded,
     NotFound,
     PreconditionFailed,
+    StoreError,
 )
 from adapter_store.metrics import Metrics
 from adapter_store.peft_config import names_local_path
 from adapter_store.policy import PolicyFile
+from adapter_store.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.unpickle import convert_pickle
@@ -51,6 +53,7 @@ class Registration:
     labels: dict[str, str] = field(default_factory=dict)
     description: str = ""
     created_by: str = ""
+    signature: Signature | None = None
 
 
 class Registrar:
@@ -79,7 +82,8 @@ class Registrar:
     def check(self, asked: Registration) -> None:
         """What can be refused before anything is fetched.
 
-        Raises InvalidArgument, Conflict, and QuotaExceeded for a tenant that has no room left.
+        Raises InvalidArgument, Conflict, QuotaExceeded for a tenant that has no room left, and
+        what check_signature raises.
         """
         check_labels(asked.labels)
         _check_description(asked.description)
@@ -88,6 +92,10 @@ class Registrar:
                 f"base_model: longer than {MAX_BASE_MODEL_CHARS} or not printable",
                 subject="base_model",
             )
+        if asked.expected_digest:
+            self._verify_signature(asked, asked.expected_digest)
+        else:
+            check_signature(self._policies.policy, asked.name.tenant, asked.signature)
         if asked.if_current_digest:
             try:
                 current = self._catalog.get(AdapterRef(name=asked.name))[0].digest
@@ -104,7 +112,7 @@ class Registrar:
         """Fetches and records. Gives the record and the revision at which it is current.
 
         Raises what Source.fetch and open_checkpoint raise, PreconditionFailed if the content is
-        not as expected, Conflict, and QuotaExceeded.
+        not as expected or not what was signed, Conflict, and QuotaExceeded.
         """
         staging = self._stage()
         try:
@@ -135,6 +143,10 @@ class Registrar:
         upload.abandon()
         self._unstage(upload.staging)
 
+    def _verify_signature(self, asked: Registration, digest: str) -> str:
+        """See verify_signature: by the policy as it is at this moment."""
+        return verify_signature(self._policies.policy, asked.name.tenant, asked.signature, digest)
+
     def _quota(self, asked: Registration) -> Quota:
         return self._policies.policy.tenant(asked.name.tenant).quota
 
@@ -155,11 +167,12 @@ class Registrar:
                 )
         checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
         new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
+        if asked.signature is not None:
+            signed_by = self._verify_signature(asked, new.digest)
+            new = replace(new, signed_by=signed_by, signature=asked.signature.value)
         with self._blobs.guard(new.digest), _disk_full_translated():
             self._keep(staging.folder, new.digest)
-            record, revision = self._catalog.register(
-                new, asked.if_current_digest, self._quota(asked)
-            )
+            record, revision = self._point(asked, new)
         logger.info(
             "adapter registered",
             extra={
@@ -171,6 +184,15 @@ class Registrar:
             },
         )
         return record, revision
+
+    def _point(self, asked: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
+        """Lets the name point to the blob just kept. Needs its guard; refused, nobody has it."""
+        try:
+            return self._catalog.register(new, asked.if_current_digest, self._quota(asked))
+        except StoreError:
+            if self._catalog.drop_blob(new.digest):
+                self._blobs.remove(new.digest)
+            raise
 
     def _keep(self, folder: Path, digest: str) -> None:
         """Makes the folder the blob. One kept before stays, unless it has been damaged since."""

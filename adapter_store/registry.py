@@ -36,6 +36,7 @@ from adapter_store.pull import PullMessage, Pulls
 from adapter_store.rates import Rates
 from adapter_store.registration import Registrar, Registration
 from adapter_store.report import StoreStatus
+from adapter_store.signatures import require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.watch import Watch
 
@@ -132,9 +133,19 @@ class Registry:
         line: AuditLine,
     ) -> tuple[AdapterRecord, int]:
         """See Catalog.rollback. Goes on to its end when the caller goes away."""
-        quota = self._policies.policy.tenant(name.tenant).quota
+        policy = self._policies.policy
+
+        def accept(record: AdapterRecord) -> None:
+            require_signed(policy, name.tenant, record.signed_by)
+
         job = self._call(
-            self._catalog.rollback, name, version, if_current_digest, who.tenants, quota
+            self._catalog.rollback,
+            name,
+            version,
+            if_current_digest,
+            who.tenants,
+            policy.tenant(name.tenant).quota,
+            accept,
         )
         return await self._finish(job, line)
 

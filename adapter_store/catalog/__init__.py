@@ -150,9 +150,11 @@ class Catalog:
         if_current_digest: str = "",
         tenants: Tenants = None,
         quota: Quota = _UNLIMITED,
+        accept: Callable[[AdapterRecord], None] = lambda record: None,
     ) -> tuple[AdapterRecord, int]:
         """See names.rollback. Gives the record and the revision at which it is current. Raises
-        also QuotaExceeded for a name that was gone, and is one too many now."""
+        also QuotaExceeded for a name that was gone, and is one too many now, and what `accept`
+        raises about the record that would be current."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
@@ -161,8 +163,10 @@ class Catalog:
             )
             if any(event.kind is EventKind.REGISTERED for event in new_events):
                 usage.check_num_adapters(conn, name.tenant, 0, quota)
+            record = records.find(conn, AdapterRef(name=name))
+            accept(record)
             made += new_events
-            return records.find(conn, AdapterRef(name=name)), revision
+            return record, revision
 
     def check_quota(self, name: AdapterName, digest: str, quota: Quota) -> None:
         """Raises QuotaExceeded if no content, or none but this digest, could be recorded now."""

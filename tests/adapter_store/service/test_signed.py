@@ -1,0 +1,172 @@
+"""Signed registrations as a caller meets them."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
+from tests.adapter_store.service.test_quotas import details
+
+KEYS = {"release": Ed25519PrivateKey.generate(), "theirs": Ed25519PrivateKey.generate()}
+STRICT = "[tenants.team-a]\nrequire_signature = true\n"
+
+
+def key_lines(name: str, tenant: str) -> str:
+    public = base64.b64encode(KEYS[name].public_key().public_bytes_raw()).decode()
+    return f'[keys.{name}]\ned25519 = "{public}"\ntenants = ["{tenant}"]\n'
+
+
+TOKENS = ROOT + token_lines("a", ["publisher"]) + token_lines("b", ["publisher"], ["team-b"])
+TRUSTED = key_lines("release", "*") + key_lines("theirs", "team-b")
+
+
+def sign(digest: str, key_id: str = "release") -> pb.Signature:
+    return pb.Signature(key_id=key_id, value=KEYS[key_id].sign(digest.encode()))
+
+
+def digest_of(folder) -> str:
+    return open_checkpoint(folder, CheckpointLimits()).digest
+
+
+@pytest.fixture
+def served(serve, tmp_path):
+    """team-a takes signed adapters only."""
+    return serve(policy_file=write_policy(tmp_path, TOKENS, TRUSTED, STRICT))
+
+
+def send(client, how: str, name: str, folder, **fields):
+    if how == "register":
+        return client.register(name, folder, **fields)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+    return client.upload(name, files, **fields)
+
+
+@pytest.fixture(params=["register", "upload"])
+def how(request) -> str:
+    return request.param
+
+
+def test_a_signed_adapter_is_recorded_as_verified(served, make_adapter, how) -> None:
+    client = served.connect(token_of("a"))
+    folder = make_adapter()
+    adapter = send(client, how, "french", folder, signature=sign(digest_of(folder))).adapter
+    assert adapter.signature_state == pb.SIGNATURE_STATE_VERIFIED
+    assert adapter.signed_by == "release"
+    assert client.get("french") == adapter
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "subject"),
+    [
+        ({}, "SIGNATURE_REQUIRED", "signature"),
+        ({"signature": sign("x", "theirs")}, "KEY_UNKNOWN", "signature.key_id"),
+        (
+            {"signature": pb.Signature(key_id="nobody", value=bytes(64))},
+            "KEY_UNKNOWN",
+            "signature.key_id",
+        ),
+        (
+            {"signature": sign("x"), "expected_digest": "sha256:" + "0" * 64},
+            "SIGNATURE_INVALID",
+            "signature",
+        ),
+    ],
+)
+def test_refused_before_anything_is_fetched(
+    served, tmp_path, refused, how, fields, reason, subject
+) -> None:
+    client = served.connect(token_of("a"))
+    with refused("FAILED_PRECONDITION", "signature") as refusal:  # else NOT_FOUND
+        send(client, how, "french", tmp_path / "nowhere", **fields)
+    info = details(refusal.error)["ErrorInfo"]
+    assert (info.reason, info.metadata["subject"]) == (reason, subject)
+
+
+def test_what_cannot_be_a_signature_names_its_field(served, tmp_path, refused) -> None:
+    client = served.connect(token_of("a"))
+    with refused("INVALID_ARGUMENT", "signature.value: 3 bytes") as refusal:
+        client.register(
+            "french", tmp_path / "nowhere", signature=pb.Signature(key_id="release", value=b"abc")
+        )
+    assert details(refusal.error)["BadRequest"].field_violations[0].field == "signature.value"
+
+
+def test_a_signature_of_other_content_leaves_nothing(
+    served, make_adapter, tmp_path, refused, how
+) -> None:
+    client = served.connect(token_of("a"))
+    signed, sent = make_adapter(folder="signed"), make_adapter(folder="sent", seed=1)
+    with refused("FAILED_PRECONDITION", digest_of(sent)) as refusal:
+        send(client, how, "french", sent, signature=sign(digest_of(signed)))
+    assert details(refusal.error)["ErrorInfo"].reason == "SIGNATURE_INVALID"
+    with refused("NOT_FOUND"):
+        client.get("french")
+    assert not list((tmp_path / "data" / "blobs").iterdir())
+
+
+def test_a_signature_may_come_later_and_stays(served, make_adapter) -> None:
+    client = served.connect(token_of("b"))
+    folder = make_adapter()
+    first = client.register("french", folder)
+    assert first.adapter.signature_state == pb.SIGNATURE_STATE_UNSIGNED
+    signed = client.register("french", folder, signature=sign(first.adapter.digest))
+    assert (signed.adapter.version, signed.adapter.signed_by) == (1, "release")
+    assert signed.revision == first.revision + 1  # watchers learn of it
+    again = client.register("french", folder)
+    assert (again.adapter, again.revision) == (signed.adapter, signed.revision)
+    other = client.register("french", folder, signature=sign(first.adapter.digest, "theirs"))
+    assert (other.adapter.version, other.adapter.signed_by) == (1, "theirs")
+    elsewhere = client.register("german", folder)  # each name's record is signed for itself
+    assert elsewhere.adapter.signature_state == pb.SIGNATURE_STATE_UNSIGNED
+
+
+def test_an_old_version_keeps_its_signature(served, make_adapter) -> None:
+    client = served.connect(token_of("b"))
+    first, second = make_adapter(folder="1"), make_adapter(folder="2", seed=1)
+    client.register("french", first, signature=sign(digest_of(first)))
+    assert client.register("french", second).adapter.signed_by == ""
+    back = client.register("french", first).adapter
+    assert (back.version, back.signed_by) == (1, "release")
+
+
+def test_what_is_not_signed_does_not_come_back(serve, tmp_path, make_adapter, refused) -> None:
+    """Not by a rollback either, once the tenant takes signed adapters only."""
+    policy = write_policy(tmp_path, TOKENS, TRUSTED)
+    served = serve(policy_file=policy)
+    client = served.connect(token_of("a"))
+    folders = [make_adapter(folder=f"{seed}", seed=seed) for seed in range(3)]
+    client.register("french", folders[0])
+    for folder in folders[1:]:
+        client.register("french", folder, signature=sign(digest_of(folder)))
+    write_policy(tmp_path, TOKENS, TRUSTED, STRICT)
+    served.running.store.policies.reload()
+    before = client.get("french")
+    with refused("FAILED_PRECONDITION", "signed adapters only") as refusal:
+        client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="french", version=1))
+    assert details(refusal.error)["ErrorInfo"].reason == "SIGNATURE_REQUIRED"
+    assert client.get("french") == before
+    back = client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="french", version=2))
+    assert (back.adapter.version, back.adapter.signed_by) == (2, "release")
+
+
+def test_a_key_taken_away_signs_no_more(served, tmp_path, make_adapter, refused) -> None:
+    client = served.connect(token_of("a"))
+    folder = make_adapter()
+    signature = sign(digest_of(folder))
+    client.register("french", folder, signature=signature)
+    write_policy(tmp_path, TOKENS, STRICT)
+    served.running.store.policies.reload()
+    with refused("FAILED_PRECONDITION", "'release'"):
+        client.register("german", folder, signature=signature)
+    assert client.get("french").signed_by == "release"  # as it was found when it was recorded
+
+
+def test_an_open_store_takes_no_signature_unchecked(client, make_adapter, refused) -> None:
+    folder = make_adapter()
+    with refused("FAILED_PRECONDITION", "'release'"):
+        client.register("french", folder, signature=sign(digest_of(folder)))
