@@ -11,6 +11,11 @@ import sys
 from datetime import UTC, datetime
 from typing import Literal
 
+_CLIENTS = (
+    *("boto3", "botocore", "urllib3", "s3transfer"),
+    *("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2"),
+)
+
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -54,6 +59,6 @@ def setup_logging(log_format: LogFormat, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # These log request headers and credentials lookups below WARNING.
-    for noisy in ("boto3", "botocore", "urllib3", "s3transfer"):
+    # These log request headers, signed URLs and credentials lookups below WARNING.
+    for noisy in _CLIENTS:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

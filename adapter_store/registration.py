@@ -15,6 +15,7 @@ from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.catalog.filters import check_labels
 from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint_files import PICKLE_FILE
 from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
 from adapter_store.errors import (
     Conflict,
@@ -162,9 +163,11 @@ class Registrar:
     ) -> tuple[AdapterRecord, int]:
         if staging.allows_pickle:
             with _disk_full_translated():
-                convert_pickle(
+                converted = convert_pickle(
                     staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
                 )
+            if converted is not None:
+                staging.replaced(PICKLE_FILE, converted)
         checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
         new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
         if asked.signature is not None:
@@ -181,6 +184,7 @@ class Registrar:
                 "revision": revision,
                 "source_uri": source_uri,
                 "source_revision": source_revision,
+                "config_base_model": checkpoint.base_model,
             },
         )
         return record, revision

@@ -114,6 +114,12 @@ class Staging:
         with self._lock:
             self._files.append(file)
 
+    def replaced(self, name: str, file: SourceFile) -> None:
+        """File `name` of the folder has become `file`."""
+        with self._lock:
+            self._files = [kept for kept in self._files if kept.name != name]
+        self.add(file)
+
     def abandon(self) -> None:
         """Ends with Abandoned what still writes or waits in other threads."""
         self._abandoned.set()

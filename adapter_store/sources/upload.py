@@ -49,10 +49,12 @@ class Upload:
         """Makes the files durable. Raises InvalidAdapter if they do not make up an adapter."""
         with self._lock:
             chosen = self.staging.choose_files(self._sizes, "upload")
-            for file in self._files.values():
-                file.close()
-            for name in self._files.keys() - set(chosen):
-                (self.staging.folder / name).unlink()
+            for name, file in self._files.items():
+                if name in chosen:
+                    file.close()
+                else:
+                    file.abandon()
+                    (self.staging.folder / name).unlink()
             self._is_open = False
 
     def abandon(self) -> None:

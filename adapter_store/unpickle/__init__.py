@@ -7,6 +7,7 @@ of what it writes; and what comes out is a file that is then checked like any ot
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from adapter_store.checkpoint_files import (
     check_source_bytes,
     read_capped,
 )
+from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter
 
 CHILD = Path(__file__).with_name("__main__.py")
@@ -51,9 +53,10 @@ def convert_pickle(
     limits: CheckpointLimits,
     unpickle_limits: UnpickleLimits | None = None,
     check_wanted: Callable[[], None] = lambda: None,
-) -> None:
+) -> SourceFile | None:
     """Replaces `adapter_model.bin` in `folder`, if it is there, by durable safetensors.
 
+    Returns the file that took its place; None: there is nothing to replace.
     `check_wanted` is called from time to time and may raise.
 
     Raises:
@@ -63,7 +66,7 @@ def convert_pickle(
     """
     source = folder / PICKLE_FILE
     if not os.path.lexists(source):
-        return
+        return None
     with RegularFile(folder, PICKLE_FILE) as file:
         size_bytes = file.size_bytes
     check_source_bytes(size_bytes, limits)
@@ -81,8 +84,11 @@ def convert_pickle(
         with RegularFile(output.parent, output.name):
             os.rename(output, folder / WEIGHTS_FILE)
     with open(folder / WEIGHTS_FILE, "rb") as written:
+        sha256 = hashlib.file_digest(written, "sha256").hexdigest()
         os.fsync(written.fileno())
+        converted_bytes = written.tell()
     source.unlink()
+    return SourceFile(WEIGHTS_FILE, converted_bytes, sha256)
 
 
 def _run(

@@ -42,7 +42,8 @@ def test_what_clients_log_about_requests_stays_out():
     handlers, level = root.handlers[:], root.level
     try:
         setup_logging("json", "DEBUG")
-        assert logging.getLogger("botocore").getEffectiveLevel() == logging.WARNING
+        for name in ("botocore.auth", "urllib3.connectionpool", "httpx2", "httpcore2.http11"):
+            assert logging.getLogger(name).getEffectiveLevel() == logging.WARNING
         assert [type(handler.formatter) for handler in root.handlers] == [JsonFormatter]
     finally:
         root.handlers[:] = handlers

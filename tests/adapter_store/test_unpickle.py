@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from adapter_store import unpickle
 from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+from adapter_store.core import SourceFile
 from adapter_store.errors import Draining, InvalidAdapter, LimitExceeded
 from adapter_store.unpickle import UnpickleLimits, convert_pickle
 from adapter_store.unpickle import __main__ as child
@@ -51,7 +53,11 @@ def as_bin(folder: Path) -> Path:
 def test_its_digest_is_that_of_the_same_weights_in_safetensors(make_adapter, dtype):
     folder = make_adapter(dtype=dtype)
     digest = open_checkpoint(folder).digest
-    convert_pickle(as_bin(folder), LIMITS)
+    converted = convert_pickle(as_bin(folder), LIMITS)
+    content = (folder / WEIGHTS).read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert converted == SourceFile(WEIGHTS, len(content), sha256)
+    assert convert_pickle(folder, LIMITS) is None
     assert sorted(os.listdir(folder)) == ["adapter_config.json", WEIGHTS]
     assert open_checkpoint(folder).digest == digest
     assert os.listdir(folder.parent) == [folder.name], "left something behind"

@@ -121,6 +121,8 @@ def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp
     uploaded = client.upload("sent", {path.name: path.read_bytes() for path in folder.iterdir()})
     digests = {a.digest for a in (expected, both, registered, uploaded.adapter)}
     assert digests == {expected.digest}
+    for adapter in (both, registered, uploaded.adapter):
+        assert [file.name for file in adapter.files] == [CONFIG, WEIGHTS]
     (blob,) = (tmp_path / "data" / "blobs").iterdir()
     assert sorted(path.name for path in blob.iterdir()) == [CONFIG, WEIGHTS]
 
