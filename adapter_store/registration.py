@@ -107,7 +107,7 @@ class Registrar:
                     f"if_current_digest: {asked.name} points to {current}",
                     subject="if_current_digest",
                 )
-        self._catalog.check_quota(asked.name, asked.expected_digest, self._quota(asked))
+        self._catalog.check_room(asked.name, asked.expected_digest, self._quota(asked))
 
     def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
         """Fetches and records. Gives the record and the revision at which it is current.

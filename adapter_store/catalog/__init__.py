@@ -168,10 +168,10 @@ class Catalog:
             made += new_events
             return record, revision
 
-    def check_quota(self, name: AdapterName, digest: str, quota: Quota) -> None:
-        """Raises QuotaExceeded if no content, or none but this digest, could be recorded now."""
+    def check_room(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
+        """See usage.check_room."""
         with self._database.read() as conn:
-            usage.check_quota(conn, name, digest, 1, quota)
+            usage.check_room(conn, name, expected_digest, quota)
 
     def remove(
         self, name: AdapterName, version: int = 0, tenants: Tenants = None

@@ -25,12 +25,19 @@ def check_quota(
     if quota.max_bytes is not None and not _is_kept(conn, name.tenant, digest):
         kept_bytes = _kept_bytes(conn, name.tenant)
         if kept_bytes + source_bytes > quota.max_bytes:
-            raise QuotaExceeded(
-                f"max_bytes: tenant {name.tenant!r} keeps {kept_bytes} bytes of adapters, those "
-                f"deleted within the grace included; {source_bytes} more are over its quota of "
-                f"{quota.max_bytes}",
-                subject="max_bytes",
-            )
+            raise _too_many_bytes(name.tenant, kept_bytes, f"{source_bytes} more are over", quota)
+
+
+def check_room(conn: Connection, name: AdapterName, expected_digest: str, quota: Quota) -> None:
+    """Raises QuotaExceeded if nothing could be recorded under the name, before its content is
+    known: at the most content that is kept already, and that `expected_digest` names."""
+    if quota.max_adapters is not None and not _is_live(conn, name):
+        check_num_adapters(conn, name.tenant, 1, quota)
+    if quota.max_bytes is not None and not _is_kept(conn, name.tenant, expected_digest):
+        kept_bytes = _kept_bytes(conn, name.tenant)
+        if kept_bytes >= quota.max_bytes:
+            what = "nothing but content named by expected_digest that it keeps fits"
+            raise _too_many_bytes(name.tenant, kept_bytes, what, quota)
 
 
 def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quota) -> None:
@@ -46,6 +53,14 @@ def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quot
             f"its quota is {quota.max_adapters}",
             subject="max_adapters",
         )
+
+
+def _too_many_bytes(tenant: str, kept_bytes: int, what: str, quota: Quota) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"max_bytes: tenant {tenant!r} keeps {kept_bytes} bytes of adapters, those deleted within "
+        f"the grace included; {what} its quota of {quota.max_bytes}",
+        subject="max_bytes",
+    )
 
 
 def _is_live(conn: Connection, name: AdapterName) -> bool:

@@ -1,0 +1,134 @@
+"""Nothing that one tenant does shows to another: a tenant sees the same catalog with and without
+the others in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapter_store.catalog import Catalog, NewVersion, VersionsPage
+from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
+from adapter_store.errors import StoreError
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+NAMES = ("x", "y", "z")
+SOURCE_BYTES = 100
+QUOTA = Quota(max_adapters=2, max_bytes=2 * SOURCE_BYTES)
+LAYOUT = "L"
+
+# (whether it is A, whether the name is A's, what, name, digest or version)
+operations = st.lists(
+    st.tuples(
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from(["register", "remove", "rollback", "pin", "unpin"]),
+        st.sampled_from(NAMES),
+        st.integers(0, 2),
+    ),
+    max_size=20,
+)
+
+
+@dataclass
+class World:
+    """A catalog, and two tenants and some contents that no other example has."""
+
+    catalog: Catalog
+    number: int
+
+    def __post_init__(self) -> None:
+        self.start_revision = self.catalog.revision()
+        self.digests = [f"d{i}-{self.number}" for i in range(3)]
+
+    def tenant(self, is_a: bool) -> str:
+        return f"{'a' if is_a else 'b'}{self.number}"
+
+    def apply(self, by_a: bool, of_a: bool, what: str, name: str, number: int) -> object:
+        """What an operation of a tenant gives; only its own names may be registered."""
+        who = self.tenant(by_a)
+        tenants = frozenset({who})
+        ref = AdapterName(self.tenant(of_a), name)
+        try:
+            if what == "register":
+                digest = self.digests[number]
+                new = NewVersion(
+                    AdapterName(who, name), digest, "base", f"of {who}", 1, (), SOURCE_BYTES
+                )
+                return seen(self.catalog.register(new, "", QUOTA)[0])
+            if what == "remove":
+                return self.catalog.remove(ref, number, tenants)[0]
+            if what == "rollback":
+                return seen(self.catalog.rollback(ref, number + 1, "", tenants, QUOTA)[0])
+            by = AdapterRef(ref) if number else AdapterRef(digest=self.digests[0])
+            return seen(self.catalog.set_pinned(by, what == "pin", 1 << 30, tenants)[0])
+        except StoreError as error:
+            return type(error), error.message, error.subject
+
+    def view_of_a(self) -> list[object]:
+        """All that a tenant can ask for."""
+        tenants = frozenset({self.tenant(True)})
+        catalog = self.catalog
+        records, token, _ = catalog.page(1000, "", "", tenants)
+        found: list[object] = [[seen(record) for record in records], token]
+        found += [
+            (event.kind, event.name, event.version, event.digest)
+            for event in catalog.events_since(self.start_revision, 1000)
+            if event.tenant in tenants
+        ]
+        refs = [AdapterRef(digest=digest) for digest in self.digests]
+        for is_a, name in itertools.product((True, False), NAMES):
+            full_name = AdapterName(self.tenant(is_a), name)
+            refs += [AdapterRef(full_name, version) for version in (None, 1, 2, 3)]
+            found.append(answer(catalog.versions, full_name, 0, "", tenants))
+        found += [answer(catalog.get, ref, tenants) for ref in refs]
+        for digest in self.digests:
+            found.append(catalog.standing((digest, LAYOUT), timedelta(hours=1), tenants))
+        return found
+
+
+def answer(function: Callable[..., Any], *arguments: object) -> object:
+    try:
+        found = function(*arguments)
+    except StoreError as error:
+        return type(error), error.message, error.subject
+    if isinstance(found, VersionsPage):
+        return [seen(record) for record in found.records], found.current_version
+    return seen(found[0])
+
+
+def seen(record: AdapterRecord) -> AdapterRecord:
+    """Without the times, which tell when it happened and not what."""
+    return replace(record, create_time=NOW, update_time=NOW, delete_time=None)
+
+
+def test_a_tenant_cannot_tell_whether_there_are_others(tmp_path):
+    both, alone = (
+        Catalog(tmp_path / name, event_retention=1_000_000, clock=lambda: NOW)
+        for name in ("both", "alone")
+    )
+    for catalog in (both, alone):
+        catalog.add_layout(LAYOUT, ["base"], {})
+    numbers = itertools.count()
+
+    @settings(max_examples=60)
+    @given(operations)
+    def run(steps) -> None:
+        number = next(numbers)
+        crowded, lonely = World(both, number), World(alone, number)
+        for step in steps:
+            outcome = crowded.apply(*step)
+            if step[0]:
+                assert outcome == lonely.apply(*step)
+        assert crowded.view_of_a() == lonely.view_of_a()
+
+    try:
+        run()
+    finally:
+        both.close()
+        alone.close()
