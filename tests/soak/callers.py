@@ -36,6 +36,7 @@ class Caller:
             (3, self._race_lost),
             (3, self._delete),
             (2, self._delete_version),
+            (4, self._roll_back),
             (8, self._pull),
         )
         self.thread = threading.Thread(target=self._run, name=f"caller-{index}", daemon=True)
@@ -65,7 +66,7 @@ class Caller:
     def settle(self, calls: Calls) -> None:
         """Compares everything promised with what is there."""
         for promises in self.promises:
-            found = calls.name_state(promises.name, promises.state.last, promises.numbers())
+            found = calls.name_state(promises.name, promises.state.last)
             promises.settle(found)
 
     def _act(self, calls: Calls) -> None:
@@ -140,17 +141,33 @@ class Caller:
 
     def _remove(self, calls: Calls, promises: Promises, version: int) -> None:
         if not promises.state.live:
-            promises.begin(promises.state)
-            try:
-                calls.delete(promises.name, version)
-            except Refused as refused:
-                if refused.code != "NOT_FOUND":
-                    raise
-                promises.refused()
-                return
-            raise AssertionError(f"{promises.name}: deleted, and was not there")
+            self._not_there(promises, lambda: calls.delete(promises.name, version))
+            return
         promises.begin(promises.state.removed(version))
         promises.kept(calls.delete(promises.name, version))
+
+    def _roll_back(self, calls: Calls, promises: Promises) -> None:
+        if not promises.state.last:
+            return
+        number = self._random.randint(1, promises.state.last)
+        if number not in promises.state.live:  # deleted, and its grace is over
+            self._not_there(promises, lambda: calls.rollback(promises.name, number))
+            return
+        promises.begin(promises.state.rolled_back(number))
+        answer = calls.rollback(promises.name, number)
+        assert answer.adapter.version == number, answer
+        promises.kept(answer.revision)
+
+    def _not_there(self, promises: Promises, call: Callable[[], object]) -> None:
+        promises.begin(promises.state)
+        try:
+            call()
+        except Refused as refused:
+            if refused.code != "NOT_FOUND":
+                raise
+            promises.refused()
+        else:
+            raise AssertionError(f"{promises.name}: changed, and was not there")
 
     def _pull(self, calls: Calls, promises: Promises) -> None:
         """What a name points to can be pulled, whatever else goes on, and is right."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -111,20 +111,43 @@ class Calls:
                 return None
             raise
 
-    def name_state(self, name: str, last: int, numbers: Iterable[int]) -> NameState:
-        """A name as the store has it now; of its versions, `numbers` are asked for."""
-        current = self.get(name)
+    def rollback(self, name: str, version: int) -> pb.RollbackAdapterResponse:
+        with translated():
+            request = pb.RollbackAdapterRequest(name=name, version=version)
+            return self._stub.RollbackAdapter(request, timeout=CALL_S)
+
+    def name_state(self, name: str, last: int) -> NameState:
+        """A name as the store has it now; versions are known to have come to `last`."""
         live = {}
-        for number in numbers:
-            found = self.get(f"{name}@{number}")
-            if found is not None:
-                assert (found.name, found.version) == (name, number), found
-                live[number] = Version(found.digest, tuple(sorted(found.labels.items())))
-        version = current.version if current is not None else 0
+        token = ""
+        while True:
+            page = self._versions(name, token)
+            if page is None:
+                return NameState(0, last)
+            for found in page.adapters:
+                if not found.HasField("delete_time"):
+                    assert (found.name, found.digest != "") == (name, True), found
+                    live[found.version] = _version(found)
+            token = page.next_page_token
+            if not token:
+                break
+        current = self.get(name)
+        assert (0 if current is None else current.version) == page.current_version
         if current is not None:
-            assert version in live, f"{name} points to version {version}, which was never made"
-            assert live[version].digest == current.digest
-        return NameState(version, max([last, *live]), live)
+            assert live[current.version] == _version(current), f"{name}: {current}"
+        return NameState(page.current_version, max([last, *live]), live)
+
+    def _versions(self, name: str, token: str) -> pb.ListVersionsResponse | None:
+        """None: the store knows no such name."""
+        request = pb.ListVersionsRequest(name=name, page_size=5, page_token=token)
+        try:
+            with translated():
+                return self._stub.ListVersions(request, timeout=CALL_S)
+        except Refused as refused:
+            if refused.code != "NOT_FOUND":
+                raise
+        assert self.get(name) is None
+        return None
 
     def names(self) -> list[str]:
         """Every name of the catalog, page by page."""
@@ -187,6 +210,10 @@ class Calls:
     def status(self) -> pb.GetStoreStatusResponse:
         with translated():
             return self._stub.GetStoreStatus(pb.GetStoreStatusRequest(), timeout=CALL_S)
+
+
+def _version(adapter: pb.Adapter) -> Version:
+    return Version(adapter.digest, tuple(sorted(adapter.labels.items())))
 
 
 def _chunks(content: Content) -> Iterator[pb.FileChunk]:

@@ -94,14 +94,6 @@ class Promises:
         assert self._pending is not None
         self._move(self._pending, revision)
 
-    def numbers(self) -> list[int]:
-        """The versions that tell the possibilities apart, and one that was removed, if any."""
-        wanted = {*self.state.live, self.state.last + 1}
-        if self._pending is not None:
-            wanted |= set(self._pending.live)
-        removed = set(range(1, self.state.last + 1)) - wanted
-        return sorted(wanted | set(sorted(removed)[-1:]))
-
     def settle(self, found: NameState) -> None:
         """After a crash: what the store has now must be one of the possibilities.
 
