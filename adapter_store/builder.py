@@ -1,23 +1,33 @@
-"""Makes one image: from the disk tier, else from the blob. Blocking; run it in a worker."""
+"""Makes one image: from the disk tier, else from the shared tier, else from the blob.
+
+Blocking; run it in a worker. `plan`, then `fill` into a buffer of the plan's size, then `keep`.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, ImageKey
 from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
 from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
-from adapter_store.image import Image, ImagePlan, allocate_buffer, compile_parts, plan_image
-from adapter_store.image_file import ImageStream, read_image, write_image
+from adapter_store.growing import GrowingImage
+from adapter_store.image import Image, ImagePlan, compile_parts, plan_image
+from adapter_store.image_file import open_image, read_parts, write_image
 from adapter_store.layout import from_json
 from adapter_store.metrics import Metrics
+from adapter_store.shared_images import Claim, SharedImages
 from adapter_store.tiers import DiskTier
+from adapter_store.verified import VerifiedCheckpoints
+from adapter_store.workers import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -32,39 +42,35 @@ _NO_LIMITS = CheckpointLimits(
 )
 
 
-class NoRoomAhead(Exception):
-    """Compiling ahead fills free disk space only: this image waits until it is asked for."""
+class NotAhead(Exception):
+    """This image is not to be compiled ahead now: it would take the place of others on the disk,
+    or another replica has made it, or is at it."""
 
 
-class Claim(Protocol):
-    """The right to compile one image, as long as no other replica may."""
+@dataclass(eq=False, slots=True)
+class Build:
+    """One image on its way: what to make, and what has become of it."""
 
-    def release(self) -> None:
-        """Lets others in; what was published before is there for them to find."""
+    key: ImageKey
+    layout: Layout
+    checkpoint: Checkpoint
+    plan: ImagePlan
+    is_ahead: bool
+    image: Image | None = None
+    is_on_disk: bool = False
+    is_compiled: bool = False
+    claim: Claim | None = None
+    compiling: Future[None] | None = None
 
-
-class SharedImages(Protocol):
-    """The tier of images that all replicas of a store share. Blocking and thread-safe.
-
-    It is a cache: when it does not answer (OSError), images are compiled here.
-    """
-
-    def find(self, key: ImageKey, plan: ImagePlan) -> ImageStream | None:
-        """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
-
-    def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
-        """The right to compile the image here. None: look again with `find`, another replica
-        had it; without `wait` it may still be at work, and nothing is waited for."""
-
-    def publish(self, key: ImageKey, path: Path) -> None:
-        """Copies a whole image file there. One that is there already stays."""
-
-    def remove(self, key: ImageKey) -> None:
-        """Takes away an image that is damaged; it may be absent."""
+    def settle_compiling(self) -> None:
+        """Returns when the verdict COMPILING, recorded beside the work, is in the catalog."""
+        if self.compiling is not None:
+            self.compiling.result()
 
 
 class ImageBuilder:
-    """Reads blobs, writes the disk tier and the catalog's verdicts."""
+    """Reads blobs, writes the disk tier and the catalog's verdicts. Blocking; several threads may
+    work on different images. `threads` does small things beside."""
 
     def __init__(
         self,
@@ -73,33 +79,68 @@ class ImageBuilder:
         disk: DiskTier,
         metrics: Metrics,
         delete_grace: timedelta,
+        threads: Executor,
+        verified: VerifiedCheckpoints,
+        shared: SharedImages | None = None,
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
         self._disk = disk
         self._metrics = metrics
         self._delete_grace = delete_grace
+        self._threads = threads
+        self._verified = verified
+        self._shared = shared
         self._layouts: dict[str, Layout] = {}
 
-    def build(self, key: ImageKey, *, ahead: bool = False) -> Image:
-        """The image of (digest, layout_id), verified.
+    def plan(self, key: ImageKey, *, ahead: bool = False) -> Build:
+        """What is known about an image before its bytes.
 
         Raises NotFound (unknown layout; no record of the digest within the grace),
         IncompatibleAdapter (the recorded or new verdict), CorruptData (the blob is damaged), and
-        with `ahead` NoRoomAhead.
+        with `ahead` NotAhead.
         """
         layout = self.check(key)
         checkpoint = self._open(key)
-        try:
+        with self._incompatible_settled(key):
             plan = plan_image(checkpoint, layout, base_model=layout.base_model)
-            image = None if ahead else self._read(key, plan)
-            if image is None:
-                image = self._compile(key, checkpoint, layout, plan, ahead)
-        except IncompatibleAdapter as error:
-            self._metrics.compiles.labels("incompatible").inc()
-            self._settle(key, ImageState.INCOMPATIBLE, str(error))
-            raise
-        return image
+        build = Build(key, layout, checkpoint, plan, ahead)
+        if ahead:
+            self._check_ahead(build)
+        return build
+
+    def fill(self, build: Build, image: GrowingImage, turn: Turn) -> None:
+        """Makes the image part by part: from the disk tier, else from the shared tier, else from
+        the blob. Whoever follows it reads each part at once.
+
+        Raises IncompatibleAdapter and CorruptData; what was final before stays so.
+        """
+        if not build.is_ahead and self._read_disk(build, image):
+            build.is_on_disk = True
+        elif not self._read_shared(build, image):
+            self._compile(build, image, turn)
+        build.image = image.complete()
+
+    def keep(self, build: Build) -> None:
+        """Puts a filled image into the disk tier and the shared tier, and settles its verdict.
+
+        They are caches: that a disk is full or another service is gone fails nothing.
+        """
+        assert build.image is not None
+        path = self._disk.path(build.key) if build.is_on_disk else self._write(build)
+        if build.is_compiled:
+            if self._shared is not None and path is not None:
+                with _tolerated("image not shared"):
+                    self._shared.publish(build.key, path)
+            build.settle_compiling()
+            self._settle(build.key, ImageState.READY, image_bytes=build.plan.total_bytes)
+
+    def abandon(self, build: Build) -> None:
+        """Whatever became of it: another replica may compile it now."""
+        claim, build.claim = build.claim, None
+        if claim is not None:
+            with _tolerated("claim not released"):
+                claim.release()
 
     def check(self, key: ImageKey, tenants: Tenants = None) -> Layout:
         """Whether the image may be pulled now, for one of these tenants; gives its layout.
@@ -132,62 +173,127 @@ class ImageBuilder:
 
     def _open(self, key: ImageKey) -> Checkpoint:
         digest = key[0]
+        folder = self._blobs.path(digest)
+        checkpoint = self._verified.find(digest, folder)
+        if checkpoint is not None:
+            return checkpoint
         try:
-            return open_checkpoint(self._blobs.path(digest), _NO_LIMITS, digest=digest)
+            return open_checkpoint(folder, _NO_LIMITS, digest=digest)
         except InvalidAdapter as error:  # it was valid when it was kept
             self.check(key)  # unless it has been collected meanwhile
             raise self._damaged_blob(digest, str(error)) from error
 
-    def _read(self, key: ImageKey, plan: ImagePlan) -> Image | None:
-        """From the disk tier; a damaged file is dropped, to be built anew."""
-        path = self._disk.find(key)
-        image = None
+    def _check_ahead(self, build: Build) -> None:
+        """Raises NotAhead; otherwise it is ours to compile."""
+        if not self._disk.has_room(build.plan.total_bytes):
+            raise NotAhead
+        if self._shared is not None:
+            with _tolerated("the shared tier does not answer"):
+                stream = self._shared.find(build.key, build.plan)
+                if stream is not None:
+                    stream.close()
+                    image_bytes = build.plan.total_bytes
+                    self._settle(build.key, ImageState.READY, image_bytes=image_bytes)
+                    raise NotAhead
+                build.claim = self._shared.claim(build.key, wait=False)
+                if build.claim is None:
+                    raise NotAhead
+
+    def _read_disk(self, build: Build, image: GrowingImage) -> bool:
+        """Whether the image is complete now. A damaged file is dropped, to be made anew."""
+        path = self._disk.find(build.key)
+        is_read = False
         if path is not None:
             try:
-                image = read_image(path, plan)
+                with open_image(path) as file:
+                    image.follow(read_parts(file, build.plan, image.buffer, path.name))
+                is_read = True
             except FileNotFoundError:  # evicted a moment ago
                 pass
             except CorruptData as error:
-                logger.warning("damaged image; building it anew", extra={"why": str(error)})
-                self._metrics.damaged_files.labels("image").inc()
-                self._disk.remove(key)
-        self._disk.count(image is not None)
-        return image
+                self._report_damage(error)
+                self._disk.remove(build.key)
+        self._disk.count(is_read)
+        return is_read
 
-    def _compile(
-        self, key: ImageKey, checkpoint: Checkpoint, layout: Layout, plan: ImagePlan, ahead: bool
-    ) -> Image:
-        if ahead and not self._disk.has_room(plan.total_bytes):
-            raise NoRoomAhead
-        self._settle(key, ImageState.COMPILING)
+    def _read_shared(self, build: Build, image: GrowingImage) -> bool:
+        """Whether the image is complete now, as another replica made it. If not, the claim to
+        compile it here is ours, or there is nobody to share with."""
+        if self._shared is None:
+            return False
+        with _tolerated("the shared tier does not answer"):
+            while build.claim is None:
+                stream = self._shared.find(build.key, build.plan)
+                if stream is not None:
+                    with closing(stream):
+                        name = f"shared image of {build.key[0]}"
+                        parts = read_parts(
+                            stream, build.plan, image.buffer, name, num_final=len(image.parts)
+                        )
+                        try:
+                            image.follow(parts)
+                            return True
+                        except CorruptData as error:
+                            self._report_damage(error)
+                            self._shared.remove(build.key)
+                build.claim = self._shared.claim(build.key, wait=True)
+        return False
+
+    def _compile(self, build: Build, image: GrowingImage, turn: Turn) -> None:
         start = time.monotonic()
-        buffer = allocate_buffer(plan.total_bytes)
+        build.is_compiled = True
+        build.compiling = self._threads.submit(self._settle, build.key, ImageState.COMPILING)
+        parts = compile_parts(
+            build.checkpoint,
+            build.layout,
+            build.plan,
+            image.buffer,
+            num_final=len(image.parts),
+            threads=self._threads,
+        )
         try:
-            parts = tuple(compile_parts(checkpoint, layout, plan, buffer))
+            with self._incompatible_settled(build.key, build), closing(parts):
+                for part in parts:
+                    image.add(part)
+                    turn.give_way()
         except IncompatibleAdapter:
             raise
         except BaseException as error:
             self._metrics.compiles.labels("failed").inc()
-            self._settle(key, ImageState.PENDING)
+            build.settle_compiling()
+            self._settle(build.key, ImageState.PENDING)
             if isinstance(error, CorruptData):
-                raise self._damaged_blob(key[0], str(error)) from error
+                raise self._damaged_blob(build.key[0], str(error)) from error
             raise
         self._metrics.compiles.labels("ready").inc()
         self._metrics.compile_seconds.observe(time.monotonic() - start)
-        image = Image(plan, buffer, parts)
-        self._write(key, image)
-        self._settle(key, ImageState.READY, image_bytes=plan.total_bytes)
-        return image
 
-    def _write(self, key: ImageKey, image: Image) -> None:
-        """Into the disk tier. It is a cache: that a disk is full must not fail a pull."""
-        try:
-            path = self._disk.prepare(key, image.plan.total_bytes)
+    def _write(self, build: Build) -> Path | None:
+        """Into the disk tier. Gives the file, if it is there now."""
+        assert build.image is not None
+        written = None
+        with _tolerated("image not written to disk"):
+            path = self._disk.prepare(build.key, build.plan.total_bytes)
             if path is not None:
-                write_image(path, image)
-                self._disk.add(key)
-        except OSError as error:
-            logger.error("image not written to disk", extra={"why": str(error)})
+                write_image(path, build.image)
+                self._disk.add(build.key)
+                written = path
+        return written
+
+    @contextmanager
+    def _incompatible_settled(self, key: ImageKey, build: Build | None = None) -> Iterator[None]:
+        try:
+            yield
+        except IncompatibleAdapter as error:
+            self._metrics.compiles.labels("incompatible").inc()
+            if build is not None:
+                build.settle_compiling()
+            self._settle(key, ImageState.INCOMPATIBLE, str(error))
+            raise
+
+    def _report_damage(self, error: CorruptData) -> None:
+        logger.warning("damaged image; building it anew", extra={"why": str(error)})
+        self._metrics.damaged_files.labels("image").inc()
 
     def _settle(
         self, key: ImageKey, state: ImageState, reason: str = "", image_bytes: int = 0
@@ -200,3 +306,11 @@ class ImageBuilder:
         return CorruptData(
             f"the kept source of {digest} is damaged; register the adapter again", subject=digest
         )
+
+
+@contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.error(what, extra={"why": str(error)})

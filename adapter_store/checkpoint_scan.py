@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from adapter_store.checkpoint_files import RegularFile
@@ -22,6 +24,13 @@ CHUNK_BYTES = 1 << 20
 """What is in flight per thread; small enough to stay in its cache between hash and check."""
 
 MAX_THREADS = 4
+
+_TORCH_DTYPES = {
+    DataType.FLOAT32: torch.float32,
+    DataType.FLOAT16: torch.float16,
+    DataType.BFLOAT16: torch.bfloat16,
+}
+"""The types that torch can sum."""
 
 # A value is infinite or NaN if its exponent bits are all ones (E4M3, which has no infinity: if all
 # its bits are): the integer type to view it as, the mask without the sign, and the smallest masked
@@ -43,30 +52,73 @@ def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, byt
     with ExitStack() as stack:
         names = sorted({record.file for record in records})
         files = {name: stack.enter_context(RegularFile(folder, name)) for name in names}
-        threads = min(MAX_THREADS, os.cpu_count() or 1, len(records))
+        runs = _runs(records)
+        threads = min(MAX_THREADS, os.cpu_count() or 1, len(runs))
         with ThreadPoolExecutor(threads, "scan") as pool:
-            digests = list(pool.map(partial(_scan_one, files), records))
-    return {record.key: digest for record, digest in zip(records, digests, strict=True)}
+            scanned = list(pool.map(partial(_scan_run, files), runs))
+    return {key: sha256 for found in scanned for key, sha256 in found.items()}
 
 
 def all_finite(data: NDArray[np.uint8], dtype: DataType) -> bool:
     """Whether all values in raw bytes of `dtype` are finite."""
+    # One pass in the common case: a sum is finite only if all values are.
+    summable = _TORCH_DTYPES.get(dtype)
+    if summable is not None and math.isfinite(torch.from_numpy(data).view(summable).sum().item()):
+        return True
     unsigned, mask, limit = _NOT_FINITE[dtype]
-    values = data.view(unsigned)
-    return values.size == 0 or int((values & unsigned(mask)).max()) < limit
+    return int((data.view(unsigned) & unsigned(mask)).max(initial=0)) < limit
 
 
-def _scan_one(files: Mapping[str, RegularFile], record: TensorRecord) -> bytes:
+def _runs(records: Sequence[TensorRecord]) -> list[list[TensorRecord]]:
+    """The records in runs of one type that lie side by side and together fill a chunk: small
+    tensors cost a read and a check per chunk, not each. A larger tensor is a run of its own."""
+    runs: list[list[TensorRecord]] = []
+    length = 0
+    for record in sorted(records, key=lambda r: (r.file, r.offset)):
+        last = runs[-1][-1] if runs else None
+        length += record.length_bytes
+        if (
+            last is None
+            or (last.file, last.dtype) != (record.file, record.dtype)
+            or last.offset + last.length_bytes != record.offset
+            or length > CHUNK_BYTES
+        ):
+            runs.append([])
+            length = record.length_bytes
+        runs[-1].append(record)
+    return runs
+
+
+def _scan_run(files: Mapping[str, RegularFile], run: list[TensorRecord]) -> dict[str, bytes]:
+    first = run[0]
+    if len(run) == 1:
+        return {first.key: _scan_one(files[first.file], first)}
+    data = np.empty(sum(record.length_bytes for record in run), np.uint8)
+    files[first.file].read_into(first.offset, data.data)
+    found = {}
+    is_finite = all_finite(data, first.dtype)
+    for record in run:
+        start = record.offset - first.offset
+        piece = data[start : start + record.length_bytes]
+        found[record.key] = hashlib.sha256(piece.data).digest()
+        if not is_finite and not all_finite(piece, record.dtype):
+            raise _not_finite(record)
+    return found
+
+
+def _scan_one(file: RegularFile, record: TensorRecord) -> bytes:
     buffer = np.empty(min(CHUNK_BYTES, record.length_bytes), np.uint8)
     sha256 = hashlib.sha256()
     for start in range(0, record.length_bytes, CHUNK_BYTES):
         chunk = buffer[: min(CHUNK_BYTES, record.length_bytes - start)]
-        files[record.file].read_into(record.offset + start, chunk.data)
+        file.read_into(record.offset + start, chunk.data)
         sha256.update(chunk.data)
         if not all_finite(chunk, record.dtype):
-            raise InvalidAdapter(
-                f"{record.key}: holds NaN or infinite values",
-                subject=record.key,
-                reason="NOT_FINITE",
-            )
+            raise _not_finite(record)
     return sha256.digest()
+
+
+def _not_finite(record: TensorRecord) -> InvalidAdapter:
+    return InvalidAdapter(
+        f"{record.key}: holds NaN or infinite values", subject=record.key, reason="NOT_FINITE"
+    )

@@ -109,6 +109,9 @@ class Settings(BaseSettings):
     compile_workers: PositiveInt = 2
     """Images compiled at the same time. Pulls go before compiling ahead."""
 
+    pull_stall_seconds: PositiveFloat = 30.0
+    """How long a pull waits for a reader that takes nothing before it is ended."""
+
     fetch_workers: PositiveInt = 4
     """Registrations and uploads worked on at the same time; further ones wait."""
 

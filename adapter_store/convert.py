@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from datetime import datetime
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from adapter_store.core import (
@@ -209,17 +210,40 @@ def to_event(event: AdapterEvent) -> pb.WatchAdaptersResponse:
     )
 
 
-def to_pull_response(message: PullMessage) -> pb.PullAdapterResponse:
+def to_pull_response(message: PullMessage) -> bytes:
+    """A serialized PullAdapterResponse. A chunk's bytes are copied once, from the image into it."""
     match message:
         case ImageChunk(offset, data):
-            return pb.PullAdapterResponse(chunk=pb.ImageChunk(offset=offset, data=data))
+            head = pb.ImageChunk(offset=offset).SerializeToString() + _DATA_TAG
+            head += encode_varint(len(data))
+            prefix = _CHUNK_TAG + encode_varint(len(head) + len(data))
+            return b"".join((prefix, head, data))
         case LayerEnd(part, end_offset, sha256):
             end = pb.LayerEnd(part=part, end_offset=end_offset, sha256=sha256)
-            return pb.PullAdapterResponse(layer_end=end)
+            response = pb.PullAdapterResponse(layer_end=end)
         case ImageTrailer(sha256):
-            return pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=sha256))
+            response = pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=sha256))
         case ImageHeader():
-            return pb.PullAdapterResponse(header=_to_header(message))
+            response = pb.PullAdapterResponse(header=_to_header(message))
+    return response.SerializeToString()
+
+
+def encode_varint(value: int) -> bytes:
+    """An unsigned number as Protocol Buffers write it: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _length_delimited_tag(message: type[Message], field_name: str) -> bytes:
+    return encode_varint(message.DESCRIPTOR.fields_by_name[field_name].number << 3 | 2)
+
+
+_CHUNK_TAG = _length_delimited_tag(pb.PullAdapterResponse, "chunk")
+_DATA_TAG = _length_delimited_tag(pb.ImageChunk, "data")
 
 
 def _to_header(header: ImageHeader) -> pb.ImageHeader:

@@ -10,7 +10,9 @@ StoreError
  ├─ Conflict             the name points elsewhere than the caller required
  ├─ PreconditionFailed   content differs from what was expected; no common image format
  ├─ LimitExceeded        a size or count limit of this store
- │   └─ QuotaExceeded    a limit of the tenant; `subject` names the quota
+ │   ├─ QuotaExceeded    a limit of the tenant; `subject` names the quota
+ │   └─ Overloaded       this store's memory is in use; asking again later may succeed
+ ├─ PullStalled          a reader that took nothing for too long
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
  ├─ CatalogUnavailable   the catalog's database does not answer
@@ -82,6 +84,20 @@ class QuotaExceeded(LimitExceeded):
     def __init__(self, message: str, *, subject: str = "", retry_after_seconds: float = 0) -> None:
         super().__init__(message, subject=subject)
         self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(LimitExceeded):
+    """`retry_after_seconds`: when asking again may succeed."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, *, subject: str = "", retry_after_seconds: float = 0) -> None:
+        super().__init__(message, subject=subject)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class PullStalled(StoreError):
+    reason = "PULL_STALLED"
 
 
 class RevisionTooOld(StoreError):

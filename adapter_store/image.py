@@ -1,22 +1,19 @@
-"""Compiles a checkpoint into an image: slices, transposes, folds the scale, casts, hashes.
-
-B is scaled in fp32 before the cast. Source rows pass through in chunks of about a megabyte, so
-that what is in flight stays in the processor's cache and memory stays near the image's own size.
-"""
+"""Compiles a checkpoint into an image, part by part, and hashes the parts."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
-from adapter_store.checkpoint import TORCH_DTYPES, Checkpoint, TensorRecord
-from adapter_store.checkpoint_files import RegularFile
-from adapter_store.core import ImagePart, Layout, SegmentKind, Target, TargetKind
+from adapter_store.buffers import allocate_buffer
+from adapter_store.checkpoint import TORCH_DTYPES, Checkpoint
+from adapter_store.core import ImagePart, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.image_plan import (
     COMPILER_REVISION,
@@ -26,6 +23,7 @@ from adapter_store.image_plan import (
     image_id,
     plan_image,
 )
+from adapter_store.image_segment import Source, compile_segment
 
 __all__ = [
     "COMPILER_REVISION",
@@ -41,7 +39,7 @@ __all__ = [
     "trailer_sha256",
 ]
 
-CHUNK_BYTES = 1 << 20
+_Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,24 +56,8 @@ class Image:
         return trailer_sha256(self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """How a saved tensor becomes a segment: cut to rows and columns, transposed or not, scaled."""
-
-    record: TensorRecord
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    is_transposed: bool
-    scale: float
-
-
 def trailer_sha256(parts: tuple[ImagePart, ...]) -> bytes:
     return hashlib.sha256(b"".join(part.sha256 for part in parts)).digest()
-
-
-def allocate_buffer(total_bytes: int) -> torch.Tensor:
-    """uint8 [total_bytes], not initialised; pinned where CUDA is, so that devices copy from it."""
-    return torch.empty(total_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def compile_image(
@@ -88,12 +70,20 @@ def compile_image(
 
 
 def compile_parts(
-    checkpoint: Checkpoint, layout: Layout, plan: ImagePlan, buffer: torch.Tensor
-) -> Iterator[ImagePart]:
-    """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part once its bytes are final.
+    checkpoint: Checkpoint,
+    layout: Layout,
+    plan: ImagePlan,
+    buffer: torch.Tensor,
+    *,
+    num_final: int = 0,
+    threads: Executor | None = None,
+) -> Generator[ImagePart]:
+    """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part, in order, once its bytes are
+    final. The first `num_final` parts are so already: they are left alone and not yielded.
 
-    The image is good only when the generator ends without an error: a blob's bytes are compared
-    with its digest at the very end.
+    With `threads`, parts are hashed beside. The image is good only when the generator
+    ends without an error: a blob's bytes are compared with its digest at the very end. Nothing
+    writes to `buffer` any more when it has ended or is closed.
 
     Raises:
         IncompatibleAdapter: CAST_OVERFLOW (subject: the tensor), a value is not finite after
@@ -102,84 +92,90 @@ def compile_parts(
     """
     hashes: dict[str, bytes] | None = None if checkpoint.is_verified else {}
     with checkpoint.open_files() as files:
-        segments = deque(zip(plan.segments, plan.shapes, strict=True))
-        for index, (start, end) in enumerate(plan.parts):
-            position = start
-            while segments and segments[0][0].offset < end:
-                segment, shape = segments.popleft()
-                buffer[position : segment.offset].zero_()
-                position = segment.offset + segment.length_bytes
-                output = buffer[segment.offset : position]
-                source = _source(checkpoint, layout.targets[segment.target], segment.kind)
-                output = output.view(TORCH_DTYPES[plan.dtype]).view(shape)
-                try:
-                    _compile_segment(files, source, output, hashes)
-                except IncompatibleAdapter:
-                    checkpoint.verify()  # a flipped bit must not look like an overflow
-                    raise
-            buffer[position:end].zero_()
-            sha256 = hashlib.sha256(buffer[start:end].numpy().data).digest()
-            yield ImagePart(index, start, end, sha256)
+
+        def parts() -> Iterator[ImagePart]:
+            for index, segments in enumerate(_segments_by_part(plan)):
+                part = ImagePart(index, *plan.parts[index], b"")
+                sources = [
+                    _source(checkpoint, layout.targets[segment.target], segment.kind)
+                    for segment, _ in segments
+                ]
+                if index >= num_final:
+                    outputs = _outputs(part, segments, plan, buffer)
+                    for source, output in zip(sources, outputs, strict=True):
+                        compile_segment(files, source, output, hashes)
+                    yield part
+                elif hashes is not None:
+                    for source in sources:
+                        compile_segment(files, source, None, hashes)
+
+        try:
+            yield from _hashed(parts(), buffer, threads)
+        except IncompatibleAdapter:
+            checkpoint.verify()  # a flipped bit must not look like an overflow
+            raise
     if hashes is not None and checkpoint.compute_digest(hashes) != checkpoint.digest:
         raise checkpoint.corrupt()
 
 
-def _source(checkpoint: Checkpoint, target: Target, kind: SegmentKind) -> _Source:
+def _hashed(
+    parts: Iterator[ImagePart], buffer: torch.Tensor, threads: Executor | None
+) -> Iterator[ImagePart]:
+    """The parts with their sha256; with `threads`, one is hashed while the next is made.
+
+    More than that does not help: what else a part takes are many small steps in Python.
+    """
+    data = buffer.numpy().data
+    waiting: tuple[ImagePart, Future[bytes]] | None = None
+    try:
+        for part in parts:
+            if threads is None:
+                yield replace(part, sha256=_sha256(data[part.start : part.end]))
+                continue
+            future = threads.submit(_sha256, data[part.start : part.end])
+            before, waiting = waiting, (part, future)
+            if before is not None:
+                yield replace(before[0], sha256=before[1].result())
+        if waiting is not None:
+            yield replace(waiting[0], sha256=waiting[1].result())
+    finally:
+        if waiting is not None:
+            wait([waiting[1]])
+
+
+def _sha256(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
+    segments = deque(zip(plan.segments, plan.shapes, strict=True))
+    for _, end in plan.parts:
+        inside = []
+        while segments and segments[0][0].offset < end:
+            inside.append(segments.popleft())
+        yield inside
+
+
+def _outputs(
+    part: ImagePart, segments: list[_Shaped], plan: ImagePlan, buffer: torch.Tensor
+) -> list[torch.Tensor]:
+    """Each segment's own place in `buffer`, [rows, columns]; what lies between is zeroed."""
+    outputs = []
+    position = part.start
+    for segment, shape in segments:
+        buffer[position : segment.offset].zero_()
+        position = segment.offset + segment.length_bytes
+        values = buffer[segment.offset : position].view(TORCH_DTYPES[plan.dtype])
+        outputs.append(values.view(shape))
+    buffer[position : part.end].zero_()
+    return outputs
+
+
+def _source(checkpoint: Checkpoint, target: Target, kind: SegmentKind) -> Source:
     weights = checkpoint.targets[target.name]
     in_slice = target.in_slice or (0, target.in_features)
     if kind is SegmentKind.A:
         is_embedding = target.kind is TargetKind.EMBEDDING
-        return _Source(weights.a, (0, weights.rank), in_slice, is_embedding, 1.0)
+        return Source(weights.a, (0, weights.rank), in_slice, is_embedding, 1.0)
     out_slice = target.out_slice or (0, target.out_features)
-    return _Source(weights.b, out_slice, (0, weights.rank), True, weights.scale)
-
-
-def _compile_segment(
-    files: Mapping[str, RegularFile],
-    source: _Source,
-    output: torch.Tensor,
-    hashes: dict[str, bytes] | None,
-) -> None:
-    """Fills `output`; with `hashes`, notes the sha256 of the whole saved tensor."""
-    record = source.record
-    num_rows, num_columns = record.shape
-    row_bytes = num_columns * record.dtype.itemsize
-    chunk_rows = max(1, CHUNK_BYTES // row_bytes)
-    buffer = np.empty(min(chunk_rows, num_rows) * row_bytes, np.uint8)
-    sha256 = hashlib.sha256()
-    first, last = (0, num_rows) if hashes is not None else source.rows
-    for row in range(first, last, chunk_rows):
-        end = min(row + chunk_rows, last)
-        data = buffer[: (end - row) * row_bytes]
-        files[record.file].read_into(record.offset + row * row_bytes, data.data)
-        if hashes is not None:
-            sha256.update(data.data)
-        values = torch.from_numpy(data).view(TORCH_DTYPES[record.dtype]).view(-1, num_columns)
-        _place(values, row, source, output)
-    if hashes is not None:
-        hashes[record.key] = sha256.digest()
-
-
-def _place(values: torch.Tensor, row: int, source: _Source, output: torch.Tensor) -> None:
-    """Puts saved rows [row, row + len(values)) where they belong in `output`."""
-    start, end = max(row, source.rows[0]), min(row + len(values), source.rows[1])
-    if start >= end:
-        return
-    piece = values[start - row : end - row, slice(*source.columns)]
-    if source.scale != 1.0:
-        piece = piece.float() * source.scale
-    elif piece.element_size() == 1:  # fp8: torch computes on it only through a wider type
-        piece = piece.float()
-    piece = piece.to(output.dtype)
-    if not torch.stack(torch.aminmax(piece)).isfinite().all():  # both are NaN if any value is
-        raise IncompatibleAdapter(
-            f"{source.record.key}: values are not finite after scaling by {source.scale:g} "
-            f"and casting to {str(output.dtype).removeprefix('torch.')}",
-            subject=source.record.key,
-            reason="CAST_OVERFLOW",
-        )
-    begin, finish = start - source.rows[0], end - source.rows[0]
-    if source.is_transposed:
-        output[:, begin:finish].copy_(piece.t())
-    else:
-        output[begin:finish].copy_(piece)
+    return Source(weights.b, out_slice, (0, weights.rank), True, weights.scale)

@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
+from adapter_store.buffers import allocate_buffer
 from adapter_store.core import ImagePart
 from adapter_store.durable import sync_folder, write_atomically
 from adapter_store.errors import CorruptData
-from adapter_store.image import Image, ImagePlan, allocate_buffer
+from adapter_store.image import Image, ImagePlan
 
 DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8
@@ -63,9 +64,10 @@ class LocalImage(io.FileIO):
 
 
 def read_parts(
-    stream: ImageStream, plan: ImagePlan, buffer: torch.Tensor, name: str
+    stream: ImageStream, plan: ImagePlan, buffer: torch.Tensor, name: str, *, num_final: int = 0
 ) -> Iterator[ImagePart]:
     """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part once its bytes are checked.
+    The first `num_final` parts are there already: they are left alone and not yielded.
 
     Raises CorruptData if the stream is not, byte for byte, the image of this plan; the parts
     yielded before are good all the same.
@@ -80,6 +82,9 @@ def read_parts(
         raise _corrupt(name, "its header does not agree with its plan")
     data = buffer.numpy().data
     for part in parts:
+        if part.index < num_final:
+            _fill(stream, memoryview(bytearray(part.end - part.start)), name)
+            continue
         piece = data[part.start : part.end]
         _fill(stream, piece, name)
         if hashlib.sha256(piece).digest() != part.sha256:

@@ -1,6 +1,7 @@
-"""Images for pulls: memory, else disk, else compiled; each at most once at a time.
+"""Images for pulls: memory, else made from a further tier or the blob; each at most once at a time.
 
 Lives on the event loop. Work runs in a bounded pool of threads, where pulls go before work ahead.
+An image is followed while it is made, so its first bytes leave before its last are there.
 """
 
 from __future__ import annotations
@@ -11,15 +12,32 @@ from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
-from adapter_store.builder import ImageBuilder, NoRoomAhead
+from adapter_store.builder import Build, ImageBuilder, NotAhead
 from adapter_store.catalog import ImageKey
 from adapter_store.core import Tenants
-from adapter_store.errors import StoreError
-from adapter_store.image import Image
-from adapter_store.tiers import DiskTier, MemoryEntry, MemoryTier, TierCounts
+from adapter_store.errors import Draining, Overloaded, StoreError
+from adapter_store.growing import GrowingImage
+from adapter_store.memory_tier import MemoryEntry, MemoryTier, Room
+from adapter_store.tiers import DiskTier, TierCounts
 from adapter_store.workers import Priority, Workers
 
 logger = logging.getLogger(__name__)
+
+ROOM_SECONDS = 5.0
+"""How long a pull waits for room in memory."""
+MAX_WAITING = 64
+"""Images that wait for room at the same time; each keeps its plan meanwhile."""
+RETRY_SECONDS = 1.0
+
+
+class _Flight:
+    """The work on one image. `begun` gives it as soon as it grows."""
+
+    def __init__(self, priority: Priority) -> None:
+        self.priority = priority
+        self.task: asyncio.Task[None]
+        self.begun: asyncio.Future[MemoryEntry] = asyncio.get_running_loop().create_future()
+        self.room: Room | None = None
 
 
 class Images:
@@ -32,14 +50,17 @@ class Images:
         workers: Workers,
         calls: Executor,
         memory_bytes: int,
+        room_seconds: float = ROOM_SECONDS,
     ) -> None:
         self._builder = builder
         self._disk = disk
         self._workers = workers
         self._calls = calls
+        self._room_seconds = room_seconds
         self._pinned: frozenset[ImageKey] = frozenset()
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
-        self._flights: dict[ImageKey, asyncio.Task[MemoryEntry]] = {}
+        self._flights: dict[ImageKey, _Flight] = {}
+        self._num_waiting = 0
 
     @property
     def memory_counts(self) -> TierCounts:
@@ -50,21 +71,21 @@ class Images:
         return self._disk.counts
 
     @asynccontextmanager
-    async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[Image]:
-        """The image of (digest, layout_id), in memory while the context lasts.
+    async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[GrowingImage]:
+        """The image of (digest, layout_id), complete or being made, in memory while the context
+        lasts. One that none of these tenants has a record of is not found.
 
-        One that none of these tenants has a record of is not found.
-
-        Raises NotFound, IncompatibleAdapter and CorruptData, as ImageBuilder.build.
+        Raises NotFound, IncompatibleAdapter and CorruptData, as ImageBuilder.plan, and Overloaded
+        if no room was found for it; GrowingImage.part raises what goes wrong later.
         """
         # What is in memory may have been deleted: only the catalog knows.
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._calls, self._builder.check, key, tenants)
         entry = self._memory.find(key)
-        while entry is None:
+        while entry is None or entry.is_freed:
             try:
-                entry = await self._fly(key, Priority.PULL)
-            except NoRoomAhead:  # joined work ahead that gave way; now it is for a pull
+                entry = await self._begin(key)
+            except NotAhead:  # joined work ahead that gave up; now it is for a pull
                 continue
         with self._memory.hold(entry):
             yield entry.image
@@ -72,15 +93,16 @@ class Images:
     async def prepare(self, key: ImageKey) -> None:
         """Makes the image ahead of any pull: on disk, and if pinned also in memory.
 
-        Never takes the place of what pulls have used. What cannot be made is logged, not raised.
+        Never takes the place on disk of what pulls have used. What cannot be made is logged, not
+        raised.
         """
         if key in self._memory:
             return
-        priority = Priority.PINNED if key in self._pinned else Priority.AHEAD
+        flight = self._fly(key, Priority.PINNED if key in self._pinned else Priority.AHEAD)
         try:
-            await self._fly(key, priority)
-        except NoRoomAhead:
-            logger.debug("no free disk space to compile ahead", extra={"digest": key[0]})
+            await asyncio.shield(flight.task)
+        except NotAhead:
+            logger.debug("not to be compiled ahead", extra={"digest": key[0]})
         except StoreError as error:
             logger.info("not compiled ahead", extra={"digest": key[0], "why": str(error)})
         except Exception:
@@ -96,33 +118,117 @@ class Images:
         """Drops a collected digest's images from memory."""
         self._memory.drop_digest(digest)
 
+    async def close(self) -> None:
+        """Finishes what is being made or written; begins nothing more."""
+        self._workers.drain()
+        flights = list(self._flights.values())
+        for flight in flights:
+            if not flight.begun.done():
+                flight.task.cancel()
+        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+
+    async def settle(self) -> None:
+        """Returns when nothing is being made or written, unless something new begins."""
+        tasks = [flight.task for flight in self._flights.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def check_integrity(self) -> None:
         """Asserts that the accounts are right; call it while nothing is held or under way."""
         assert not self._flights
         self._memory.check_integrity()
 
-    async def _fly(self, key: ImageKey, priority: Priority) -> MemoryEntry:
-        """Joins the work on this image, or starts it. A caller that goes away leaves it flying."""
+    async def _begin(self, key: ImageKey) -> MemoryEntry:
+        """Joins the work on this image, or starts it; gives the image as soon as it grows.
+
+        A caller that goes away leaves the work going on.
+        """
+        return await asyncio.shield(self._fly(key, Priority.PULL).begun)
+
+    def _fly(self, key: ImageKey, priority: Priority) -> _Flight:
         flight = self._flights.get(key)
         if flight is None:
-            flight = asyncio.create_task(self._make(key, priority))
-            self._flights[key] = flight
-            flight.add_done_callback(lambda done: self._land(key, done))
-        elif priority is Priority.PULL:
+            flight = self._flights[key] = _Flight(priority)
+            flight.task = asyncio.create_task(self._make(key, flight))
+            flight.task.add_done_callback(_see_failure)
+        elif priority is Priority.PULL and flight.priority is not Priority.PULL:
+            flight.priority = Priority.PULL
             self._workers.hurry(key)
-        return await asyncio.shield(flight)
+            if flight.room is not None:
+                self._memory.hurry(flight.room)
+        return flight
 
-    async def _make(self, key: ImageKey, priority: Priority) -> MemoryEntry:
-        ahead = priority is Priority.AHEAD
-        image = await self._workers.run(
-            key, priority, lambda: self._builder.build(key, ahead=ahead)
-        )
-        entry = MemoryEntry(key, image)
-        if not ahead or self._memory.has_room(entry.num_bytes):
-            self._memory.put(entry)
-        return entry
+    async def _make(self, key: ImageKey, flight: _Flight) -> None:
+        is_ahead = flight.priority is Priority.AHEAD
+        build = None
+        try:
+            build = await self._workers.run(
+                key, flight.priority, lambda _: self._builder.plan(key, ahead=is_ahead)
+            )
+            await self._fill(build, flight)
+        except BaseException as failure:
+            self._flights.pop(key, None)
+            if not flight.begun.done():
+                if isinstance(failure, asyncio.CancelledError):
+                    failure = Draining("this store is shutting down")
+                flight.begun.set_exception(failure)
+                flight.begun.exception()  # marks it as seen: those who waited may all have gone
+            raise
+        finally:
+            if build is not None and build.claim is not None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._calls, self._builder.abandon, build)
 
-    def _land(self, key: ImageKey, flight: asyncio.Task[MemoryEntry]) -> None:
-        del self._flights[key]
-        if not flight.cancelled():
-            flight.exception()  # marks it as seen: those who waited may all have gone
+    async def _fill(self, build: Build, flight: _Flight) -> None:
+        key = build.key
+        is_wanted = self._memory.has_room(build.plan.total_bytes)
+        entry = self._memory.start(key, build.plan, await self._room(build, flight))
+        flight.begun.set_result(entry)
+        try:
+            await self._workers.run(
+                key, flight.priority, lambda turn: self._builder.fill(build, entry.image, turn)
+            )
+            is_wanted = is_wanted or flight.priority is not Priority.AHEAD
+            if is_wanted:
+                self._memory.put(entry)
+            await self._workers.run(key, Priority.KEEP, lambda _: self._builder.keep(build))
+            if not is_wanted and flight.priority is not Priority.AHEAD:  # a pull has come meanwhile
+                self._memory.put(entry)
+        except BaseException as failure:
+            entry.image.fail(failure)
+            raise
+        finally:
+            # Whoever asks from now on finds the image in memory, or starts anew.
+            self._flights.pop(key, None)
+            self._memory.let_go(entry)
+
+    async def _room(self, build: Build, flight: _Flight) -> Room:
+        """Room in memory for the image. For pulls there is an end to waiting."""
+        if self._num_waiting >= MAX_WAITING:
+            raise _no_room()
+        room = flight.room = self._memory.ask_room(build.plan.total_bytes, flight.priority)
+        self._num_waiting += 1
+        try:
+            while not room.granted.done():
+                is_pull = flight.priority is Priority.PULL
+                await asyncio.wait([room.granted], timeout=self._room_seconds)
+                if is_pull and not room.granted.done():
+                    raise _no_room()
+        except BaseException:
+            self._memory.return_room(room)
+            raise
+        finally:
+            self._num_waiting -= 1
+        return room
+
+
+def _no_room() -> Overloaded:
+    return Overloaded(
+        "the store's memory is full of images that are being pulled; try again",
+        subject="memory",
+        retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def _see_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # marks it as seen: those who waited may all have gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from adapter_store.images import Images
 from adapter_store.metrics import Metrics
 
 CHUNK_BYTES = 512 << 10
+"""About this much: the pieces of a part are as long as each other, at most half more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,13 @@ class ImageHeader:
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
-    """Bytes of the image from `offset`; a chunk never reaches over the end of a part."""
+    """Bytes of the image from `offset`; a chunk never reaches over the end of a part.
+
+    `data` is the image's own memory.
+    """
 
     offset: int
-    data: bytes = field(repr=False)
+    data: memoryview = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,12 @@ class Pulls:
         """An image of one of these tenants from `offset` of `image_id` on, or from 0 if it is
         another one now.
 
-        The image is held as long as the stream is open. Raises as Images.hold, and
-        InvalidArgument for an offset beyond the image.
+        Each part is sent as soon as it is final, also while others are still being made; if those
+        fail, the stream ends with why, and without its trailer. The image is held as long as the
+        stream is open: a chunk is to be copied before the next is asked for.
+
+        Raises as Images.hold and GrowingImage.part, and InvalidArgument for an offset beyond the
+        image.
         """
         self.num_active += 1
         result = "cancelled"
@@ -78,11 +87,15 @@ class Pulls:
             async with self._images.hold(key, tenants) as image:
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 yield _header(image.plan, start)
-                for message in part_messages(image.buffer.numpy().data, image.parts, start):
-                    yield message
-                    if isinstance(message, ImageChunk):
-                        self._metrics.pulled_bytes.inc(len(message.data))
-                yield ImageTrailer(image.sha256)
+                data = image.buffer.numpy().data
+                for index in itertools.count(first_part(image.plan.parts, start)):
+                    part = await image.part(index)
+                    if part is None:
+                        break
+                    for message in part_messages(data, part, start):
+                        yield message
+                    self._metrics.pulled_bytes.inc(part.end - max(part.start, start))
+                yield ImageTrailer((await image.whole()).sha256)
                 result = "complete"
         except StoreError as error:
             result = error.reason.lower()
@@ -106,20 +119,22 @@ def start_offset(asked_offset: int, asked_image_id: str, image_id: str, total_by
     return asked_offset
 
 
-def part_messages(
-    buffer: memoryview, parts: Sequence[ImagePart], offset: int
-) -> Iterator[ImageChunk | LayerEnd]:
-    """Everything between header and trailer from `offset` on: only parts that end after it.
+def first_part(parts: Sequence[tuple[int, int]], offset: int) -> int:
+    """The first part, given as [start, end), that ends after `offset`; their number if none."""
+    return next((i for i, (_, end) in enumerate(parts) if end > offset), len(parts))
 
-    buffer: the whole image, read-only bytes. Chunks are copied out of it one at a time.
-    """
-    for part in parts:
-        if part.end <= offset:
-            continue
-        start = max(part.start, offset)
-        for at in range(start, part.end, CHUNK_BYTES):
-            yield ImageChunk(at, bytes(buffer[at : min(at + CHUNK_BYTES, part.end)]))
-        yield LayerEnd(part.index, part.end, part.sha256)
+
+def part_messages(
+    image: memoryview, part: ImagePart, offset: int
+) -> Iterator[ImageChunk | LayerEnd]:
+    """What is sent of a part: its bytes from `offset` on, in chunks of about equal length, and its
+    end. Nothing is copied."""
+    start = max(part.start, offset)
+    num_chunks = max(1, round((part.end - start) / CHUNK_BYTES))
+    for index in range(num_chunks):
+        begin, end = (start + (part.end - start) * i // num_chunks for i in (index, index + 1))
+        yield ImageChunk(begin, image[begin:end])
+    yield LayerEnd(part.index, part.end, part.sha256)
 
 
 def _header(plan: ImagePlan, offset: int) -> ImageHeader:

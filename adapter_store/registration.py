@@ -34,6 +34,7 @@ from adapter_store.signatures import Signature, check_signature, verify_signatur
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.unpickle import convert_pickle
+from adapter_store.verified import VerifiedCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Registrar:
         self,
         catalog: Catalog,
         blobs: Blobs,
+        verified: VerifiedCheckpoints,
         sources: Sources,
         metrics: Metrics,
         fetch_limits: FetchLimits,
@@ -73,6 +75,7 @@ class Registrar:
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
+        self._verified = verified
         self._sources = sources
         self._metrics = metrics
         self._fetch_limits = fetch_limits
@@ -174,7 +177,7 @@ class Registrar:
             signed_by = self._verify_signature(asked, new.digest)
             new = replace(new, signed_by=signed_by, signature=asked.signature.value)
         with self._blobs.guard(new.digest), _disk_full_translated():
-            self._keep(staging.folder, new.digest)
+            self._verified.put(self._keep(checkpoint))
             record, revision = self._point(asked, new)
         logger.info(
             "adapter registered",
@@ -198,19 +201,25 @@ class Registrar:
                 self._blobs.remove(new.digest)
             raise
 
-    def _keep(self, folder: Path, digest: str) -> None:
-        """Makes the folder the blob. One kept before stays, unless it has been damaged since."""
-        kept = self._blobs.path(digest)
-        if kept.is_dir() and not self._is_intact(kept, digest):
-            logger.warning("replacing a damaged blob", extra={"digest": digest})
-            self._blobs.set_aside(digest)
-        self._blobs.keep(folder, digest)
+    def _keep(self, staged: Checkpoint) -> Checkpoint:
+        """Makes the folder the blob, and gives the checkpoint as it is kept. One kept before
+        stays, unless it has been damaged since."""
+        path = self._blobs.path(staged.digest)
+        if path.is_dir():
+            kept = self._find_intact(path, staged.digest)
+            if kept is not None:
+                return kept
+            logger.warning("replacing a damaged blob", extra={"digest": staged.digest})
+            self._blobs.set_aside(staged.digest)
+        self._blobs.keep(staged.folder, staged.digest)
+        return replace(staged, folder=path)
 
-    def _is_intact(self, kept: Path, digest: str) -> bool:
+    def _find_intact(self, path: Path, digest: str) -> Checkpoint | None:
         try:
-            return open_checkpoint(kept, self._checkpoint_limits).digest == digest
+            kept = open_checkpoint(path, self._checkpoint_limits)
         except (InvalidAdapter, CorruptData):
-            return False
+            return None
+        return kept if kept.digest == digest else None
 
 
 def _check_description(text: str) -> None:

@@ -96,7 +96,7 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         interceptors = [ReflectionGuard(gate), calls]
         server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(
-            AdapterStoreServicer(store.registry, gate, audit), server
+            AdapterStoreServicer(store.registry, gate, audit, settings.pull_stall_seconds), server
         )
         status = _add_health_and_reflection(server)
         grpc_address = _bind(server, settings.listen, certificates)

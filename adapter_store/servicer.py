@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import grpc
 from adapter_store import convert
 from adapter_store.access import Action, Principal
 from adapter_store.audit import Audit, AuditLine
+from adapter_store.errors import PullStalled
 from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.registry import Registry
@@ -22,10 +24,15 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    def __init__(self, registry: Registry, gate: Gate, audit: Audit) -> None:
+    """`pull_stall_seconds`: how long a pull waits for a reader that takes nothing."""
+
+    def __init__(
+        self, registry: Registry, gate: Gate, audit: Audit, pull_stall_seconds: float
+    ) -> None:
         self._registry = registry
         self._gate = gate
         self._audit = audit
+        self._pull_stall_seconds = pull_stall_seconds
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
@@ -125,14 +132,23 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
 
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
-    ) -> AsyncIterator[pb.PullAdapterResponse]:
+    ) -> None:
+        """Writes its responses itself, serialized, and does not wait for ever for its reader."""
         who = self._admit(context, Action.PULL)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
         pull = self._registry.pull(who, digest, layout_id, request.offset, request.image_id)
         async with aclosing(pull) as messages:
             async for message in messages:
-                yield convert.to_pull_response(message)
+                response = convert.to_pull_response(message)
+                try:
+                    async with asyncio.timeout(self._pull_stall_seconds):
+                        await context.write(response)
+                except TimeoutError:
+                    raise PullStalled(
+                        f"the reader has taken nothing for {self._pull_stall_seconds:g} seconds",
+                        subject=digest,
+                    ) from None
 
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context

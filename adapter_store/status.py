@@ -7,6 +7,7 @@ culprit), and for the caller's own mistakes a BadRequest naming the field, file 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import time
@@ -30,6 +31,7 @@ GRPC_PREFIX = "/grpc."
 REFLECTION_PREFIX = "/grpc.reflection."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
+ABORT_SECONDS = 5.0
 UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
 
 CODES: dict[type[errors.StoreError], int] = {
@@ -43,6 +45,8 @@ CODES: dict[type[errors.StoreError], int] = {
     errors.Conflict: code_pb2.ABORTED,
     errors.LimitExceeded: code_pb2.RESOURCE_EXHAUSTED,
     errors.QuotaExceeded: code_pb2.RESOURCE_EXHAUSTED,
+    errors.Overloaded: code_pb2.RESOURCE_EXHAUSTED,
+    errors.PullStalled: code_pb2.DEADLINE_EXCEEDED,
     errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
     errors.SourceUnavailable: code_pb2.UNAVAILABLE,
     errors.CatalogUnavailable: code_pb2.UNAVAILABLE,
@@ -68,20 +72,26 @@ def to_status(error: errors.StoreError) -> status_pb2.Status:
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, errors.QuotaExceeded):
         details += _quota_details(error)
+    if isinstance(error, errors.QuotaExceeded | errors.Overloaded):
+        details += _retry_details(error.retry_after_seconds)
     return status_pb2.Status(code=code, message=error.message, details=[_pack(d) for d in details])
 
 
 def _quota_details(error: errors.QuotaExceeded) -> list[Any]:
-    """Which quota; and where waiting helps, how long."""
+    """Which quota."""
     failure = error_details_pb2.QuotaFailure.Violation(
         subject=error.subject, description=error.message
     )
-    details: list[Any] = [error_details_pb2.QuotaFailure(violations=[failure])]
-    if error.retry_after_seconds > 0:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromNanoseconds(math.ceil(error.retry_after_seconds * 1e9))
-        details.append(retry)
-    return details
+    return [error_details_pb2.QuotaFailure(violations=[failure])]
+
+
+def _retry_details(retry_after_seconds: float) -> list[Any]:
+    """Where waiting helps, how long."""
+    if retry_after_seconds <= 0:
+        return []
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromNanoseconds(math.ceil(retry_after_seconds * 1e9))
+    return [retry]
 
 
 def _pack(detail: Any) -> any_pb2.Any:
@@ -130,11 +140,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             "_stream" if handler.response_streaming else "_unary"
         )
         behaviour = getattr(handler, kind)
+        serializer = handler.response_serializer
         wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
+        if handler.response_streaming and inspect.iscoroutinefunction(behaviour):
+            # It yields nothing: it writes its responses itself, serialized.
+            wrap, serializer = self._wrap_unary, None
         return getattr(grpc, f"{kind}_rpc_method_handler")(
             wrap(method, behaviour),
             request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+            response_serializer=serializer,
         )
 
     def _wrap_unary(self, method: str, behaviour: Callable[..., Awaitable[Any]]) -> Any:
@@ -221,5 +235,11 @@ def _refusing(status: status_pb2.Status) -> grpc.RpcMethodHandler:
 async def abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
     """Ends a call with this answer."""
     rich = rpc_status.to_status(status)
-    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    # The answer leaves after what was sent before it; a reader that takes nothing gets it when it
+    # reads on, but is not waited for.
+    try:
+        async with asyncio.timeout(ABORT_SECONDS):
+            await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    except TimeoutError:
+        raise grpc.aio.AbortError from None
     raise AssertionError("abort returned")

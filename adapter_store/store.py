@@ -34,12 +34,15 @@ from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.tiers import DiskTier
+from adapter_store.verified import VerifiedCheckpoints
 from adapter_store.watch import Watch
 from adapter_store.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 CALL_THREADS = 8
+BESIDE_THREADS = 4
+"""For what compiling does on the side: hashing, recording that it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +88,25 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
 
         calls = _executor(stack, CALL_THREADS, "call")
         fetches = _executor(stack, settings.fetch_workers, "fetch")
+        beside = _executor(stack, BESIDE_THREADS, "beside")
         workers = Workers(settings.compile_workers, "compile")
         stack.callback(workers.close)
-        builder = ImageBuilder(catalog, blobs, disk, metrics, grace)
+        verified = VerifiedCheckpoints()
+        builder = ImageBuilder(catalog, blobs, disk, metrics, grace, beside, verified)
         images = Images(builder, disk, workers, calls, settings.memory_bytes)
+        stack.push_async_callback(images.close)
         ahead = Ahead(catalog, images, calls, settings.compile_workers)
         stack.push_async_callback(ahead.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)
         registrar = Registrar(
-            catalog, blobs, _sources(settings), metrics, *_limits(settings), policies, stopping
+            catalog,
+            blobs,
+            verified,
+            _sources(settings),
+            metrics,
+            *_limits(settings),
+            policies,
+            stopping,
         )
         registry = Registry(
             catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches

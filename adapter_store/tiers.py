@@ -1,18 +1,15 @@
-"""Where compiled images lie: memory and disk, each least recently used first out, by bytes."""
+"""The disk tier of compiled images: by bytes, the least recently used first out."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.catalog import ImageKey
 from adapter_store.durable import make_folder
-from adapter_store.image import Image
 from adapter_store.image_file import remove_image, sha256_path
 
 
@@ -26,105 +23,6 @@ class TierCounts:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class MemoryEntry:
-    """An image in memory. `holds` counts the streams that read it: as long, it takes its bytes."""
-
-    key: ImageKey
-    image: Image
-    holds: int = 0
-    is_cached: bool = field(default=False)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.image.plan.total_bytes
-
-
-class MemoryTier:
-    """Used from one thread. Held and pinned images never leave; they alone may exceed capacity."""
-
-    def __init__(self, capacity_bytes: int, is_pinned: Callable[[ImageKey], bool]) -> None:
-        self.counts = TierCounts(capacity_bytes)
-        self._is_pinned = is_pinned
-        self._entries: OrderedDict[ImageKey, MemoryEntry] = OrderedDict()
-
-    def __contains__(self, key: ImageKey) -> bool:
-        return key in self._entries
-
-    def find(self, key: ImageKey) -> MemoryEntry | None:
-        """The image, now the most recently used; counts a hit or a miss."""
-        entry = self._entries.get(key)
-        if entry is None:
-            self.counts.misses += 1
-            return None
-        self.counts.hits += 1
-        self._entries.move_to_end(key)
-        return entry
-
-    def has_room(self, num_bytes: int) -> bool:
-        return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
-
-    def put(self, entry: MemoryEntry) -> None:
-        """Keeps an image, letting others go for it; itself, too, once nobody holds it, if it is
-        larger than what can be freed."""
-        self.drop(entry.key)
-        self._entries[entry.key] = entry
-        entry.is_cached = True
-        self._account(entry, entry.holds == 0)
-        self.shrink(keep=entry)
-
-    @contextmanager
-    def hold(self, entry: MemoryEntry) -> Iterator[MemoryEntry]:
-        """Keeps the image's bytes while the context lasts, whatever happens to the tier."""
-        entry.holds += 1
-        self._account(entry, entry.holds == 1 and not entry.is_cached)
-        try:
-            yield entry
-        finally:
-            entry.holds -= 1
-            if entry.holds == 0 and not entry.is_cached:
-                self._release(entry)
-            self.shrink()
-
-    def drop(self, key: ImageKey) -> None:
-        """Forgets an image; its bytes are free when nobody holds it."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            entry.is_cached = False
-            if entry.holds == 0:
-                self._release(entry)
-
-    def drop_digest(self, digest: str) -> None:
-        for key in [key for key in self._entries if key[0] == digest]:
-            self.drop(key)
-
-    def shrink(self, keep: MemoryEntry | None = None) -> None:
-        """Lets the least recently used go until capacity is met, but not `keep`."""
-        if self.counts.used_bytes <= self.counts.capacity_bytes:
-            return
-        for key, entry in list(self._entries.items()):
-            if entry.holds == 0 and entry is not keep and not self._is_pinned(key):
-                self.drop(key)
-                self.counts.evictions += 1
-                if self.counts.used_bytes <= self.counts.capacity_bytes:
-                    return
-
-    def check_integrity(self) -> None:
-        """Asserts that the accounts equal what is there; call it while nothing is held."""
-        assert self.counts.images == len(self._entries)
-        assert self.counts.used_bytes == sum(e.num_bytes for e in self._entries.values())
-        assert all(e.is_cached and e.holds == 0 for e in self._entries.values())
-
-    def _account(self, entry: MemoryEntry, is_new: bool) -> None:
-        if is_new:
-            self.counts.used_bytes += entry.num_bytes
-            self.counts.images += 1
-
-    def _release(self, entry: MemoryEntry) -> None:
-        self.counts.used_bytes -= entry.num_bytes
-        self.counts.images -= 1
 
 
 class DiskTier:

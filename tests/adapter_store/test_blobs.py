@@ -20,6 +20,7 @@ from adapter_store.policy import PolicyFile
 from adapter_store.registration import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.local import LocalSource
+from adapter_store.verified import VerifiedCheckpoints
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -36,6 +37,7 @@ class Process:
         self.registrar = Registrar(
             self.catalog,
             self.blobs,
+            VerifiedCheckpoints(),
             Sources({"file": LocalSource([tmp_path])}),
             Metrics(),
             FetchLimits(1 << 20, 1 << 20),

@@ -3,6 +3,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adapter_store import convert
 from adapter_store.core import (
@@ -125,17 +127,30 @@ def test_registrations_name_the_bad_field(field):
     assert caught.value.subject == field
 
 
+def response(message) -> pb.PullAdapterResponse:
+    return pb.PullAdapterResponse.FromString(convert.to_pull_response(message))
+
+
 def test_pull_messages():
     segments = tuple(Segment(i, kind, 4, 256 * i, 100) for i, kind in enumerate(SegmentKind))
     header = ImageHeader("i", DIGEST, "L", 1, 1 << 33, segments, 512)
-    message = convert.to_pull_response(header).header
+    message = response(header).header
     assert [pb.SegmentKind.Name(s.kind)[13:].lower() for s in message.segments] == [
         kind.value for kind in SegmentKind
     ]
     assert (message.total_bytes, message.offset) == (1 << 33, 512)
-    assert convert.to_pull_response(ImageChunk(5, b"ab")).chunk.data == b"ab"
-    assert convert.to_pull_response(LayerEnd(0, 9, b"h")).layer_end.end_offset == 9
-    assert convert.to_pull_response(ImageTrailer(b"t")).trailer.sha256 == b"t"
+    assert response(ImageChunk(5, memoryview(b"ab"))).chunk.data == b"ab"
+    assert response(LayerEnd(0, 9, b"h")).layer_end.end_offset == 9
+    assert response(ImageTrailer(b"t")).trailer.sha256 == b"t"
+
+
+@given(st.integers(0, 2**64 - 1), st.binary(max_size=300))
+def test_a_chunk_is_serialized_as_the_library_does(offset, data):
+    whole = pb.PullAdapterResponse(chunk=pb.ImageChunk(offset=offset, data=data))
+    assert response(ImageChunk(offset, memoryview(data))) == whole
+    for length in (127, 128, (1 << 14) - 1, 1 << 14, 1 << 21):
+        chunk = response(ImageChunk(offset, memoryview(bytes(length)))).chunk
+        assert (chunk.offset, len(chunk.data)) == (offset, length)
 
 
 def test_tiers():

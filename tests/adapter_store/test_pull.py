@@ -6,7 +6,14 @@ import pytest
 
 from adapter_store.core import ImagePart
 from adapter_store.errors import InvalidArgument
-from adapter_store.pull import CHUNK_BYTES, ImageChunk, LayerEnd, part_messages, start_offset
+from adapter_store.pull import (
+    CHUNK_BYTES,
+    ImageChunk,
+    LayerEnd,
+    first_part,
+    part_messages,
+    start_offset,
+)
 
 SIZES = [1000, CHUNK_BYTES, 2 * CHUNK_BYTES + 7]
 DATA = b"".join(bytes([i + 1]) * size for i, size in enumerate(SIZES))
@@ -18,14 +25,17 @@ for i, size in enumerate(SIZES):
 
 
 def stream(offset: int) -> list[ImageChunk | LayerEnd]:
-    return list(part_messages(memoryview(DATA), PARTS, offset))
+    first = first_part([(part.start, part.end) for part in PARTS], offset)
+    return [m for part in PARTS[first:] for m in part_messages(memoryview(DATA), part, offset)]
 
 
 def test_the_whole_image_in_order():
     messages = stream(0)
     chunks = [message for message in messages if isinstance(message, ImageChunk)]
     assert b"".join(chunk.data for chunk in chunks) == DATA
-    assert all(len(chunk.data) <= CHUNK_BYTES for chunk in chunks)
+    assert all(len(chunk.data) <= 1.5 * CHUNK_BYTES for chunk in chunks)
+    assert [len(chunk.data) for chunk in chunks[:2]] == SIZES[:2]
+    assert all(isinstance(chunk.data, memoryview) for chunk in chunks)
     position = 0
     for message in messages:
         if isinstance(message, ImageChunk):

@@ -24,7 +24,7 @@ def test_pulls_go_before_work_ahead():
 
     async def scenario(workers: Workers) -> None:
         gate = threading.Event()
-        jobs = [asyncio.ensure_future(workers.run("gate", Priority.PULL, gate.wait))]
+        jobs = [asyncio.ensure_future(workers.run("gate", Priority.PULL, lambda _: gate.wait(10)))]
         for name, priority in (
             ("ahead1", Priority.AHEAD),
             ("pinned", Priority.PINNED),
@@ -33,7 +33,7 @@ def test_pulls_go_before_work_ahead():
             ("pull2", Priority.PULL),
         ):
             await asyncio.sleep(0)
-            work = workers.run(name, priority, lambda name=name: done.append(name))
+            work = workers.run(name, priority, lambda _, name=name: done.append(name))
             jobs.append(asyncio.ensure_future(work))
         await asyncio.sleep(0)
         workers.hurry("ahead2")
@@ -50,7 +50,7 @@ def test_never_more_at_once_than_workers():
     running = peak = 0
     lock = threading.Lock()
 
-    def work() -> None:
+    def work(_) -> None:
         nonlocal running, peak
         with lock:
             running += 1
@@ -69,8 +69,8 @@ def test_never_more_at_once_than_workers():
 def test_errors_reach_the_caller_and_the_worker_goes_on():
     async def scenario(workers: Workers) -> int:
         with pytest.raises(ZeroDivisionError):
-            await workers.run("a", Priority.PULL, lambda: 1 // 0)
-        return await workers.run("a", Priority.PULL, lambda: 7)
+            await workers.run("a", Priority.PULL, lambda _: 1 // 0)
+        return await workers.run("a", Priority.PULL, lambda _: 7)
 
     assert run(scenario) == 7
 
@@ -80,14 +80,140 @@ def test_a_cancelled_job_that_waits_is_not_run():
 
     async def scenario(workers: Workers) -> None:
         gate = threading.Event()
-        first = asyncio.ensure_future(workers.run("a", Priority.PULL, gate.wait))
-        second = asyncio.ensure_future(workers.run("b", Priority.PULL, lambda: done.append("b")))
+        first = asyncio.ensure_future(workers.run("a", Priority.PULL, lambda _: gate.wait(10)))
+        second = asyncio.ensure_future(workers.run("b", Priority.PULL, lambda _: done.append("b")))
         await asyncio.sleep(0)
         second.cancel()
         await asyncio.sleep(0)
         gate.set()
         await first
-        await workers.run("b", Priority.PULL, lambda: done.append("again"))
+        await workers.run("b", Priority.PULL, lambda _: done.append("again"))
 
     run(scenario)
     assert done == ["again"]
+
+
+def steps(name: str, did: list[str], started: threading.Event, go: threading.Event):
+    """A job of two steps that gives way in between."""
+
+    def work(turn) -> None:
+        did.append(f"{name} 1")
+        started.set()
+        assert go.wait(10)
+        turn.give_way()
+        did.append(f"{name} 2")
+
+    return work
+
+
+def test_work_ahead_gives_way_to_a_pull_between_two_steps():
+    did: list[str] = []
+
+    async def scenario(workers: Workers) -> None:
+        started, go, pulling = threading.Event(), threading.Event(), threading.Event()
+        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        jobs = [asyncio.ensure_future(ahead)]
+        await asyncio.to_thread(started.wait, 10)
+        for name in ("pull", "later"):
+            jobs.append(
+                asyncio.ensure_future(
+                    workers.run(
+                        name,
+                        Priority.PULL if name == "pull" else Priority.AHEAD,
+                        lambda _, name=name: (did.append(name), pulling.set()),
+                    )
+                )
+            )
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*jobs)
+
+    run(scenario)
+    assert did == ["ahead 1", "pull", "ahead 2", "later"]
+
+
+def test_work_ahead_does_not_go_on_beside_a_pull():
+    did: list[str] = []
+
+    async def scenario(workers: Workers) -> None:
+        started, go, gate = threading.Event(), threading.Event(), threading.Event()
+        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        first = asyncio.ensure_future(ahead)
+        await asyncio.to_thread(started.wait, 10)
+        pulling = threading.Event()
+
+        def pull(_) -> None:
+            pulling.set()
+            assert gate.wait(10)
+            did.append("pull")
+
+        second = asyncio.ensure_future(workers.run("pull", Priority.PULL, pull))
+        await asyncio.to_thread(pulling.wait, 10)
+        third = asyncio.ensure_future(
+            workers.run("next", Priority.AHEAD, lambda _: did.append("next"))
+        )
+        await asyncio.sleep(0)
+        go.set()
+        gate.set()
+        await asyncio.gather(first, second, third)
+
+    run(scenario, num_workers=2)
+    assert did[0] == "ahead 1"
+    assert did.index("pull") < did.index("next")
+    assert sorted(did) == ["ahead 1", "ahead 2", "next", "pull"]
+
+
+def test_work_ahead_that_a_pull_joins_gives_way_no_more():
+    did: list[str] = []
+
+    async def scenario(workers: Workers) -> None:
+        started, go = threading.Event(), threading.Event()
+        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        jobs = [asyncio.ensure_future(ahead)]
+        await asyncio.to_thread(started.wait, 10)
+        pull = workers.run("pull", Priority.PULL, lambda _: did.append("pull"))
+        jobs.append(asyncio.ensure_future(pull))
+        await asyncio.sleep(0)
+        workers.hurry("ahead")
+        go.set()
+        await asyncio.gather(*jobs)
+
+    run(scenario)
+    assert did == ["ahead 1", "ahead 2", "pull"]
+
+
+def test_closing_lets_those_end_that_gave_way():
+    did: list[str] = []
+
+    async def main() -> None:
+        workers = Workers(1, "test")
+        started, go, pulling, gate = (threading.Event() for _ in range(4))
+        work = steps("ahead", did, started, go)
+        ahead = asyncio.ensure_future(workers.run("ahead", Priority.AHEAD, work))
+        await asyncio.to_thread(started.wait, 10)
+
+        def pull(_) -> None:
+            pulling.set()
+            assert gate.wait(10)
+
+        pulled = asyncio.ensure_future(workers.run("pull", Priority.PULL, pull))
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.to_thread(pulling.wait, 10)
+        gate.set()
+        workers.close()
+        assert did == ["ahead 1", "ahead 2"]
+        await asyncio.wait_for(asyncio.gather(ahead, pulled), 10)
+
+    asyncio.run(main())
+
+
+def test_hurrying_what_has_just_ended_costs_no_worker():
+    async def scenario(workers: Workers) -> None:
+        for _ in range(20):
+            job = asyncio.ensure_future(workers.run("a", Priority.AHEAD, lambda _: None))
+            while not job.done():
+                workers.hurry("a")
+                await asyncio.sleep(0)
+
+    run(scenario)

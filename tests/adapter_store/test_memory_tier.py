@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapter_store.memory_tier import MemoryEntry, MemoryTier
+from adapter_store.workers import Priority
+
+
+def key(name: str) -> tuple[str, str]:
+    return f"sha256:{name}", "sha256:layout"
+
+
+def plan(num_bytes: int):
+    """The tier asks a plan for nothing but its size."""
+    return SimpleNamespace(total_bytes=num_bytes)
+
+
+def on_loop(scenario):
+    """A tier lives on a loop."""
+
+    def test() -> None:
+        async def main() -> None:
+            scenario()
+
+        asyncio.run(main())
+
+    test.__name__ = scenario.__name__
+    return test
+
+
+def memory(capacity: int = 100, pinned: tuple[str, ...] = ()) -> MemoryTier:
+    return MemoryTier(capacity, lambda k: k in {key(name) for name in pinned})
+
+
+def begin(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
+    room = tier.ask_room(num_bytes, Priority.PULL)
+    return tier.start(key(name), plan(num_bytes), room)
+
+
+def put(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
+    """Made, kept, and held by nobody."""
+    entry = begin(tier, name, num_bytes)
+    tier.put(entry)
+    tier.let_go(entry)
+    return entry
+
+
+@on_loop
+def test_the_least_recently_used_goes_first():
+    tier = memory()
+    for name in "abc":
+        put(tier, name, 30)
+    assert tier.find(key("a")) is not None
+    put(tier, "d", 30)
+    assert [name for name in "abcd" if key(name) in tier] == ["a", "c", "d"]
+    assert (tier.counts.used_bytes, tier.counts.images, tier.counts.evictions) == (90, 3, 1)
+    assert tier.find(key("b")) is None
+    assert (tier.counts.hits, tier.counts.misses) == (1, 1)
+
+
+@on_loop
+def test_pinned_images_never_leave():
+    tier = memory(pinned=("a", "b"))
+    for name in "abcd":
+        put(tier, name, 40)
+    assert [name for name in "abcd" if key(name) in tier] == ["a", "b"]
+    assert tier.counts.used_bytes == 80
+    put(tier, "e", 10)
+    assert [name for name in "abcde" if key(name) in tier] == ["a", "b", "e"]
+
+
+@on_loop
+def test_bytes_are_accounted_from_the_buffer_to_its_end():
+    tier = memory()
+    a = begin(tier, "a", 80)
+    assert (tier.counts.used_bytes, tier.counts.images) == (80, 1)
+    assert key("a") not in tier
+    tier.let_go(a)  # it failed
+    assert (tier.counts.used_bytes, tier.counts.images, a.is_freed) == (0, 0, True)
+    tier.check_integrity()
+
+
+@on_loop
+def test_what_is_dropped_while_held_takes_its_bytes_until_released():
+    tier = memory()
+    a = put(tier, "a", 80)
+    with tier.hold(a), tier.hold(a):
+        tier.drop_digest("sha256:a")
+        assert key("a") not in tier
+        assert (tier.counts.used_bytes, a.is_freed) == (80, False)
+    assert (tier.counts.used_bytes, a.is_freed) == (0, True)
+    tier.check_integrity()
+
+
+@on_loop
+def test_an_image_larger_than_the_tier_stays_only_as_long_as_it_is_held():
+    tier = memory()
+    big = begin(tier, "big", 500)
+    tier.put(big)
+    assert tier.counts.used_bytes == 500
+    tier.let_go(big)
+    assert (tier.counts.used_bytes, tier.counts.images) == (0, 0)
+
+
+@on_loop
+def test_those_who_want_room_wait_for_those_who_read():
+    tier = memory()  # with a margin of 12
+    a = put(tier, "a", 60)
+    with tier.hold(a):
+        assert tier.ask_room(52, Priority.PULL).granted.done()
+        waiting = tier.ask_room(30, Priority.PULL)
+        assert not waiting.granted.done()
+        assert tier.counts.used_bytes == 112
+    assert waiting.granted.done()
+    assert tier.counts.used_bytes == 82
+    assert key("a") not in tier
+
+
+@on_loop
+def test_pulls_get_room_before_work_ahead_and_in_order():
+    tier = memory()
+    a = begin(tier, "a", 100)
+    ahead, joined = (tier.ask_room(100, Priority.AHEAD) for _ in range(2))
+    first, second = (tier.ask_room(100, Priority.PULL) for _ in range(2))
+    tier.hurry(joined)
+    tier.hurry(joined)
+    order = []
+    tier.let_go(a)
+    for _ in range(4):
+        (granted,) = (
+            r for r in (ahead, joined, first, second) if r.granted.done() and r not in order
+        )
+        order.append(granted)
+        tier.return_room(granted)
+    assert order == [first, second, joined, ahead]
+    tier.check_integrity()
+
+
+@on_loop
+def test_room_that_is_given_up_goes_to_the_next():
+    tier = memory()
+    a = begin(tier, "a", 100)
+    first, second = (tier.ask_room(50, Priority.PULL) for _ in range(2))
+    tier.return_room(first)
+    tier.let_go(a)
+    assert first.granted.cancelled()
+    assert second.granted.done()
+    tier.return_room(second)
+    tier.check_integrity()
+
+
+@on_loop
+def test_one_image_always_can_be_made_even_when_all_is_pinned():
+    tier = memory(pinned=("a",))
+    put(tier, "a", 100)
+    b = begin(tier, "b", 100)
+    assert tier.counts.used_bytes == 200
+    third = tier.ask_room(1, Priority.PULL)
+    assert not third.granted.done()
+    tier.let_go(b)
+    assert third.granted.done()
+
+
+@on_loop
+def test_a_freed_buffer_is_used_again_and_counts_until_it_is_freed():
+    tier = memory(800)
+    a = put(tier, "a", 50)
+    buffer = a.image.buffer
+    tier.drop(key("a"))
+    assert (tier.counts.used_bytes, tier._pool.spare_bytes) == (0, 50)
+    b = begin(tier, "b", 50)
+    assert b.image.buffer is buffer
+    assert (tier.counts.used_bytes, tier._pool.spare_bytes) == (50, 0)
+    tier.let_go(b)
+    begin(tier, "c", 780)
+    assert tier.counts.used_bytes + tier._pool.spare_bytes <= 800
+
+
+def test_an_image_that_is_gone_cannot_be_held():
+    def scenario() -> None:
+        tier = memory()
+        a = put(tier, "a", 10)
+        tier.drop(key("a"))
+        with pytest.raises(AssertionError), tier.hold(a):
+            pass
+
+    on_loop(scenario)()
+
+
+STEPS = ["ask", "start", "finish", "fail", "hold", "release", "drop", "find", "return", "hurry"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(STEPS), st.sampled_from("abcdef"), st.integers(1, 60)),
+        max_size=80,
+    )
+)
+def test_accounts_are_exact_whatever_happens(steps):
+    """Rooms, images being made, readers: used bytes are always the sum of what is alive, and what
+    cannot leave stays within capacity and margin, or is one single image."""
+
+    async def main() -> None:
+        tier = memory(pinned=("f",))
+        rooms, making, held, alive = [], [], [], set()
+        for step, name, size in steps:
+            granted = [room for room in rooms if room.granted.done()]
+            if step == "ask":
+                rooms.append(tier.ask_room(size, Priority(size % 4)))
+            elif step == "hurry" and rooms:
+                tier.hurry(rooms[size % len(rooms)])
+            elif step == "return" and rooms:
+                tier.return_room(rooms.pop(size % len(rooms)))
+            elif step == "start" and granted:
+                rooms.remove(granted[0])
+                entry = tier.start(key(name), plan(granted[0].num_bytes), granted[0])
+                making.append(entry)
+                alive.add(entry)
+            elif step in ("finish", "fail") and making:
+                entry = making.pop(0)
+                if step == "finish":
+                    tier.put(entry)
+                tier.let_go(entry)
+            elif step == "hold" and (entry := tier.find(key(name))) is not None:
+                hold = tier.hold(entry)
+                hold.__enter__()
+                held.append(hold)
+            elif step == "release" and held:
+                held.pop(0).__exit__(None, None, None)
+            elif step == "drop":
+                tier.drop_digest(key(name)[0])
+            alive = {entry for entry in alive if not entry.is_freed}
+            taken = sum(room.num_bytes for room in rooms if room.granted.done())
+            assert tier.counts.used_bytes == taken + sum(entry.num_bytes for entry in alive)
+            assert tier.counts.images == len(alive)
+            pinned = max((e.num_bytes for e in alive if e.key == key("f")), default=0)
+            assert tier.counts.used_bytes <= 100 + 12 + pinned + 60
+            assert tier.counts.used_bytes + tier._pool.spare_bytes <= max(
+                100, tier.counts.used_bytes
+            )
+        for room in rooms:
+            tier.return_room(room)
+        for hold in held:
+            hold.__exit__(None, None, None)
+        for entry in making:
+            tier.let_go(entry)
+        tier.shrink()
+        tier.check_integrity()
+
+    asyncio.run(main())
