@@ -9,7 +9,10 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+import torch
 
+from adapter_store.__main__ import _run as run_process
+from adapter_store.config import Settings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.conftest import tiny_layout
 from tests.adapter_store.service.guarded import (
@@ -178,27 +181,36 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
         json.loads(line)
 
 
-def test_what_is_wrong_with_access_is_one_plain_line(spawn, tmp_path):
+@pytest.fixture
+def own_threads():
+    """A store that starts takes torch's threads away from this process."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_what_is_wrong_with_access_is_one_plain_line(tmp_path, capsys):
     policy = write_policy(tmp_path, ROOT, token_lines("a", ["owner"]))
-    problems = {
-        ("--listen", "0.0.0.0:0"): "listen: 0.0.0.0:0 can be reached from other machines",
-        ("--policy-file", str(policy)): f"policy_file {policy}: tokens.a.roles.0: ",
-        ("--policy-file", str(tmp_path / "nowhere")): "nowhere",
-    }
-    for arguments, expected in problems.items():
-        process = spawn(*arguments)
-        _, log = process.process.communicate(timeout=60)
-        assert process.process.returncode == 1
-        (line,) = log.splitlines()
+    problems = [
+        ({"listen": "0.0.0.0:0"}, "listen: 0.0.0.0:0 can be reached from other machines"),
+        ({"policy_file": policy}, f"policy_file {policy}: tokens.a.roles.0: "),
+        ({"policy_file": tmp_path / "nowhere"}, "nowhere"),
+        ({"tls_cert_file": tmp_path / "cert"}, "tls_key_file: "),
+        ({"audit_file": tmp_path / "nowhere" / "audit"}, "nowhere"),
+    ]
+    for settings, expected in problems:
+        values = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **settings}
+        assert run_process(Settings(data_dir=tmp_path / "data", **values)) == 1
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("the adapter store cannot run: ")
         assert expected in line
 
 
-@pytest.mark.parametrize("extra", ["--allow-open-access", "--policy-file"])
-def test_an_open_address_with_a_word_or_a_policy(spawn, connect, tmp_path, extra):
-    value = "true" if extra == "--allow-open-access" else str(write_policy(tmp_path, ROOT))
-    process = spawn("--listen", "0.0.0.0:0", extra, value)
-    port = process.wait_until_ready()["grpc"].rpartition(":")[2]
+@pytest.mark.parametrize("is_open", [True, False])
+def test_an_open_address_with_a_word_or_a_policy(serve, connect, tmp_path, is_open):
+    word = {"allow_open_access": True} if is_open else {"policy_file": write_policy(tmp_path, ROOT)}
+    served = serve(listen="0.0.0.0:0", **word)
+    port = served.running.grpc_address.rpartition(":")[2]
     client = connect(f"127.0.0.1:{port}", token_of("root"))
     assert len(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters) == 0
-    assert process.end(signal.SIGTERM)[0] == 0
