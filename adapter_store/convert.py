@@ -178,6 +178,7 @@ def to_adapter(record: AdapterRecord) -> pb.Adapter:
         description=record.description,
         created_by=record.created_by,
         source_revision=record.source_revision,
+        config_base_model=record.config_base_model,
         files=[
             pb.SourceFile(name=file.name, size_bytes=file.size_bytes, sha256=file.sha256)
             for file in record.files

@@ -206,6 +206,7 @@ class AdapterRecord:
     description: str = ""
     created_by: str = ""
     source_revision: str = ""
+    config_base_model: str = ""
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
     signature: bytes = b""

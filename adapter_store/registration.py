@@ -187,7 +187,6 @@ class Registrar:
                 "revision": revision,
                 "source_uri": source_uri,
                 "source_revision": source_revision,
-                "config_base_model": checkpoint.base_model,
             },
         )
         return record, revision
@@ -266,6 +265,7 @@ def _new_version(
         description=asked.description,
         created_by=asked.created_by,
         source_revision=source_revision,
+        config_base_model=checkpoint.base_model,
         files=staging.files,
     )
 

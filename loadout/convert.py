@@ -61,6 +61,7 @@ def adapter(message: store_pb.Adapter) -> types.Adapter:
         description=message.description,
         created_by=message.created_by,
         source_revision=message.source_revision,
+        config_base_model=message.config_base_model,
         files=tuple(
             types.SourceFile(file.name, file.size_bytes, file.sha256) for file in message.files
         ),

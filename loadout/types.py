@@ -91,6 +91,7 @@ class Adapter:
     description: str = ""
     created_by: str = ""
     source_revision: str = ""
+    config_base_model: str = ""
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
     delete_time: datetime | None = None

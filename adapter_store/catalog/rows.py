@@ -36,6 +36,7 @@ class NewVersion:
     description: str = ""
     created_by: str = ""
     source_revision: str = ""
+    config_base_model: str = ""
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
     signature: bytes = b""
@@ -116,6 +117,7 @@ def add_version(
             description=new.description,
             created_by=new.created_by,
             source_revision=new.source_revision,
+            config_base_model=new.config_base_model,
             files=dump_files(new.files),
             signed_by=new.signed_by,
             signature=new.signature or None,

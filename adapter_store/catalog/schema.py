@@ -79,6 +79,7 @@ versions = Table(
     Column("description", Text, nullable=False, server_default=""),
     Column("created_by", Text, nullable=False, server_default=""),
     Column("source_revision", Text, nullable=False, server_default=""),
+    Column("config_base_model", Text, nullable=False, server_default=""),
     Column("files", Text, nullable=False, server_default="[]"),  # JSON: what was fetched
     Column("signed_by", Text, nullable=False, server_default=""),
     Column("signature", LargeBinary),

@@ -47,6 +47,7 @@ def test_an_adapter_keeps_every_field():
         description="about refunds",
         created_by="trainer-a",
         source_revision="0f3c",
+        config_base_model="/mnt/models/llama",
         files=(SourceFile("adapter_config.json", 10, "ab" * 32),),
         signed_by="release-2026",
         signature=bytes(64),

@@ -152,6 +152,7 @@ def test_what_is_known_of_a_version_is_recorded(names):
         "description": "about refunds",
         "created_by": "trainer",
         "source_revision": "0f3c",
+        "config_base_model": "/mnt/models/llama",
         "files": files,
         "signed_by": "release",
         "signature": b"s" * 64,

@@ -290,7 +290,10 @@ def test_a_trainers_local_path_does_for_a_base_model_only_if_another_is_named(
     folder = make_adapter(base_model_name_or_path="/mnt/models/llama")
     with refused("INVALID_ARGUMENT", "base_model", "local path", "/mnt/models/llama"):
         client.register("a", folder)
-    assert client.register("a", folder, base_model="org/x").adapter.base_model == "org/x"
+    adapter = client.register("a", folder, base_model="org/x").adapter
+    assert adapter.base_model == "org/x"
+    assert adapter.config_base_model == "/mnt/models/llama"
+    assert client.get("a").config_base_model == "/mnt/models/llama"
 
 
 def test_a_missing_source_is_not_found(client, tmp_path, refused):

@@ -12,8 +12,11 @@ BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 PLAIN = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 
+_NEW_TEXTS = ("description", "created_by", "source_revision", "config_base_model", "signed_by")
+
+
 def upgrade() -> None:
-    for name in ("description", "created_by", "source_revision", "signed_by"):
+    for name in _NEW_TEXTS:
         op.add_column("versions", _text(name))
     op.add_column("versions", _text("files", "[]"))
     op.add_column("versions", sa.Column("signature", sa.LargeBinary()))
