@@ -83,7 +83,7 @@ class Directory:
         self._name_ttl_s = name_ttl_s
         self._clock = clock
         self._cache = NameCache()
-        self._fetches: dict[str, asyncio.Task[AdapterRecord]] = {}
+        self._fetches: dict[str, asyncio.Task[AdapterRecord | None]] = {}
         # Revisions of changes that answers under way may be too old to know of.
         self._changed_at: dict[str, int] = {}
         self._reset_at = 0
@@ -165,14 +165,17 @@ class Directory:
             task = self._fetches.get(ref) or self._begin_fetch(ref)
             # A caller who gives up must not take the answer from the others.
             record = await asyncio.shield(task)
+            if record is None:
+                continue
             if record.revision >= max(min_revision, self._changed_at.get(record.name, 0)):
                 return record
         raise StoreUnavailable(
-            f"the store has not reached revision {min_revision}", subject="min_revision"
+            f"the store has not reached revision {max(min_revision, self.revision)}",
+            subject="min_revision",
         )
 
-    def _begin_fetch(self, ref: str) -> asyncio.Task[AdapterRecord]:
-        def done(task: asyncio.Task[AdapterRecord]) -> None:
+    def _begin_fetch(self, ref: str) -> asyncio.Task[AdapterRecord | None]:
+        def done(task: asyncio.Task[AdapterRecord | None]) -> None:
             del self._fetches[ref]
             if not task.cancelled():
                 task.exception()  # seen, even if every caller has left
@@ -181,10 +184,11 @@ class Directory:
         task.add_done_callback(done)
         return task
 
-    async def _fetch_once(self, ref: str) -> AdapterRecord:
+    async def _fetch_once(self, ref: str) -> AdapterRecord | None:
+        """None: the answer came from a replica that is behind what the watch had told before."""
         if self._catalog is None:
             raise AdapterNotFound("this server has no adapter store", subject="adapter")
-        asked_s = self._clock()
+        asked_s, told_revision = self._clock(), self.revision
         try:
             record = await self._catalog.get_adapter(ref)
         except StoreUnavailable:
@@ -193,6 +197,8 @@ class Directory:
         except InferenceError:
             self._cache.remove(ref)
             raise
+        if record.revision < told_revision:
+            return None
         if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
             self._cache.put(ref, CachedName(record, asked_s))
         return record

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -19,12 +18,13 @@ from inference_svc.core import LayoutAccepted
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.metrics import Metrics, MetricsServer
 from inference_svc.names import Directory, Servable
+from inference_svc.replicas import Replicas
 from inference_svc.servicer import InferenceServicer, ServerFacts
 from inference_svc.snapshots import Snapshots
 from inference_svc.status import StatusInterceptor
 from inference_svc.store_access import NO_ACCESS, StoreAccess
-from inference_svc.store_client import CatalogClient
-from inference_svc.store_link import StoreLink
+from inference_svc.store_metrics import ReplicaCollector
+from inference_svc.store_site import StoreSite
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -62,11 +62,14 @@ class InferenceServer:
 
     def __init__(self, config: Config, store_access: StoreAccess = NO_ACCESS) -> None:
         self._config = config
+        self.replicas = Replicas.at(*config.store_addresses)
         self._store_access = store_access
         if config.ready_file is not None:
             config.ready_file.unlink(missing_ok=True)
         self._snapshots = Snapshots()
         self._metrics = Metrics(config.max_loras, self._snapshots.take)
+        if config.store:
+            self._metrics.registry.register(ReplicaCollector(self.replicas))
         host, port = split_address(config.metrics_listen)
         self._metrics_server = MetricsServer(self._metrics, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
@@ -77,23 +80,23 @@ class InferenceServer:
         self._frontend: Frontend | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
-        self._catalog: CatalogClient | None = None
-        self._link: asyncio.Task[None] | None = None
+        self._store: StoreSite | None = None
 
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine
         when it closes."""
         config = self._config
         self._engine = engine
-        self._catalog = CatalogClient(config.store, self._store_access) if config.store else None
+        if config.store:
+            self._store = StoreSite(config.store_addresses, self.replicas, self._store_access)
+        catalog = None if self._store is None else self._store.catalog
         servable = Servable(config.base_model_names, config.max_lora_rank)
-        directory = Directory(self._catalog, servable, config.name_ttl_seconds)
+        directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)
         self._frontend.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
-        if self._catalog is not None:
-            link = StoreLink(self._catalog, directory, engine.layout, self._accept_layout)
-            self._link = asyncio.create_task(link.run())
+        if self._store is not None:
+            self._store.start(directory, engine.layout, self._accept_layout)
         servicer = InferenceServicer(facts, self._frontend, directory, self._prompts, self._metrics)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -129,12 +132,8 @@ class InferenceServer:
         """Frees everything, in the reverse order of use. Also after a start that failed."""
         await self._grpc.stop(ANSWER_SECONDS)
         self._snapshots.forget()
-        if self._link is not None:
-            self._link.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._link
-        if self._catalog is not None:
-            await self._catalog.close()
+        if self._store is not None:
+            await self._store.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
         if self._prompts is not None:

@@ -33,7 +33,7 @@ async def serve(config: Config) -> int:
     config = resolve(config, _machine(config), _model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
-    images = ImageClient(config.store, access) if config.store else NoStore()
+    images = ImageClient(server.replicas, access) if config.store else NoStore()
     try:
         text = await asyncio.to_thread(Tokenizer, config.model)
         engine = await asyncio.to_thread(EngineThread, _engine_config(config), images)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("loadout", "adapter_store", "inference_svc", "kernels")
-TRANSPORT = {"server", "servicer", "convert", "status", "store_client"}
+TRANSPORT = {"server", "servicer", "convert", "status"}
+TRANSPORT |= {"store_client", "store_channels", "store_convert"}  # the client of the other service
 GRPC = re.compile(r"^(grpc|grpc_\w+|google\.(rpc|protobuf))(\.|$)|_pb2(_grpc)?$")
 
 

@@ -36,19 +36,26 @@ class ImageSink:
 @dataclass
 class Progress:
     """What of an image is verified: `offset` bytes, in parts of these hashes. `sink` is where they
-    went; without one the image waits for room."""
+    went; without one the image waits for room. `avoid` are sources that have failed this pull."""
 
     header: ImageHeader | None = None
     offset: int = 0
     part_hashes: list[bytes] = field(default_factory=list)
     sink: ImageSink | None = None
     num_corrupt: int = 0
+    source: str = ""
+    avoid: frozenset[str] = frozenset()
 
     def begin(self, header: ImageHeader) -> None:
         self.header, self.offset, self.part_hashes, self.sink = header, 0, [], None
 
     def restart(self) -> None:
         self.offset, self.part_hashes = 0, []
+
+    def blame_source(self) -> None:
+        """The next attempt goes elsewhere; once all have failed in turn, it begins anew."""
+        known = self.source in self.avoid
+        self.avoid = frozenset({self.source} if known else {*self.avoid, self.source})
 
 
 class Parked(Exception):

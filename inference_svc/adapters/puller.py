@@ -2,7 +2,8 @@
 
 A pull asks for room when it knows the image's size (`PullOpened`), waits for the engine's grant,
 then writes straight into the granted memory, verifying every part before it counts. A lost
-stream is resumed at the last verified part. A pull that gets no room soon is parked: it gives its
+stream is resumed at the last verified part, from another replica of the store if there is one. A
+pull that gets no room soon is parked: it gives its
 thread back and starts its stream anew when there is room.
 """
 
@@ -108,12 +109,14 @@ class Puller:
             except _Cancelled:
                 break
             except StoreUnavailable:
+                job.progress.blame_source()
                 num_failed = 0 if job.progress.offset > verified else num_failed
                 delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
                 num_failed += 1
                 job.wait_before_retry(delay_s)
             except CorruptImage as error:
                 log.warning("pull of %s: %s", job.digest, error.message)
+                job.progress.blame_source()
                 job.progress.num_corrupt += 1
                 if job.progress.num_corrupt >= MAX_CORRUPT:
                     return PullFailed(job, error)
@@ -130,7 +133,10 @@ class Puller:
         if progress.header is not None and progress.sink is None:
             progress.sink = self._wait_for_room(job)  # granted while it was parked
         image_id = "" if progress.header is None else progress.header.image_id
-        stream = self._store.pull(job.digest, job.layout_id, progress.offset, image_id)
+        stream = self._store.pull(
+            job.digest, job.layout_id, progress.offset, image_id, progress.avoid
+        )
+        progress.source = stream.source
         job.attach(stream)
         try:
             messages = iter(stream)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +65,11 @@ PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
 class PullStream(Protocol):
-    """One pull in progress: an iterator whose `cancel` may be called from any thread."""
+    """One pull in progress: an iterator whose `cancel` may be called from any thread. `source`
+    names the replica of the store that it comes from."""
+
+    @property
+    def source(self) -> str: ...
 
     def __iter__(self) -> Iterator[PullMessage]: ...
 
@@ -76,8 +80,16 @@ class PullStream(Protocol):
 
 
 class AdapterStore(Protocol):
-    def pull(self, digest: str, layout_id: str, offset: int = 0, image_id: str = "") -> PullStream:
-        """Streams an image from `offset` of `image_id`. Iterating blocks: use a pull thread.
+    def pull(
+        self,
+        digest: str,
+        layout_id: str,
+        offset: int = 0,
+        image_id: str = "",
+        avoid: Collection[str] = (),
+    ) -> PullStream:
+        """Streams an image from `offset` of `image_id`, if there is a choice from none of the
+        sources to `avoid`. Iterating blocks: use a pull thread.
 
         Iterating raises AdapterNotFound, AdapterUnusable, CorruptImage (never worth a retry) or
         StoreUnavailable (lost stream: resume).

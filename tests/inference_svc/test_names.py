@@ -331,8 +331,32 @@ def test_an_answer_from_before_a_reset_is_not_kept() -> None:
         directory.begin(20)
         catalog.gate.set()
         await asking
+        catalog.revision = 20
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         assert (await directory.resolve("upper")).digest == B
+
+    run(body)
+
+
+def test_a_replica_behind_the_watch_is_asked_again_and_not_believed() -> None:
+    """Its answer would go back in time: the watch has told of the change already."""
+    catalog, directory, _ = make()
+
+    async def body() -> None:
+        # Nothing remembers that the name has changed: other events came after.
+        directory.apply(NameEvent(6, "default/upper"))
+        directory.apply(NameEvent(7, "default/other"))
+        resolving = asyncio.create_task(directory.resolve("upper"))
+        while len(catalog.asked) < 3:
+            await asyncio.sleep(0.01)
+        catalog.revision = 7
+        catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
+        assert (await resolving).digest == B
+        catalog.revision = 6
+        catalog.records["default/upper@1"] = UPPER
+        assert (await directory.resolve("upper")).digest == B, "from what is known"
+        with pytest.raises(StoreUnavailable, match="has not reached revision 7"):
+            await directory.resolve("upper@1")
 
     run(body)
 

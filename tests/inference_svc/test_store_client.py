@@ -24,6 +24,7 @@ from inference_svc.errors import (
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.names import Directory, NameEvent, Servable
+from inference_svc.replicas import Replicas
 from inference_svc.store_client import CatalogClient, ImageClient
 from inference_svc.store_link import HistoryGone, StoreLink
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -120,7 +121,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_get_adapter_says_what_the_store_knows() -> None:
     async def body(store: TinyStore, address: str) -> AdapterRecord:
-        client = CatalogClient(address)
+        client = CatalogClient(Replicas.at(address))
         try:
             return await client.get_adapter("upper")
         finally:
@@ -151,7 +152,7 @@ def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None
 
     async def body(store: TinyStore, address: str) -> None:
         store.refuse = dict.fromkeys(("GetAdapter", "PullAdapter"), grpc.StatusCode[code])
-        client, images = CatalogClient(address), ImageClient(address)
+        client, images = CatalogClient(Replicas.at(address)), ImageClient(Replicas.at(address))
         said = code if error is StoreUnavailable else "refused, because"
         with pytest.raises(error, match=said):
             await client.get_adapter("upper")
@@ -165,7 +166,7 @@ def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None
 
 def test_an_address_where_nobody_listens_is_unavailable() -> None:
     async def body(store: TinyStore, address: str) -> None:
-        client = CatalogClient("127.0.0.1:1")
+        client = CatalogClient(Replicas.at("127.0.0.1:1"))
         with pytest.raises(StoreUnavailable) as caught:
             await client.get_adapter("upper")
         assert "127.0.0.1" not in caught.value.message, "callers do not learn our addresses"
@@ -201,7 +202,7 @@ def messages() -> list[pb.PullAdapterResponse]:
 def test_pull_yields_the_images_messages() -> None:
     async def body(store: TinyStore, address: str) -> list[Any]:
         store.messages = messages()
-        images = ImageClient(address)
+        images = ImageClient(Replicas.at(address))
         got = await asyncio.to_thread(list, images.pull(A, LAYOUT))
         images.close()
         return got
@@ -219,7 +220,7 @@ def test_large_messages_pass() -> None:
     async def body(store: TinyStore, address: str) -> int:
         data = bytes(16 << 20)
         store.messages = [pb.PullAdapterResponse(chunk=pb.ImageChunk(offset=0, data=data))]
-        images = ImageClient(address)
+        images = ImageClient(Replicas.at(address))
         (chunk,) = await asyncio.to_thread(list, images.pull(A, LAYOUT))
         images.close()
         return len(chunk.data)
@@ -230,7 +231,7 @@ def test_large_messages_pass() -> None:
 def test_cancel_from_another_thread_ends_a_waiting_pull() -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.messages, store.hang = messages()[:1], True
-        images = ImageClient(address)
+        images = ImageClient(Replicas.at(address))
         stream = images.pull(A, LAYOUT)
         opened = threading.Event()
 
@@ -255,7 +256,7 @@ def test_cancel_from_another_thread_ends_a_waiting_pull() -> None:
 def test_leaving_a_pull_early_ends_it_at_the_store() -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.messages, store.hang = messages()[:2], True
-        images = ImageClient(address)
+        images = ImageClient(Replicas.at(address))
 
         def read_one() -> None:
             for _message in images.pull(A, LAYOUT):
@@ -282,7 +283,7 @@ def test_a_store_that_lost_our_layout_is_worth_a_retry() -> None:
 
     async def main() -> None:
         server, port = await start(Forgetful(), "127.0.0.1:0")
-        images = ImageClient(f"127.0.0.1:{port}")
+        images = ImageClient(Replicas.at(f"127.0.0.1:{port}"))
         with pytest.raises(StoreUnavailable, match="does not know our layout"):
             await asyncio.to_thread(list, images.pull(A, LAYOUT))
         images.close()
@@ -298,7 +299,7 @@ class Linked:
     """A directory whose link to the store runs while the block does."""
 
     def __init__(self, address: str, layout: Any) -> None:
-        self.client = CatalogClient(address)
+        self.client = CatalogClient(Replicas.at(address))
         self.directory = Directory(self.client, Servable(("base",), 16), 300.0)
         self.layout_ids: list[str] = []
         self.link = StoreLink(self.client, self.directory, layout, self.layout_ids.append)
@@ -396,19 +397,20 @@ def test_a_watch_that_falls_silent_is_taken_for_dead(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store_client, "SILENCE_SECONDS", 0.1)
 
     async def body(store: TinyStore, address: str) -> None:
-        client = CatalogClient(address)
+        client = CatalogClient(Replicas.at(address))
+        session = await client.connect()
         store.tell(6, pb.EVENT_KIND_REGISTERED, "default/upper")
         store.tell(7, pb.EVENT_KIND_PINNED, "default/upper")
         store.tell(7)
         events = []
         with pytest.raises(StoreUnavailable, match="silent"):  # noqa: PT012
-            async for event in client.watch(5):
+            async for event in session.watch(5):
                 events.append(event)
         # A pin changes no name, and yet the revision.
         assert events == [NameEvent(6, "default/upper"), NameEvent(7), NameEvent(7)]
         store.oldest = 10
         with pytest.raises(HistoryGone):
-            await anext(aiter(client.watch(5)))
+            await anext(aiter(session.watch(5)))
         await client.close()
 
     serve(body)

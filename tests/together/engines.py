@@ -48,6 +48,7 @@ class Stream:
     offset: int
     image_id: str
     cancelled: threading.Event = field(default_factory=threading.Event)
+    source: str = "memory"
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -146,7 +147,9 @@ class CompilingStore:
                 )
             return self._images[digest]
 
-    def pull(self, digest: str, layout_id: str, offset: int = 0, image_id: str = "") -> Stream:
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
+    ) -> Stream:
         return Stream(self, digest, offset, image_id)
 
 

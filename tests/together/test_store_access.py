@@ -16,6 +16,7 @@ from inference_svc.adapters.store import ImageTrailer
 from inference_svc.config import Config
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.geometry import load_geometry
+from inference_svc.replicas import Replicas
 from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import CatalogClient, ImageClient
 from tests.adapter_store.certificates import Authority
@@ -83,7 +84,7 @@ def ask(
     guarded: Guarded, access: StoreAccess, body: Callable[[CatalogClient], Awaitable[Any]]
 ) -> Any:
     async def main() -> Any:
-        client = CatalogClient(guarded.address, access)
+        client = CatalogClient(Replicas.at(guarded.address), access)
         try:
             async with asyncio.timeout(30):
                 return await body(client)
@@ -100,19 +101,20 @@ def test_all_that_a_server_asks_of_its_store(guarded: Guarded) -> None:
     guarded.register("team-b/theirs")
 
     async def body(client: CatalogClient) -> str:
-        layout_id = await client.register_layout(layout_of(guarded.zoo))
+        session = await client.connect()
+        layout_id = await session.register_layout(layout_of(guarded.zoo))
         assert (await client.get_adapter("team-a/mine")).digest == digest
         with pytest.raises(AdapterNotFound):
             await client.get_adapter("team-b/theirs")
-        assert await client.get_revision() == 2
-        events = client.watch(0)
+        assert await session.get_revision() == 2
+        events = session.watch(0)
         assert [(await anext(events)).name for _ in range(1)] == ["team-a/mine"]
         assert (await anext(events)).revision == 2
         await events.aclose()
         return layout_id
 
     layout_id = ask(guarded, access, body)
-    images = ImageClient(guarded.address, access)
+    images = ImageClient(Replicas.at(guarded.address), access)
     *_, last = images.pull(digest, layout_id)
     assert isinstance(last, ImageTrailer)
     images.close()
@@ -138,7 +140,7 @@ def test_without_them_nothing_is_answered(guarded: Guarded) -> None:
         with pytest.raises(StoreUnavailable, match=message) as caught:
             ask(guarded, access, body)
         assert token_of("server") not in f"{caught.value} {caught.value.__notes__}"
-        images = ImageClient(guarded.address, access)
+        images = ImageClient(Replicas.at(guarded.address), access)
         with pytest.raises(StoreUnavailable, match=message):
             list(images.pull("sha256:" + "0" * 64, "sha256:" + "1" * 64))
         images.close()

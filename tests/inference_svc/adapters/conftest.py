@@ -56,6 +56,7 @@ class MemoryStream:
 
     messages: Callable[[MemoryStream], Iterator[PullMessage]]
     cancelled: threading.Event = field(default_factory=threading.Event)
+    source: str = "memory"
 
     def __iter__(self) -> Iterator[PullMessage]:
         for message in self.messages(self):
@@ -87,7 +88,7 @@ class MemoryStore:
         return self.images[digest]
 
     def pull(
-        self, digest: str, layout_id: str, offset: int = 0, image_id: str = ""
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
     ) -> MemoryStream:
         self.pulls.append((digest, offset))
         return MemoryStream(lambda stream: self._messages(stream, digest, offset, image_id))

@@ -38,6 +38,7 @@ class Scripted:
     def __init__(self, messages: list[PullMessage]) -> None:
         self.messages = messages
         self.num_pulls = 0
+        self.source = "script"
 
     def pull(self, *_asked: object) -> Scripted:
         self.num_pulls += 1

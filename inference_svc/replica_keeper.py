@@ -1,0 +1,113 @@
+"""Keeps the set of replicas true: what their names resolve to, and which are well again."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from inference_svc.config import split_address
+from inference_svc.replicas import Endpoint, Replicas
+
+log = logging.getLogger(__name__)
+
+RESOLVE_SECONDS = 5.0
+"""As long as the addresses of pods are cached in a cluster, more or less."""
+PROBE_POLL_SECONDS = 0.1
+
+Lookup = Callable[[str, int], Iterable[str]]
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """The IP addresses of a host. Raises OSError. Blocks."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(info[4][0]) for info in found]
+
+
+def resolve(addresses: Sequence[str], lookup: Lookup = look_up) -> list[Endpoint]:
+    """The replicas behind addresses, each once; sorted where a name stands for several.
+
+    A name that stands for one address is left to the channel. Of a name with addresses of both
+    families, the IPv4 ones are taken: two families are not two replicas. Raises OSError. Blocks.
+    """
+    endpoints: dict[str, Endpoint] = {}
+    for address in addresses:
+        host, port = split_address(address)
+        ips = [] if _is_literal(host) else _of_one_family(lookup(host, port))
+        found = [Endpoint(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in ips]
+        for endpoint in found if len(found) > 1 else [Endpoint(address)]:
+            endpoints.setdefault(endpoint.address, endpoint)
+    return list(endpoints.values())
+
+
+def _is_literal(host: str) -> bool:
+    """An IP address; or this machine, whose two addresses are one server."""
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _of_one_family(ips: Iterable[str]) -> list[str]:
+    by_family: dict[bool, set[str]] = {False: set(), True: set()}
+    for ip in ips:
+        by_family[":" in ip].add(ip)
+    return sorted(by_family[False] or by_family[True])
+
+
+class ReplicaKeeper:
+    """`probe` says whether a replica is well; it does not raise."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        addresses: Sequence[str],
+        probe: Callable[[Endpoint], Awaitable[bool]],
+        lookup: Lookup = look_up,
+    ) -> None:
+        self._replicas = replicas
+        self._addresses = addresses
+        self._probe = probe
+        self._lookup = lookup
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as tasks:
+            if not all(_is_literal(split_address(address)[0]) for address in self._addresses):
+                tasks.create_task(self._keep_resolving())
+            while True:
+                for endpoint in self._replicas.take_due():
+                    tasks.create_task(self._probe_one(endpoint))
+                await asyncio.sleep(PROBE_POLL_SECONDS)
+
+    async def _keep_resolving(self) -> None:
+        is_failing = False
+        while True:
+            try:
+                found = await asyncio.to_thread(resolve, self._addresses, self._lookup)
+                is_failing = False
+                self._take(found)
+            except OSError as error:
+                # The addresses of before are better than none.
+                if not is_failing:
+                    log.warning("the store's name does not resolve: %s", error)
+                is_failing = True
+            await asyncio.sleep(RESOLVE_SECONDS)
+
+    def _take(self, found: list[Endpoint]) -> None:
+        before = {endpoint.address for endpoint in self._replicas.endpoints}
+        now = {endpoint.address for endpoint in found}
+        if before != now:
+            log.info("the store is at %s", ", ".join(sorted(now)))
+            self._replicas.replace(found)
+
+    async def _probe_one(self, endpoint: Endpoint) -> None:
+        is_well = await self._probe(endpoint)
+        if is_well:
+            log.info("the store at %s is well again", endpoint.address)
+        self._replicas.probed(endpoint.address, is_well)

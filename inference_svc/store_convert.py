@@ -1,0 +1,152 @@
+"""The store's messages and statuses, and what we make of them."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_status import rpc_status
+
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.adapters.store import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    Segment,
+)
+from inference_svc.errors import (
+    AdapterNotFound,
+    AdapterUnusable,
+    CorruptImage,
+    InferenceError,
+    InvalidRequest,
+    StoreUnavailable,
+)
+from inference_svc.name_cache import AdapterRecord, LayoutVerdict
+from inference_svc.names import NameEvent
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {
+    grpc.StatusCode.NOT_FOUND: AdapterNotFound,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: AdapterUnusable,
+    grpc.StatusCode.DATA_LOSS: CorruptImage,
+}
+"""What the store answers; every other code means that it cannot be reached, for now."""
+
+REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""It answers, but not to us: the token is to be mended, and callers can only wait."""
+
+
+OUT_OF_ORDER = (
+    *REFUSALS,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""What says that a replica serves nobody, or not us, rather than not this adapter."""
+
+_DTYPES = {
+    "torch.float32": pb.DATA_TYPE_FLOAT32,
+    "torch.float16": pb.DATA_TYPE_FLOAT16,
+    "torch.bfloat16": pb.DATA_TYPE_BFLOAT16,
+}
+_TARGET_KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
+_SEGMENT_KINDS = {
+    pb.SEGMENT_KIND_A: "a",
+    pb.SEGMENT_KIND_B: "b",
+    pb.SEGMENT_KIND_MAGNITUDE: "magnitude",
+    pb.SEGMENT_KIND_BIAS: "bias",
+}
+_NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMARK)
+"""Events after which every name points to what it did before."""
+
+
+def to_error(error: grpc.RpcError) -> InferenceError:
+    """Addresses and other details of a lost connection are notes: for our log, not for callers."""
+    kind = ERRORS.get(error.code())
+    if kind is not None:
+        return kind(error.details(), subject="adapter")
+    does = "refuses this server" if error.code() in REFUSALS else "does not answer"
+    unavailable = StoreUnavailable(f"the adapter store {does} ({error.code().name})")
+    unavailable.add_note(error.details() or "")
+    return unavailable
+
+
+def is_about(error: grpc.RpcError, subject: str) -> bool:
+    """Whether the store names `subject` as what is wrong."""
+    status = rpc_status.from_call(error)
+    return status is not None and any(subject.encode() in detail.value for detail in status.details)
+
+
+def to_event(event: pb.AdapterEvent) -> NameEvent:
+    return NameEvent(event.revision, "" if event.kind in _NO_CHANGE else event.name)
+
+
+def to_record(response: pb.GetAdapterResponse) -> AdapterRecord:
+    adapter = response.adapter
+    return AdapterRecord(
+        name=adapter.name,
+        version=adapter.version,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        base_model=adapter.base_model,
+        revision=response.revision,
+        verdicts={
+            state.layout_id: LayoutVerdict(state.state != pb.IMAGE_STATE_INCOMPATIBLE, state.reason)
+            for state in adapter.layout_states
+        },
+    )
+
+
+def from_layout(layout: ModelLayout) -> pb.ModelLayout:
+    return pb.ModelLayout(
+        base_model=layout.base_model,
+        aliases=layout.aliases,
+        config_sha256=layout.config_sha256,
+        dtype=_DTYPES[str(layout.dtype)],
+        targets=map(_from_target, layout.targets),
+        image_formats=layout.image_formats,
+    )
+
+
+def _from_target(target: LayoutTarget) -> pb.Target:
+    return pb.Target(
+        name=target.name,
+        layer=target.layer,
+        group=target.group,
+        kind=_TARGET_KINDS[target.kind],
+        in_features=target.in_features,
+        out_features=target.out_features,
+    )
+
+
+def to_pull_message(response: pb.PullAdapterResponse) -> PullMessage:
+    part = response.WhichOneof("part")
+    if part == "chunk":
+        return ImageChunk(response.chunk.offset, response.chunk.data)
+    if part == "layer_end":
+        end = response.layer_end
+        return LayerEnd(end.part, end.end_offset, end.sha256)
+    if part == "trailer":
+        return ImageTrailer(response.trailer.sha256)
+    if part == "header":
+        return _to_header(response.header)
+    raise CorruptImage("the store sent a message that we do not know")
+
+
+def _to_header(header: pb.ImageHeader) -> ImageHeader:
+    return ImageHeader(
+        image_id=header.image_id,
+        digest=header.digest,
+        layout_id=header.layout_id,
+        image_format=header.image_format,
+        total_bytes=header.total_bytes,
+        segments=tuple(
+            # An unknown kind fits no target, and is refused with the header.
+            Segment(s.target, _SEGMENT_KINDS.get(s.kind, ""), s.rank, s.offset, s.length_bytes)
+            for s in header.segments
+        ),
+        offset=header.offset,
+    )

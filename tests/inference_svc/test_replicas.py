@@ -1,0 +1,174 @@
+"""The policy: even shares, nothing moves that need not, what fails is passed over for a time."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.replicas import (
+    FIRST_BACKOFF_S,
+    FORGET_S,
+    MAX_BACKOFF_S,
+    Endpoint,
+    Replicas,
+    rank,
+)
+
+ADDRESSES = st.lists(
+    st.from_regex(r"10\.0\.[0-9]{1,2}\.[0-9]{1,2}:7070", fullmatch=True),
+    min_size=2,
+    max_size=8,
+    unique=True,
+)
+KEYS = [f"sha256:{number:064x}" for number in range(600)]
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make(*addresses: str) -> tuple[Replicas, Clock]:
+    clock = Clock()
+    return Replicas(map(Endpoint, addresses or ("a:1", "b:1", "c:1")), clock), clock
+
+
+def order(replicas: Replicas, key: str = "key", avoid: tuple[str, ...] = ()) -> list[str]:
+    return [endpoint.address for endpoint in replicas.order(key, avoid)]
+
+
+@given(ADDRESSES)
+def test_shares_are_even(addresses: list[str]) -> None:
+    """Within five standard deviations of a fair draw."""
+    shares = Counter(rank(addresses, key)[0] for key in KEYS)
+    fair = 1 / len(addresses)
+    spread = (len(KEYS) * fair * (1 - fair)) ** 0.5
+    for address in addresses:
+        assert abs(shares[address] - len(KEYS) * fair) < 5 * spread
+
+
+@given(ADDRESSES, st.data())
+def test_only_the_keys_of_a_replica_that_leaves_move_and_they_come_back(
+    addresses: list[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(addresses))
+    replicas = Replicas(map(Endpoint, addresses))
+    before = {key: order(replicas, key) for key in KEYS[:100]}
+    left = [address for address in addresses if address != gone]
+    replicas.replace(map(Endpoint, reversed(left)))
+    for key, ranked in before.items():
+        assert order(replicas, key) == [address for address in ranked if address != gone]
+    replicas.replace(map(Endpoint, data.draw(st.permutations(addresses))))
+    assert {key: order(replicas, key) for key in before} == before
+
+
+@given(ADDRESSES, st.data())
+def test_the_keys_of_a_replica_that_is_out_move_as_if_it_had_left(
+    addresses: list[str], data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(addresses))
+    clock = Clock()
+    replicas = Replicas(map(Endpoint, addresses), clock)
+    before = {key: order(replicas, key) for key in KEYS[:100]}
+    replicas.failed(gone)
+    for key, ranked in before.items():
+        assert order(replicas, key) == [a for a in ranked if a != gone] + [gone]
+    replicas.answered(gone)
+    assert {key: order(replicas, key) for key in before} == before
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    """Pinned: services of two versions must agree on whose memory holds what."""
+    assert rank(["a:1", "b:1", "c:1"], "sha256:00") == ["b:1", "a:1", "c:1"]
+
+
+def test_what_failed_whoever_asks_comes_last_for_them_only() -> None:
+    replicas, _ = make()
+    first, second, third = order(replicas)
+    assert order(replicas, avoid=(first,)) == [second, third, first]
+    assert order(replicas, avoid=(first, second)) == [third, first, second]
+    assert order(replicas, avoid=(first, second, third)) == [first, second, third]
+    replicas.failed(third)
+    assert order(replicas, avoid=(first,)) == [second, first, third], "what is out comes later yet"
+    assert order(replicas) == [first, second, third]
+
+
+def test_the_backoff_doubles_up_to_its_limit_and_an_answer_ends_it() -> None:
+    replicas, clock = make()
+    first, *others = order(replicas)
+    backoffs = []
+    for _ in range(7):
+        replicas.failed(first)
+        began_s = clock.now_s
+        while order(replicas)[0] != first:
+            clock.now_s += 0.125
+        backoffs.append(clock.now_s - began_s)
+    assert backoffs == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    assert (FIRST_BACKOFF_S, MAX_BACKOFF_S) == (0.5, 8.0)
+    replicas.answered(first)
+    replicas.failed(first)
+    clock.now_s += FIRST_BACKOFF_S
+    assert order(replicas) == [first, *others]
+
+
+def test_many_failures_at_once_are_one() -> None:
+    """Eight pulls whose replica goes away all say so."""
+    replicas, clock = make()
+    first = order(replicas)[0]
+    for _ in range(8):
+        replicas.failed(first)
+    clock.now_s += FIRST_BACKOFF_S
+    assert order(replicas)[0] == first
+
+
+def test_failures_of_long_ago_are_forgotten() -> None:
+    replicas, clock = make()
+    first = order(replicas)[0]
+    for _ in range(5):
+        replicas.failed(first)
+        clock.now_s += MAX_BACKOFF_S
+    clock.now_s += FORGET_S
+    replicas.failed(first)
+    clock.now_s += FIRST_BACKOFF_S
+    assert order(replicas)[0] == first
+
+
+def test_probes_are_due_before_the_backoff_ends_and_one_at_a_time() -> None:
+    replicas, clock = make("a:1", "b:1")
+    assert replicas.take_due() == []
+    replicas.failed("a:1")
+    assert replicas.take_due() == []
+    clock.now_s += FIRST_BACKOFF_S * 0.6
+    assert replicas.take_due() == [Endpoint("a:1")]
+    assert replicas.take_due() == [], "its probe is under way"
+    replicas.probed("a:1", False)
+    clock.now_s += FIRST_BACKOFF_S
+    assert not replicas.statuses()[0].is_in, "a failed probe doubles the backoff"
+    assert replicas.take_due() == [Endpoint("a:1")]
+    replicas.probed("a:1", True)
+    assert replicas.statuses()[0].is_in
+    replicas.failed("a:1")
+    clock.now_s += 2 * FIRST_BACKOFF_S
+    assert not replicas.statuses()[0].is_in, "well, and yet it fails: that counts on"
+
+
+def test_what_is_said_of_replicas_that_are_gone_is_ignored() -> None:
+    replicas, _ = make("a:1", "b:1")
+    replicas.failed("a:1")
+    replicas.count_pull("b:1", "done", 10)
+    replicas.replace([Endpoint("b:1", "store"), Endpoint("c:1", "store")])
+    for tell in (replicas.failed, replicas.answered):
+        tell("a:1")
+    replicas.probed("a:1", False)
+    replicas.count_pull("a:1", "done", 10)
+    assert replicas.endpoints == [Endpoint("b:1", "store"), Endpoint("c:1", "store")]
+    (b, c) = replicas.statuses()
+    assert (b.pulls, b.pulled_bytes, c.pulls) == ({"done": 1}, 10, {})
+
+
+@pytest.mark.parametrize("key", ["", "x" * 1000, "\u00e9\n"])
+def test_any_key_has_an_order(key: str) -> None:
+    assert sorted(rank(["a:1", "b:1"], key)) == ["a:1", "b:1"]
