@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+_ORGANIZATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _BUCKET = re.compile(
     rf"([a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](?:/[^/@]+)*)/?(@{_ENDPOINT.pattern}/?)?"
 )
@@ -159,6 +160,14 @@ class Settings(BaseSettings):
                 raise ValueError(f"{entry!r} is not BUCKET[/PREFIX][@http(s)://HOST[:PORT]]")
             entries.append(match[1] + (match[2] or "").rstrip("/"))
         return tuple(entries)
+
+    @field_validator("hf_organizations")
+    @classmethod
+    def _check_organizations(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            if not _ORGANIZATION.fullmatch(entry):
+                raise ValueError(f"{entry!r} is not the name of an organisation or user")
+        return value
 
     @field_validator("s3_endpoint_url", "hf_endpoint")
     @classmethod

@@ -44,6 +44,8 @@ def test_a_bucket_may_have_its_own_endpoint():
         {"s3_buckets": "bucket@http://user:pass@host"},
         {"s3_buckets": "bucket@http://host/path"},
         {"s3_endpoint_url": "host:9000"},
+        {"hf_organizations": "team/adapter"},
+        {"hf_endpoint": "huggingface.co"},
         {"s3_endpoint_url": "http://user:pass@host"},
         {"memory_bytes": "0"},
         {"memory_bytes": "lots"},

@@ -146,8 +146,9 @@ def test_a_child_that_does_not_end_well(tmp_path, monkeypatch, text, reason, det
     (tmp_path / "work" / "staged").mkdir(parents=True)
     (tmp_path / "work" / "staged" / BIN).write_bytes(b"x")
     replaced_child(tmp_path, monkeypatch, text)
+    limits = UnpickleLimits(wall_seconds=0.5 if "sleep" in text else 120)
     with pytest.raises(InvalidAdapter, match=detail) as caught:
-        convert_pickle(tmp_path / "work" / "staged", LIMITS, UnpickleLimits(wall_seconds=0.5))
+        convert_pickle(tmp_path / "work" / "staged", LIMITS, limits)
     assert caught.value.reason == reason
     assert os.listdir(tmp_path / "work") == ["staged"]
 

@@ -176,7 +176,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(
 
 
 def test_a_silent_connection_is_given_up_and_taken_up(proxy, bucket, staging, monkeypatch):
-    monkeypatch.setattr(s3_module, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(s3_module, "READ_TIMEOUT_S", 2)
     proxy.faults = [Fault(WEIGHTS, after=4096, then="stalled")]
     source = S3Source([bucket[0]], proxy.url, retry=QUICK)
     source.fetch(f"s3://{bucket[0]}/team/a", staging)
