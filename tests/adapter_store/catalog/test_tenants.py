@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ NAMES = ("x", "y", "z")
 SOURCE_BYTES = 100
 QUOTA = Quota(max_adapters=2, max_bytes=2 * SOURCE_BYTES)
 LAYOUT = "L"
+NUM_EXAMPLES = 15
 
 # (whether it is A, whether the name is A's, what, name, digest or version)
 operations = st.lists(
@@ -107,16 +110,30 @@ def seen(record: AdapterRecord) -> AdapterRecord:
     return replace(record, create_time=NOW, update_time=NOW, delete_time=None)
 
 
-def test_a_tenant_cannot_tell_whether_there_are_others(tmp_path):
-    both, alone = (
-        Catalog(tmp_path / name, event_retention=1_000_000, clock=lambda: NOW)
-        for name in ("both", "alone")
-    )
-    for catalog in (both, alone):
+@pytest.fixture(params=["sqlite", "postgres"])
+def catalogs(request, tmp_path):
+    """Two empty ones."""
+    with ExitStack() as stack:
+        made = []
+        for name in ("both", "alone"):
+            if request.param == "postgres":
+                server = request.getfixturevalue("postgres")
+                place = server.create_database()
+                stack.callback(server.drop_database, place)
+            else:
+                place = tmp_path / name
+            made.append(Catalog(place, event_retention=1_000_000, clock=lambda: NOW))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def test_a_tenant_cannot_tell_whether_there_are_others(catalogs):
+    both, alone = catalogs
+    for catalog in catalogs:
         catalog.add_layout(LAYOUT, ["base"], {})
     numbers = itertools.count()
 
-    @settings(max_examples=60)
+    @settings(max_examples=NUM_EXAMPLES)
     @given(operations)
     def run(steps) -> None:
         number = next(numbers)
@@ -127,8 +144,4 @@ def test_a_tenant_cannot_tell_whether_there_are_others(tmp_path):
                 assert outcome == lonely.apply(*step)
         assert crowded.view_of_a() == lonely.view_of_a()
 
-    try:
-        run()
-    finally:
-        both.close()
-        alone.close()
+    run()

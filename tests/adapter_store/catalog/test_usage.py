@@ -7,8 +7,10 @@ from datetime import timedelta
 
 import pytest
 
+from adapter_store.catalog import Catalog
 from adapter_store.core import AdapterName, Quota
 from adapter_store.errors import QuotaExceeded
+from tests.adapter_store.catalog.conftest import Names
 
 
 def register(names, name: str, digest: str, quota: Quota, source_bytes: int = 100):
@@ -100,9 +102,25 @@ def test_early_check(names):
 
 @pytest.mark.parametrize("quota", [Quota(max_adapters=5), Quota(max_bytes=500)])
 def test_quotas_hold_however_many_register_at_once(names, quota):
+    assert num_granted([names], quota) == 5
+
+
+@pytest.mark.parametrize("quota", [Quota(max_adapters=5), Quota(max_bytes=500)])
+def test_quotas_hold_over_replicas(catalog_dsn, quota):
+    replicas = [Catalog(catalog_dsn, event_retention=1000) for _ in range(2)]
+    try:
+        assert num_granted([Names(catalog) for catalog in replicas], quota) == 5
+    finally:
+        for catalog in replicas:
+            catalog.close()
+
+
+def num_granted(replicas: list[Names], quota: Quota) -> int:
+    """Of 32 registrations of new names and contents, by eight at once."""
     granted, start = [], threading.Barrier(8)
 
     def work(worker: int) -> None:
+        names = replicas[worker % len(replicas)]
         start.wait()
         for i in range(4):
             try:
@@ -116,5 +134,5 @@ def test_quotas_hold_however_many_register_at_once(names, quota):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(granted) == 5
-    assert names.catalog.counts().adapters == 5
+    assert replicas[0].catalog.counts().adapters == len(granted)
+    return len(granted)
