@@ -1,8 +1,9 @@
-"""What lies in the folders against what the catalog has: nothing more, nothing less."""
+"""What lies around against what the catalog has: nothing more, nothing less."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sqlalchemy import Engine, text
@@ -12,24 +13,41 @@ from adapter_store.store import Store
 CLEAN_S = 60.0
 
 
-def find_orphans(data_dir: Path, catalog: Engine) -> list[str]:
-    """Everything that nobody needs any more, and everything that is missing, by its path."""
+def find_orphan_records(catalog: Engine) -> tuple[list[str], set[str]]:
+    """What is wrong within the catalog, and the digests of all its blobs."""
     with catalog.connect() as conn:
         digests = set(conn.scalars(text("SELECT digest FROM blobs")))
         used = set(conn.scalars(text("SELECT digest FROM versions WHERE delete_time IS NULL")))
-        images = set(map(tuple, conn.execute(text("SELECT digest, layout_id FROM images"))))
+        images = set(conn.scalars(text("SELECT digest FROM images")))
     found = [f"catalog: blob {digest} of no version" for digest in digests - used]
     found += [f"catalog: version of no blob {digest}" for digest in used - digests]
-    found += [f"catalog: image of no blob {key}" for key in images if key[0] not in digests]
+    found += [f"catalog: image of no blob {digest}" for digest in images - digests]
+    return found, digests
+
+
+def find_local_orphans(data_dir: Path, digests: set[str]) -> list[str]:
+    """Of a store that keeps blobs in its own folder."""
     blobs = {f"sha256:{folder.name}" for folder in (data_dir / "blobs").iterdir()}
-    found += [f"blobs: {digest} is of no record" for digest in blobs - digests]
-    found += [f"blobs: {digest} is missing" for digest in digests - blobs]
-    for name in ("staging", "trash", "damaged"):
-        found += [str(path) for path in (data_dir / name).glob("**/*")]
-    return found + _find_stray_images(data_dir / "images", digests)
+    return [
+        *compare_blobs(blobs, digests),
+        *find_passing_files(data_dir),
+        *find_stray_images(data_dir / "images", digests),
+    ]
 
 
-def _find_stray_images(folder: Path, digests: set[str]) -> list[str]:
+def compare_blobs(kept: Iterable[str], digests: set[str]) -> list[str]:
+    kept = set(kept)
+    found = [f"blobs: {digest} is of no record" for digest in kept - digests]
+    return found + [f"blobs: {digest} is missing" for digest in digests - kept]
+
+
+def find_passing_files(data_dir: Path) -> list[str]:
+    """What is on its way in or out, when nothing is."""
+    folders = (data_dir / name for name in ("staging", "trash", "damaged"))
+    return [str(path) for folder in folders for path in folder.glob("**/*")]
+
+
+def find_stray_images(folder: Path, digests: set[str]) -> list[str]:
     files = [path for path in folder.glob("**/*") if not path.is_dir()]
     images = {path for path in files if path.suffix == ".safetensors" and path.name[0] != "."}
     beside = {path.with_name(f"{path.name}.sha256") for path in images}
@@ -39,10 +57,10 @@ def _find_stray_images(folder: Path, digests: set[str]) -> list[str]:
     return found
 
 
-def wait_until_clean(data_dir: Path, catalog: Engine) -> None:
-    """Gives the running collector the time for its turns."""
+def wait_until_clean(find_orphans: Callable[[], list[str]]) -> None:
+    """Gives the running collectors the time for their turns."""
     deadline = time.monotonic() + CLEAN_S
-    while orphans := find_orphans(data_dir, catalog):
+    while orphans := find_orphans():
         assert time.monotonic() < deadline, "orphans survive:\n" + "\n".join(sorted(orphans))
         time.sleep(0.05)
 

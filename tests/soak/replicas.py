@@ -9,9 +9,10 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 START_S = 120.0
 BURIAL_S = 120.0
@@ -44,15 +45,19 @@ class Life:
 class Replica:
     """Starts, kills and starts again one store. Used by one thread."""
 
-    def __init__(self, index: int, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, index: int, folder: Path, settings: Mapping[str, Any]) -> None:
         self.index = index
         self.folder = folder
         self.log = folder / "store.log"
         self.life: Life | None = None
-        self._arguments = list(arguments)
+        self.settings = dict(settings)
         self._process: BaseProcess | None = None
         self._num_lives = 0
         folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def data_dir(self) -> Path:
+        return self.folder / "data"
 
     @property
     def is_running(self) -> bool:
@@ -61,11 +66,9 @@ class Replica:
     def spawn(self) -> None:
         """Starts a process, without waiting for it to be ready."""
         self._num_lives += 1
-        fixed = ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
-        fixed += [f"--data-dir={self.folder / 'data'}", f"--ready-file={self._ready_file}"]
-        self._process = _processes.Process(
-            target=run_store, args=([*self._arguments, *fixed], self.log), daemon=True
-        )
+        settings = self.settings | {"ready_file": self._ready_file}
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+        self._process = _processes.Process(target=run_store, args=(flags, self.log), daemon=True)
         self._process.start()
 
     def wait_ready(self) -> Life:

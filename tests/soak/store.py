@@ -18,19 +18,19 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-
-from sqlalchemy import create_engine
 
 from adapter_store.config import Settings
 from adapter_store.store import open_store
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
 from tests.soak.contents import make_contents
+from tests.soak.ground import Ground, SqliteGround
 from tests.soak.leftovers import check_accounts, wait_until_clean
 from tests.soak.model import check_history
-from tests.soak.replicas import Life, Replica, Roster
+from tests.soak.replicas import Replica, Roster
 from tests.soak.watcher import Watcher
 
 NUM_CALLERS = 5
@@ -40,12 +40,24 @@ START_SECONDS = 0.5
 LIFE_SECONDS = 1.5
 CALM_SECONDS = 1.5
 JOIN_SECONDS = 120.0
+SETTINGS = {
+    "listen": "127.0.0.1:0",
+    "metrics_listen": "127.0.0.1:0",
+    "delete_grace_seconds": 0,
+    "collect_seconds": 0.2,
+    "bookmark_seconds": 0.2,
+    "compile_workers": 1,
+    "memory_bytes": 4 << 20,
+    "disk_cache_bytes": 12 << 20,
+}
+GROUNDS: dict[str, Callable[[], Ground]] = {"sqlite": SqliteGround}
 
 
 class Soak:
-    """One run, under `folder`."""
+    """One run over `ground`, its files under `folder`."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, ground: Ground, folder: Path, seed: int) -> None:
+        self._ground = ground
         self._folder = folder
         self._random = random.Random(seed)
         self._roster = Roster()
@@ -54,26 +66,33 @@ class Soak:
             Caller(index, seed, self._roster, self.contents) for index in range(NUM_CALLERS)
         ]
         self.watcher = Watcher(seed, self._roster)
-        self.replica = Replica(0, folder / "replica-0", self._arguments())
+        self._workers = [*self.callers, self.watcher]
+        self.replicas = [self._replica(index) for index in range(ground.num_replicas)]
 
     def run(self, kills: int) -> str:
         """Gives a line about what was done. Raises AssertionError for a broken promise."""
-        workers = [*self.callers, self.watcher]
-        for worker in workers:
+        for worker in self._workers:
             worker.thread.start()
         try:
+            for replica in self.replicas:
+                self._start(replica)
             for _ in range(kills):
-                self._live_and_die()
-            self._live(CALM_SECONDS)
+                self._rest(self._random.uniform(0, LIFE_SECONDS))
+                self._kill_and_start(self._random.choice(self.replicas))
+            self._rest(CALM_SECONDS)
         finally:
             self._roster.close()
-        for worker in workers:
+        for worker in self._workers:
             worker.thread.join(JOIN_SECONDS)
             assert not worker.thread.is_alive(), f"{worker.thread.name} hangs"
-        self._check_callers()
-        self._check_store()
-        self.replica.stop()
-        asyncio.run(self._check_inside())
+        self._check_workers()
+        for replica in self.replicas:
+            self._check_store(replica)
+        wait_until_clean(lambda: self._ground.find_orphans([r.data_dir for r in self.replicas]))
+        for replica in self.replicas:
+            replica.stop()
+        for replica in self.replicas:
+            asyncio.run(self._check_inside(replica))
         return (
             f"{kills} kills, {sum(caller.num_calls for caller in self.callers)} calls, "
             f"{sum(caller.num_lost for caller in self.callers)} of them without an answer, "
@@ -81,50 +100,49 @@ class Soak:
             f"{len(self.watcher.seen)} events watched"
         )
 
-    def _arguments(self) -> list[str]:
-        return [
-            f"--source-roots={self._folder / 'sources'}",
-            "--delete-grace-seconds=0",
-            "--collect-seconds=0.2",
-            "--bookmark-seconds=0.2",
-            "--compile-workers=1",
-            "--memory-bytes=4MiB",
-            "--disk-cache-bytes=12MiB",
-            "--log-level=INFO",
-        ]
+    def _replica(self, index: int) -> Replica:
+        folder = self._folder / f"replica-{index}"
+        settings = SETTINGS | self._ground.settings(index, folder / "data")
+        return Replica(index, folder, settings | {"source_roots": str(self._folder / "sources")})
 
-    def _live_and_die(self) -> None:
-        if self._random.random() < START_KILLS:
-            self.replica.spawn()
-            time.sleep(self._random.uniform(0, START_SECONDS))
-            self.replica.kill()
-            return
-        life = self._live(self._random.uniform(0, LIFE_SECONDS))
+    def _start(self, replica: Replica) -> None:
+        replica.spawn()
+        self._roster.enter(replica.wait_ready())
+
+    def _kill_and_start(self, replica: Replica) -> None:
+        """One is killed, the others go on; at times it is killed again while it starts."""
+        life = replica.life
+        assert life is not None
         self._roster.leave(life)
-        self.replica.kill()
+        replica.kill()
+        self._ground.settle(replica.index)
         life.buried.set()
+        if self._random.random() < START_KILLS:
+            replica.spawn()
+            time.sleep(self._random.uniform(0, START_SECONDS))
+            replica.kill()
+            self._ground.settle(replica.index)
+        self._start(replica)
 
-    def _live(self, seconds: float) -> Life:
-        self.replica.spawn()
-        life = self.replica.wait_ready()
-        self._roster.enter(life)
+    def _rest(self, seconds: float) -> None:
+        """Lets the callers work, as long as nothing is wrong."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._check_callers()
+            self._check_workers()
             time.sleep(min(left, 0.1))
-        return life
 
-    def _check_callers(self) -> None:
-        for worker in [*self.callers, self.watcher]:
+    def _check_workers(self) -> None:
+        for worker in self._workers:
             if worker.error is not None:
+                logs = "\n".join(replica.log_tail() for replica in self.replicas)
                 raise AssertionError(
-                    f"{worker.thread.name}: {worker.error!r}\n{self.replica.log_tail()}"
+                    f"{worker.thread.name}: {worker.error!r}\n{logs}"
                 ) from worker.error
 
-    def _check_store(self) -> None:
-        """From outside, through the contract and the folders."""
-        assert self.replica.life is not None
-        with closing(Calls(self.replica.life.address)) as calls:
+    def _check_store(self, replica: Replica) -> None:
+        """From outside, through the contract."""
+        assert replica.life is not None
+        with closing(Calls(replica.life.address)) as calls:
             for caller in self.callers:
                 caller.settle(calls)
             promises = [promises for caller in self.callers for promises in caller.promises]
@@ -133,11 +151,6 @@ class Soak:
             self.watcher.check(events)
             assert calls.names() == sorted(p.name for p in promises if p.state.current)
             self._check_images(calls, {v.digest for p in promises for v in p.state.live.values()})
-        engine = create_engine(f"sqlite:///{self._data_dir / 'catalog.sqlite3'}")
-        try:
-            wait_until_clean(self._data_dir, engine)
-        finally:
-            engine.dispose()
 
     def _check_images(self, calls: Calls, digests: set[str]) -> None:
         layout_id = calls.register_layout()
@@ -149,31 +162,33 @@ class Soak:
             assert found is not None
             assert [state.layout_id for state in found.layout_states] == [layout_id]
 
-    async def _check_inside(self) -> None:
+    async def _check_inside(self, replica: Replica) -> None:
         """From inside, over what the last process left: every image once more, then accounts."""
-        async with open_store(Settings(data_dir=self._data_dir, memory_bytes=4 << 20)) as store:
+        async with open_store(Settings(**replica.settings)) as store:
             for digest in store.catalog.blob_digests():
                 for layout_id in store.catalog.layout_ids():
                     async with store.images.hold((digest, layout_id)):
                         pass
             await store.ahead.idle()
-            check_accounts(store, self._data_dir)
-
-    @property
-    def _data_dir(self) -> Path:
-        return self.replica.folder / "data"
+            check_accounts(store, replica.data_dir)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
+    parser.add_argument("--catalog", choices=sorted(GROUNDS), default="sqlite")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="loadout-soak-") as folder:
-        result = Soak(Path(folder), options.seed).run(options.kills)
-    print(f"{result}, in {time.monotonic() - start:.0f} s: every promise was kept")
+    with (
+        tempfile.TemporaryDirectory(prefix="loadout-soak-") as folder,
+        GROUNDS[options.catalog]() as ground,
+    ):
+        result = Soak(ground, Path(folder), options.seed).run(options.kills)
+    print(
+        f"{options.catalog}: {result}, in {time.monotonic() - start:.0f} s: every promise was kept"
+    )
     return 0
 
 
