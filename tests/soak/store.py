@@ -170,6 +170,7 @@ class Soak:
                     async with store.images.hold((digest, layout_id)):
                         pass
             await store.ahead.idle()
+            await store.images.settle()
             check_accounts(store, replica.data_dir)
 
 
