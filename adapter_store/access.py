@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from adapter_store.core import Tenants
 from adapter_store.errors import PermissionDenied
@@ -45,6 +46,13 @@ class Principal:
     roles: frozenset[Role]
     tenants: Tenants
     home_tenant: str = DEFAULT_TENANT
+
+    def on_behalf_of(self, tenants: Collection[str]) -> Principal:
+        """The same for these tenants alone, as far as it reaches; none named: for all it has."""
+        if not tenants:
+            return self
+        wanted = frozenset(tenants)
+        return replace(self, tenants=wanted if self.tenants is None else wanted & self.tenants)
 
     def may(self, action: Action) -> bool:
         return any(action in _ACTIONS_OF_ROLE[role] for role in self.roles)

@@ -54,7 +54,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def GetAdapter(  # noqa: N802
         self, request: pb.GetAdapterRequest, context: Context
     ) -> pb.GetAdapterResponse:
-        who = self._admit(context, Action.READ)
+        who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
         ref = parse_ref(request.ref, home=who.home_tenant)
         record, revision = await self._registry.get(who, ref)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)

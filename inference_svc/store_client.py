@@ -62,16 +62,17 @@ class CatalogClient:
         for channel in self._lines.take_all():
             await channel.close()
 
-    async def get_adapter(self, ref: str) -> AdapterRecord:
-        """Raises AdapterNotFound; StoreUnavailable when no replica answers."""
+    async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
+        """As the store would tell a caller of these tenants; none: of all that we serve. Raises
+        AdapterNotFound; StoreUnavailable when no replica answers."""
         await self._close_unused()
         *others, last = self._replicas.order(self._key)
         for endpoint in others:
             try:
-                return await self._session(endpoint).get_adapter(ref, TURN_SECONDS)
+                return await self._session(endpoint).get_adapter(ref, tenants, TURN_SECONDS)
             except StoreUnavailable:
                 self._replicas.count_failover()
-        return await self._session(last).get_adapter(ref)
+        return await self._session(last).get_adapter(ref, tenants)
 
     async def connect(self, avoid: Collection[str] = ()) -> CatalogSession:
         """To one replica, of which nothing has been asked yet. Raises nothing."""
@@ -108,9 +109,11 @@ class CatalogSession:
         self._endpoint = endpoint
         self._access = access
 
-    async def get_adapter(self, ref: str, timeout_s: float = ANSWER_SECONDS) -> AdapterRecord:
+    async def get_adapter(
+        self, ref: str, tenants: Collection[str] = (), timeout_s: float = ANSWER_SECONDS
+    ) -> AdapterRecord:
         """Raises AdapterNotFound."""
-        request = pb.GetAdapterRequest(ref=ref)
+        request = pb.GetAdapterRequest(ref=ref, tenants=sorted(tenants))
         return to_record(await self._ask("GetAdapter", request, timeout_s))
 
     async def get_revision(self) -> int:

@@ -55,3 +55,20 @@ def test_without_a_policy_everybody_may_everything():
     assert all(OPEN.may(action) for action in Action)
     OPEN.require_tenant("any", "name")
     assert OPEN.home_tenant == "default"
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [
+        (None, ["team-a"], {"team-a"}),
+        ({"team-a", "team-b"}, ["team-b", "team-c"], {"team-b"}),
+        ({"team-a"}, ["team-b"], set()),
+        ({"team-a"}, [], {"team-a"}),
+        (None, [], None),
+    ],
+)
+def test_on_behalf_of_others_nobody_reaches_further_than_alone(own, asked, expected):
+    who = principal(Role.SERVER, tenants=None if own is None else frozenset(own))
+    narrowed = who.on_behalf_of(asked)
+    assert narrowed.tenants == (None if expected is None else frozenset(expected))
+    assert (narrowed.name, narrowed.roles, narrowed.home_tenant) == ("someone", who.roles, "team-a")

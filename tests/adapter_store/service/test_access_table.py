@@ -340,6 +340,30 @@ def test_a_digest_of_two_tenants_shows_each_its_own_record(house, shared_folder)
     assert admin.get(digest).name == "team-a/mine"
 
 
+def test_a_server_asks_on_behalf_of_its_callers(house, shared_folder):
+    """One that serves all tenants learns what each of them would be told."""
+    folder = save_adapter(shared_folder / "asked", seed=79)
+    root, admin = house.clients["root"], house.clients["admin"]
+    digest = root.register("team-b/asked", folder).adapter.digest
+
+    def ask(client: Client, ref: str, *tenants: str) -> object:
+        request = pb.GetAdapterRequest(ref=ref, tenants=tenants)
+        with counted_statements() as statements:
+            try:
+                answer = client.stub.GetAdapter(request).adapter.name
+            except grpc.RpcError as error:
+                answer = answer_of(error)
+        return answer, len(statements)
+
+    nowhere = "sha256:" + "0" * len(digest.removeprefix("sha256:"))
+    for ref in (digest, "team-b/asked"):
+        assert ask(root, ref, "team-b")[0] == ask(root, ref)[0] == "team-b/asked"
+        assert ask(root, ref, "team-a") == ask(admin, ref) == ask(admin, ref, "team-b")
+    refused, absent = ask(root, digest, "team-a"), ask(root, nowhere)
+    assert refused[1] == absent[1]
+    assert str(refused[0]).replace(digest, nowhere) == str(absent[0])
+
+
 def test_a_base_model_that_only_another_tenant_named_serves_nobody_else(
     house, shared_folder, refused
 ):
