@@ -62,6 +62,26 @@ class Config(BaseSettings):
     listen: str = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0: any free one."""
 
+    policy_file: Path | None = None
+    """TOML file with tokens; read again on SIGHUP. None: everybody who reaches this server may do
+    everything."""
+
+    allow_open_access: bool = False
+    """Listen without policy_file also where other machines can connect."""
+
+    tls_cert_file: Path | None = None
+    """Certificate chain of this server, PEM; read again on SIGHUP. None: no TLS."""
+
+    tls_key_file: Path | None = None
+    """Private key of tls_cert_file, PEM."""
+
+    tls_client_ca_file: Path | None = None
+    """CA certificates, PEM: callers need a client certificate that one of them signed."""
+
+    audit_file: Path | None = None
+    """File to append a JSON line to for every load, unload, pin and unpin that is asked for;
+    opened anew on SIGHUP."""
+
     metrics_listen: str = "127.0.0.1:7081"
     """Address of the Prometheus endpoint. Port 0: any free one."""
 

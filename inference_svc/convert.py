@@ -23,7 +23,6 @@ from inference_svc.core import (
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
 from inference_svc.names import Binding
-from inference_svc.refs import DEFAULT_TENANT
 from inference_svc.text.prompt import ChatMessage, Prompt
 from loadout.inference.v1 import inference_pb2 as pb
 
@@ -62,23 +61,25 @@ class GenerateCall:
         self,
         prompt_token_ids: tuple[int, ...],
         binding: Binding | None,
+        home_tenant: str,
         max_model_len: int,
         remaining_s: float | None,
     ) -> Request:
-        """For the engine. `remaining_s` is what the caller's deadline leaves."""
+        """For the engine. `home_tenant` is the caller's; `remaining_s` what its deadline leaves."""
         now_s = time.monotonic()
         if remaining_s is not None and remaining_s > MAX_DEADLINE_SECONDS:
             remaining_s = None
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
         min_tokens = min(self.sampling.min_tokens, max_tokens)
-        tenant = DEFAULT_TENANT if binding is None else binding.tenant
+        tenant = "" if binding is None else binding.tenant
         return Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
             sampling=replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens),
             digest="" if binding is None else binding.digest,
-            # Tenants have no "/", so that no two pairs give one seed.
-            cache_seed=f"{tenant}/{self.cache_salt}",
+            # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
+            # Tenants have no "/", so that no two triples give one seed.
+            cache_seed=f"{home_tenant}/{tenant}/{self.cache_salt}",
             priority=self.priority,
             arrival_s=now_s,
             deadline_s=None if remaining_s is None else now_s + remaining_s,

@@ -47,7 +47,7 @@ class SamplingParams:
 class Request:
     """What the engine is asked to do.
 
-    `digest` is "" for the base model. `cache_seed` separates prefix caches (tenant and salt).
+    `digest` is "" for the base model. `cache_seed` separates prefix caches (tenants and salt).
     Times are `time.monotonic()` seconds, which processes of one machine share.
     """
 

@@ -1,6 +1,8 @@
 """What can go wrong in the inference service, without a word about transport.
 
 InferenceError
+ ├─ Unauthenticated      no token, or one that this server does not know
+ ├─ PermissionDenied     the token's roles may not do this
  ├─ InvalidRequest       the caller's argument, named by `subject`
  ├─ DuplicateRequest     a running request has this id
  ├─ AdapterNotFound      the reference resolves to nothing
@@ -14,6 +16,7 @@ InferenceError
  └─ EngineFailed         our bug: the step raised
 
 UnsupportedModel         at start: a config that changes the maths in a way we do not compute
+InvalidSetting           at start or reload: a setting, or the file it names, cannot be used
 
 All of them cross process borders by pickle.
 """
@@ -42,6 +45,14 @@ def _rebuild(
     kind: type[InferenceError], message: str, subject: str, retry_after_s: float
 ) -> InferenceError:
     return kind(message, subject=subject, retry_after_s=retry_after_s)
+
+
+class Unauthenticated(InferenceError):
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(InferenceError):
+    reason = "PERMISSION_DENIED"
 
 
 class InvalidRequest(InferenceError):
@@ -90,3 +101,7 @@ class EngineFailed(InferenceError):
 
 class UnsupportedModel(Exception):
     """The model directory holds something this decoder does not compute; the message names it."""
+
+
+class InvalidSetting(ValueError):
+    """A setting, or the file that it names, cannot be used; the message names setting and key."""

@@ -47,7 +47,7 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._running_ids: set[str] = set()
+        self._running_ids: set[tuple[str, str]] = set()
         self._numbers = itertools.count(1)
         self._draining = False
         self._idle = asyncio.Event()
@@ -59,20 +59,22 @@ class Frontend:
 
     # --- requests -------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The request's deltas; the last one has a finish reason.
+    async def generate(self, request: Request, tenant: str = "") -> AsyncGenerator[Delta, None]:
+        """The request's deltas; the last one has a finish reason. Its id is one of `tenant`'s:
+        nobody meets, or guesses, what others run.
 
         A slow reader gets several steps in one delta. Whoever leaves early, for whatever reason,
         must close the iterator (`contextlib.aclosing`): that cancels the request. Raises
         DuplicateRequest, Draining, EngineFailed, and what the engine answers.
         """
-        self._admit(request)
+        own_id = tenant, request.request_id
+        self._admit(own_id)
         # A name of our own: an id is free again as soon as its caller has left, while the engine
         # may still have something to say about it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         generation = Generation(request, self._decoder)
         self._generations[engine_id] = generation
-        self._running_ids.add(request.request_id)
+        self._running_ids.add(own_id)
         self._idle.clear()
         try:
             self._engine.send(Submit(replace(request, request_id=engine_id)))
@@ -82,18 +84,18 @@ class Frontend:
                 if delta.finish_reason is not None:
                     return
         finally:
-            self._running_ids.discard(request.request_id)
+            self._running_ids.discard(own_id)
             if not self._running_ids:
                 self._idle.set()
             if self._generations.pop(engine_id, None) is not None:
                 self._engine.send(Cancel(engine_id))
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, own_id: tuple[str, str]) -> None:
         """Raises why a new request cannot begin."""
         self._check_serving()
-        if request.request_id in self._running_ids:
+        if own_id in self._running_ids:
             raise DuplicateRequest(
-                f"a request with id {request.request_id!r} is running", subject="request_id"
+                f"a request with id {own_id[1]!r} is running", subject="request_id"
             )
 
     def _check_serving(self) -> None:

@@ -2,16 +2,21 @@
 
 Knows nothing of transport: `Catalog` is the store's side, and whoever watches the store calls
 `apply`, `lost` and `reset`. Everything runs on one event loop.
+
+Who may use what is the store's knowledge: it is asked on behalf of the caller, and what another
+tenant has is to it, and so to us, as if it were not there. No answer to one caller is another's,
+unless both are for the tenant that has the adapter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from inference_svc.access import Principal
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
@@ -19,7 +24,9 @@ from inference_svc.errors import (
     StoreUnavailable,
 )
 from inference_svc.name_cache import AdapterRecord, CachedName, NameCache
-from inference_svc.refs import parse_ref
+from inference_svc.owners import Owners
+from inference_svc.questions import Question
+from inference_svc.refs import parse_ref, tenant_of
 
 LIVE_SECONDS = 2.0
 """The watch speaks every second; silent for longer it counts as lost, and names are asked for."""
@@ -38,8 +45,9 @@ class NameEvent:
 
 
 class Catalog(Protocol):
-    async def get_adapter(self, ref: str) -> AdapterRecord:
-        """Raises AdapterNotFound, StoreUnavailable or another InferenceError."""
+    async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
+        """What the store tells a caller of these tenants; none: of any. Raises AdapterNotFound,
+        StoreUnavailable or another InferenceError."""
         ...
 
 
@@ -83,7 +91,8 @@ class Directory:
         self._name_ttl_s = name_ttl_s
         self._clock = clock
         self._cache = NameCache()
-        self._fetches: dict[str, asyncio.Task[AdapterRecord | None]] = {}
+        self._owners = Owners()
+        self._fetches: dict[Question, asyncio.Task[AdapterRecord | None]] = {}
         # Revisions of changes that answers under way may be too old to know of.
         self._changed_at: dict[str, int] = {}
         self._reset_at = 0
@@ -94,14 +103,19 @@ class Directory:
 
     # --- resolving ------------------------------------------------------------------------------
 
-    async def resolve(self, text: str, min_revision: int = 0, subject: str = "adapter") -> Binding:
-        """What `text` points to at `min_revision` or later.
+    async def resolve(
+        self, who: Principal, text: str, min_revision: int = 0, subject: str = "adapter"
+    ) -> Binding:
+        """What `text` points to for this caller, at `min_revision` or later.
 
-        Raises InvalidRequest (not a reference), AdapterNotFound, AdapterUnusable (with the
-        reason) or StoreUnavailable.
+        Raises InvalidRequest (not a reference), AdapterNotFound (also for what only others have),
+        AdapterUnusable (with the reason) or StoreUnavailable.
         """
-        ref = parse_ref(text, subject)
-        record = self._known(str(ref), min_revision) or await self._ask(str(ref), min_revision)
+        ref = parse_ref(text, subject, who.home_tenant)
+        question = Question.of(who, ref)
+        record = self._known(question, min_revision) or await self._ask(question, min_revision)
+        tenant = tenant_of(record.name)
+        self._owners.note(record.digest, tenant)
         try:
             self._check_servable(record)
         except AdapterUnusable:
@@ -109,60 +123,72 @@ class Directory:
             self._cache.remove_name(record.name)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
-        return Binding(label, record.name.partition("/")[0], record.digest, record.rank)
+        return Binding(label, tenant, record.digest, record.rank)
 
-    def names_of(self, digest: str) -> list[str]:
-        """The names, with or without version, known to point to a digest, sorted."""
-        return [ref for ref in self._cache.refs_of(digest) if ref != digest]
+    def names_of(self, who: Principal, digest: str) -> list[str]:
+        """The names of the caller's tenants, with or without version, known to point to a digest,
+        sorted."""
+        names = [ref for ref in self._cache.refs_of(digest) if not ref.endswith(digest)]
+        return [name for name in names if who.is_for(tenant_of(name))]
+
+    def is_owner(self, who: Principal, digest: str) -> bool:
+        """Whether one of the caller's tenants has used a digest here, or it is for all tenants."""
+        return who.tenants is None or not who.tenants.isdisjoint(self._owners.of(digest))
 
     @property
     def is_live(self) -> bool:
         """Whether the watch has spoken lately, so that entries are right."""
         return self._is_watched and self._clock() - self._heard_s < LIVE_SECONDS
 
-    def _known(self, ref: str, min_revision: int) -> AdapterRecord | None:
-        """An entry that is right at `min_revision`."""
-        entry = self._cache.get(ref)
-        if entry is None or not self.is_live:
-            return None
-        return entry.record if self._reflects(entry) >= min_revision else None
+    def _known(self, question: Question, min_revision: int) -> AdapterRecord | None:
+        """An answer that is right at `min_revision`."""
+        entry = self._cached(question, min_revision)
+        return entry.record if entry is not None and self.is_live else None
+
+    def _cached(self, question: Question, min_revision: int) -> CachedName | None:
+        """An entry that is at `min_revision`, and right if nothing has changed since."""
+        for key in question.keys:
+            entry = self._cache.get(key)
+            if entry is not None and self._reflects(entry) >= min_revision:
+                return entry
+        return None
 
     def _reflects(self, entry: CachedName) -> int:
         """The catalog revision up to which an entry is known to be right."""
         return max(entry.record.revision, self.revision)
 
-    async def _ask(self, ref: str, min_revision: int) -> AdapterRecord:
+    async def _ask(self, question: Question, min_revision: int) -> AdapterRecord:
         """The store's answer, or the last known one while the store does not answer."""
-        stale = self._stale(ref, min_revision)
+        stale = self._stale(question, min_revision)
         if stale is not None and self._clock() - self._asked_in_vain_s < RETRY_SECONDS:
             return stale
         try:
             async with asyncio.timeout(None if stale is None else PATIENCE_SECONDS):
-                return await self._fetch(ref, min_revision)
+                return await self._fetch(question, min_revision)
         except TimeoutError:
             self._asked_in_vain_s = self._clock()
             error = StoreUnavailable("the adapter store does not answer")
         except StoreUnavailable as unavailable:
             error = unavailable
-        stale = self._stale(ref, min_revision)
+        stale = self._stale(question, min_revision)
         if stale is None:
             raise error
         return stale
 
-    def _stale(self, ref: str, min_revision: int) -> AdapterRecord | None:
-        entry = self._cache.get(ref)
-        if entry is None or self._reflects(entry) < min_revision:
+    def _stale(self, question: Question, min_revision: int) -> AdapterRecord | None:
+        entry = self._cached(question, min_revision)
+        if entry is None:
             return None
         # Whatever the watch has not removed was right when it last spoke.
         age_s = self._clock() - max(entry.asked_s, self._heard_s)
         return entry.record if age_s < self._name_ttl_s else None
 
-    async def _fetch(self, ref: str, min_revision: int) -> AdapterRecord:
-        """One question per reference at a time; again while the answer is older than required."""
+    async def _fetch(self, question: Question, min_revision: int) -> AdapterRecord:
+        """Asked once at a time; again while the answer is older than required."""
         for delay_s in (0.0, 0.0, 0.05, 0.2, 0.5):
             if delay_s:
                 await asyncio.sleep(delay_s)
-            task = self._fetches.get(ref) or self._begin_fetch(ref)
+            task = self._fetches.get(question) or self._begin_fetch(question)
             # A caller who gives up must not take the answer from the others.
             record = await asyncio.shield(task)
             if record is None:
@@ -174,33 +200,35 @@ class Directory:
             subject="min_revision",
         )
 
-    def _begin_fetch(self, ref: str) -> asyncio.Task[AdapterRecord | None]:
+    def _begin_fetch(self, question: Question) -> asyncio.Task[AdapterRecord | None]:
         def done(task: asyncio.Task[AdapterRecord | None]) -> None:
-            del self._fetches[ref]
+            del self._fetches[question]
             if not task.cancelled():
                 task.exception()  # seen, even if every caller has left
 
-        task = self._fetches[ref] = asyncio.create_task(self._fetch_once(ref))
+        task = self._fetches[question] = asyncio.create_task(self._fetch_once(question))
         task.add_done_callback(done)
         return task
 
-    async def _fetch_once(self, ref: str) -> AdapterRecord | None:
+    async def _fetch_once(self, question: Question) -> AdapterRecord | None:
         """None: the answer came from a replica that is behind what the watch had told before."""
         if self._catalog is None:
             raise AdapterNotFound("this server has no adapter store", subject="adapter")
         asked_s, told_revision = self._clock(), self.revision
         try:
-            record = await self._catalog.get_adapter(ref)
+            record = await self._catalog.get_adapter(str(question.ref), question.tenants or ())
+            key = question.key_of(record)
         except StoreUnavailable:
             self._asked_in_vain_s = self._clock()
             raise
         except InferenceError:
-            self._cache.remove(ref)
+            for key in question.keys:
+                self._cache.remove(key)
             raise
         if record.revision < told_revision:
             return None
         if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
-            self._cache.put(ref, CachedName(record, asked_s))
+            self._cache.put(key, CachedName(record, asked_s))
         return record
 
     def _check_servable(self, record: AdapterRecord) -> None:

@@ -29,8 +29,9 @@ class AdapterRef:
         return f"{self.name}@{self.version}" if self.version else self.name
 
 
-def parse_ref(text: str, subject: str = "adapter") -> AdapterRef:
-    """Raises InvalidRequest, naming the field `subject`."""
+def parse_ref(text: str, subject: str = "adapter", home: str = DEFAULT_TENANT) -> AdapterRef:
+    """A name without a tenant is one of tenant `home`. Raises InvalidRequest, naming the field
+    `subject`."""
     if _DIGEST.fullmatch(text):
         return AdapterRef(digest=text)
     match = _NAME.fullmatch(text)
@@ -40,7 +41,12 @@ def parse_ref(text: str, subject: str = "adapter") -> AdapterRef:
             subject=subject,
         )
     tenant, name, version = match.groups()
-    return AdapterRef(f"{tenant or DEFAULT_TENANT}/{name}", int(version or 0))
+    return AdapterRef(f"{tenant or home}/{name}", int(version or 0))
+
+
+def tenant_of(name: str) -> str:
+    """The tenant in "tenant/name"."""
+    return name.partition("/")[0]
 
 
 def short_name(name: str) -> str:

@@ -13,20 +13,25 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
 from inference_svc.core import LayoutAccepted
 from inference_svc.frontend import EngineHandle, Frontend
+from inference_svc.gate import Gate
 from inference_svc.metrics import Metrics, MetricsServer
 from inference_svc.names import Directory, Servable
+from inference_svc.policy import PolicyFile
+from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
 from inference_svc.servicer import InferenceServicer, ServerFacts
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import StatusInterceptor
+from inference_svc.status import ReflectionGuard, StatusInterceptor
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.prompt import Encoder, PromptEncoder
+from inference_svc.tls import CertificateFiles, Certificates, check_exposure
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -57,10 +62,19 @@ class TextModel(Encoder, Decoder, Protocol):
 
 class InferenceServer:
     """Listens from the start, so that a bad address shows before a model is loaded; answers from
-    `start` to `close`. `config` is resolved. Raises OSError if it cannot listen.
+    `start` to `close`. `config` is resolved.
+
+    Raises InvalidSetting for what is wrong with policy, certificates or exposure, and OSError if
+    it cannot listen or read a file. `reload` is for SIGHUP, on the event loop.
     """
 
     def __init__(self, config: Config, store_access: StoreAccess = NO_ACCESS) -> None:
+        check_exposure(config)
+        certificates = CertificateFiles(config)
+        policies = PolicyFile(config.policy_file)
+        self._gate = Gate(policies)
+        self._audit = Audit(config.audit_file)
+        self.reload = Reload(policies, certificates, self._audit)
         self._config = config
         self.replicas = Replicas.at(*config.store_addresses)
         self._store_access = store_access
@@ -75,8 +89,9 @@ class InferenceServer:
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = health.aio.HealthServicer()
         self._calls = StatusInterceptor(self._metrics.count_rpc)
-        self._grpc = grpc.aio.server(interceptors=[self._calls], options=SERVER_OPTIONS)
-        self.address = _listen(self._grpc, config.listen)
+        interceptors = [ReflectionGuard(self._gate), self._calls]
+        self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        self.address = _listen(self._grpc, config.listen, certificates)
         self._frontend: Frontend | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
@@ -97,7 +112,15 @@ class InferenceServer:
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
-        servicer = InferenceServicer(facts, self._frontend, directory, self._prompts, self._metrics)
+        servicer = InferenceServicer(
+            facts,
+            self._frontend,
+            directory,
+            self._prompts,
+            self._metrics,
+            self._gate,
+            self._audit,
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -139,6 +162,7 @@ class InferenceServer:
         if self._prompts is not None:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)
+        self._audit.close()
 
     def _accept_layout(self, layout_id: str) -> None:
         assert self._frontend is not None
@@ -158,12 +182,39 @@ class InferenceServer:
         partial.replace(path)
 
 
-def _listen(server: grpc.aio.Server, address: str) -> str:
+def _listen(server: grpc.aio.Server, address: str, certificates: CertificateFiles) -> str:
+    credentials = _credentials(certificates)
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     return _join(split_address(address)[0], port)
+
+
+def _credentials(files: CertificateFiles) -> grpc.ServerCredentials | None:
+    """Ask for the certificates in force at each handshake: a new one needs no restart."""
+    used = files.current
+    if used is None:
+        return None
+
+    def renew() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if files.current is used or files.current is None:
+            return None
+        used = files.current
+        return _configuration(used)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used), renew, require_client_authentication=used.client_ca is not None
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca)
 
 
 def _join(host: str, port: int) -> str:

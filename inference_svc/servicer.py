@@ -1,17 +1,21 @@
-"""InferenceService: convert, call, convert. Errors become statuses in `status`."""
+"""InferenceService: let in, convert, call, convert. Errors become statuses in `status`."""
 
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 
 from inference_svc import convert
-from inference_svc.core import Request
+from inference_svc.access import Action, Principal
+from inference_svc.audit import Audit, AuditLine
+from inference_svc.core import Request, ResidentAdapter
 from inference_svc.frontend import Frontend
+from inference_svc.gate import Gate
 from inference_svc.metrics import Metrics
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
@@ -48,29 +52,43 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         directory: Directory,
         prompts: PromptEncoder,
         metrics: Metrics,
+        gate: Gate,
+        audit: Audit,
     ) -> None:
         self._facts = facts
         self._frontend = frontend
         self._directory = directory
         self._prompts = prompts
         self._metrics = metrics
+        self._gate = gate
+        self._audit = audit
 
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+        who = self._admit(context, Action.GENERATE)
         call = convert.from_generate_request(request, self._facts.vocab_size)
-        binding = await self._bind(call.adapter, call.min_revision)
+        binding = await self._bind(who, call.adapter, call.min_revision)
         prompt = await self._prompts.encode(call.prompt)
-        remaining_s = context.time_remaining()
-        to_run = call.to_request(prompt, binding, self._facts.max_model_len, remaining_s)
-        await self._stream(to_run, convert.to_identity(binding), context)
+        to_run = call.to_request(
+            prompt,
+            binding,
+            who.home_tenant,
+            self._facts.max_model_len,
+            context.time_remaining(),
+        )
+        await self._stream(who, to_run, convert.to_identity(binding), context)
 
     async def _stream(
-        self, request: Request, identity: pb.AdapterIdentity | None, context: Context
+        self,
+        who: Principal,
+        request: Request,
+        identity: pb.AdapterIdentity | None,
+        context: Context,
     ) -> None:
         num_tokens = 0
         try:
-            async with aclosing(self._frontend.generate(request)) as deltas:
+            async with aclosing(self._frontend.generate(request, who.home_tenant)) as deltas:
                 async for delta in deltas:
                     num_tokens += len(delta.token_ids)
                     if delta.finish_reason is not None:
@@ -84,56 +102,65 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         finally:
             self._metrics.generated_tokens.inc(num_tokens)
 
-    async def _bind(self, ref: str, min_revision: int) -> Binding | None:
-        return await self._directory.resolve(ref, min_revision) if ref else None
+    async def _bind(self, who: Principal, ref: str, min_revision: int) -> Binding | None:
+        return await self._directory.resolve(who, ref, min_revision) if ref else None
 
-    async def _digest(self, ref: str) -> str:
-        """A digest is taken as it is: what is resident may be gone from the store."""
-        parsed = parse_ref(ref, subject="ref")
-        return parsed.digest or (await self._directory.resolve(ref, subject="ref")).digest
+    async def _digest(self, who: Principal, ref: str) -> str:
+        """An owner's digest is taken as it is: what is resident may be gone from the store."""
+        digest = parse_ref(ref, subject="ref", home=who.home_tenant).digest
+        if digest and self._directory.is_owner(who, digest):
+            return digest
+        return (await self._directory.resolve(who, ref, subject="ref")).digest
 
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        binding = await self._directory.resolve(request.ref, subject="ref")
-        adapter = await self._frontend.load(binding.digest, request.pin)
-        names = self._directory.names_of(binding.digest)
-        return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(adapter, names))
+        with self._audited(context, "LoadAdapter", request.ref) as (who, line):
+            line.digest = (await self._directory.resolve(who, request.ref, subject="ref")).digest
+            adapter = await self._frontend.load(line.digest, request.pin)
+        return pb.LoadAdapterResponse(adapter=self._to_resident(who, adapter))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        digest = await self._digest(request.ref)
-        return pb.UnloadAdapterResponse(freed_bytes=await self._frontend.unload(digest))
+        with self._audited(context, "UnloadAdapter", request.ref) as (who, line):
+            line.digest = await self._digest(who, request.ref)
+            freed_bytes = await self._frontend.unload(line.digest)
+        return pb.UnloadAdapterResponse(freed_bytes=freed_bytes)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
-        adapter = await self._frontend.pin(await self._digest(request.ref))
-        names = self._directory.names_of(adapter.digest)
-        return pb.PinAdapterResponse(adapter=convert.to_resident_adapter(adapter, names))
+        with self._audited(context, "PinAdapter", request.ref) as (who, line):
+            line.digest = await self._digest(who, request.ref)
+            adapter = await self._frontend.pin(line.digest)
+        return pb.PinAdapterResponse(adapter=self._to_resident(who, adapter))
 
     async def UnpinAdapter(  # noqa: N802
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
-        adapter = await self._frontend.unpin(await self._digest(request.ref))
-        names = self._directory.names_of(adapter.digest)
-        return pb.UnpinAdapterResponse(adapter=convert.to_resident_adapter(adapter, names))
+        with self._audited(context, "UnpinAdapter", request.ref) as (who, line):
+            line.digest = await self._digest(who, request.ref)
+            adapter = await self._frontend.unpin(line.digest)
+        return pb.UnpinAdapterResponse(adapter=self._to_resident(who, adapter))
 
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
+        who = self._admit(context, Action.OPERATE)
         adapters = await self._frontend.list_resident()
         return pb.ListResidentAdaptersResponse(
             adapters=[
-                convert.to_resident_adapter(adapter, self._directory.names_of(adapter.digest))
+                self._to_resident(who, adapter)
                 for adapter in adapters
+                if self._directory.is_owner(who, adapter.digest)
             ]
         )
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
+        self._admit(context, Action.INFO)
         facts = self._facts
         status = await self._frontend.describe()
         return pb.GetServerInfoResponse(
@@ -153,3 +180,21 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             memory=convert.to_memory(status.memory),
             versions=facts.versions,
         )
+
+    def _to_resident(self, who: Principal, adapter: ResidentAdapter) -> pb.ResidentAdapter:
+        return convert.to_resident_adapter(adapter, self._directory.names_of(who, adapter.digest))
+
+    def _admit(self, context: Context, action: Action) -> Principal:
+        """The caller. Raises as Gate.admit: the first thing that a call does."""
+        return self._gate.admit(context.invocation_metadata(), action)
+
+    @contextmanager
+    def _audited(
+        self, context: Context, what: str, name: str
+    ) -> Iterator[tuple[Principal, AuditLine]]:
+        """Lets an operator in, as `_admit`, and writes down how the call ended."""
+        with self._audit.watching(AuditLine(context.peer(), what, name)) as line:
+            who = self._gate.identify(context.invocation_metadata())
+            line.identify(who)
+            who.require(Action.OPERATE)
+            yield who, line

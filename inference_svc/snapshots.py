@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from inference_svc.access import OPEN
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import Frontend
 from inference_svc.metrics import Snapshot
@@ -50,7 +51,7 @@ async def _ask(frontend: Frontend, directory: Directory) -> Snapshot:
     return Snapshot(
         status,
         residents,
-        {digest: _labels(directory.names_of(digest)) for digest in digests},
+        {digest: _labels(directory.names_of(OPEN, digest)) for digest in digests},
         directory.is_live,
     )
 

@@ -33,6 +33,9 @@ async def serve(config: Config) -> int:
     config = resolve(config, _machine(config), _model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
+    if config.policy_file or config.tls_cert_file or config.audit_file:
+        # Else a terminal that closes ends the server, as ever.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     images = ImageClient(server.replicas, access) if config.store else NoStore()
     try:
         text = await asyncio.to_thread(Tokenizer, config.model)

@@ -14,14 +14,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.gate import Gate
 
 log = logging.getLogger(__name__)
 
 DOMAIN = "inference.loadout"
 PACKAGE_PREFIX = "/loadout.inference."
+REFLECTION_PREFIX = "/grpc.reflection."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 
 CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.AdapterNotFound: grpc.StatusCode.NOT_FOUND,
@@ -140,6 +144,32 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 self._on_end(name, code)
 
         return guarded
+
+
+class ReflectionGuard(grpc.aio.ServerInterceptor):
+    """Lets nobody without a token ask for the contract. Health stays open: probes have none."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if handler_call_details.method.startswith(REFLECTION_PREFIX):
+            try:
+                self._gate.identify(handler_call_details.invocation_metadata)
+            except errors.Unauthenticated as error:
+                return _refusing(to_status(error))
+        return await continuation(handler_call_details)
+
+
+def _refusing(status: status_pb2.Status) -> grpc.RpcMethodHandler:
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort_with_status(rpc_status.to_status(status))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _code_name(number: int) -> str:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import time
 from typing import Any
@@ -147,32 +148,34 @@ def test_prompts_that_are_none_name_the_field(request_: pb.GenerateRequest, subj
 
 def test_lengths_are_cut_to_the_context() -> None:
     got = call(sampling=pb.SamplingParams(max_tokens=50, min_tokens=40))
-    request = got.to_request((1, 2, 3), None, max_model_len=20, remaining_s=None)
+    request = got.to_request((1, 2, 3), None, "home", max_model_len=20, remaining_s=None)
     assert (request.sampling.max_tokens, request.sampling.min_tokens) == (17, 17)
-    request = got.to_request((1, 2, 3), None, max_model_len=200, remaining_s=None)
+    request = got.to_request((1, 2, 3), None, "home", max_model_len=200, remaining_s=None)
     assert (request.sampling.max_tokens, request.sampling.min_tokens) == (50, 40)
 
 
 def test_deadline_and_arrival_are_on_the_monotonic_clock() -> None:
-    request = call().to_request((1,), None, 20, remaining_s=5.0)
+    request = call().to_request((1,), None, "home", 20, remaining_s=5.0)
     assert abs(request.arrival_s - time.monotonic()) < 5
     assert request.deadline_s == pytest.approx(request.arrival_s + 5.0)
-    assert call().to_request((1,), None, 20, None).deadline_s is None
+    assert call().to_request((1,), None, "home", 20, None).deadline_s is None
 
 
 def test_a_deadline_in_centuries_is_none() -> None:
     """ "99999999H" is the longest of the protocol, and more than a thread can be told to wait."""
-    assert call().to_request((1,), None, 20, remaining_s=99_999_999 * 3600).deadline_s is None
+    assert (
+        call().to_request((1,), None, "home", 20, remaining_s=99_999_999 * 3600).deadline_s is None
+    )
 
 
-def test_prefixes_are_seeded_by_tenant_and_salt() -> None:
-    def seed(tenant: str, salt: str) -> str:
-        binding = Binding(f"{tenant}/n@1", tenant, "sha256:0", 8)
-        return call(cache_salt=salt).to_request((1,), binding, 20, None).cache_seed
+def test_prefixes_are_seeded_by_the_callers_and_the_adapters_tenant_and_salt() -> None:
+    def seed(home: str, tenant: str, salt: str) -> str:
+        binding = Binding(f"{tenant}/n@1", tenant, "sha256:0", 8) if tenant else None
+        return call(cache_salt=salt).to_request((1,), binding, home, 20, None).cache_seed
 
-    seeds = [seed("a", ""), seed("b", ""), seed("a", "b"), seed("a", "/b"), seed("a-b", "")]
+    parts = itertools.product(("a", "b", "a-b"), ("", "a", "b"), ("", "b", "/b", "a/", "a/b"))
+    seeds = [seed(*each) for each in parts]
     assert len(set(seeds)) == len(seeds)
-    assert call().to_request((1,), None, 20, None).cache_seed == seed("default", "")
 
 
 def test_responses_carry_every_field() -> None:
