@@ -59,6 +59,7 @@ def setup_logging(log_format: LogFormat, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # These log request headers, signed URLs and credentials lookups below WARNING.
-    for noisy in _CLIENTS:
+    # These log request headers, signed URLs and credentials lookups below WARNING; alembic, which
+    # plugins it has.
+    for noisy in (*_CLIENTS, "alembic"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
