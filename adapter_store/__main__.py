@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValidationError as error:
         for problem in error.errors():
             option = "-".join(str(part) for part in problem["loc"][:1]).replace("_", "-")
-            print(f"--{option}: {problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
+            where = f"--{option}: " if option else ""
+            print(f"{where}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
     setup_logging(settings.log_format, settings.log_level)
     return _run(settings)

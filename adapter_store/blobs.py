@@ -1,4 +1,4 @@
-"""Blobs: the kept source of every adapter, immutable, by digest.
+"""Blobs: the kept source of every adapter, immutable, by digest. Here: in a store's own folder.
 
     blobs/<hex>/     complete and durable, or not there
     staging/<id>/    on its way in     trash/<id>/   on its way out     damaged/<id>/   set aside
@@ -12,10 +12,12 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
+from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.durable import make_folder, move_folder, remove_folder
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,39 @@ logger = logging.getLogger(__name__)
 _STRIPES = 64
 
 
-class Blobs:
+class Blobs(Protocol):
+    """Blocking and thread-safe."""
+
+    def sweep(self, known: Container[str]) -> None:
+        """Removes what a crash left: only at start, before anything is staged."""
+
+    def stage(self) -> Path:
+        """A new empty folder. Its user removes it in the end, unless it became a blob."""
+
+    def guard(self, digest: str) -> AbstractContextManager[None]:
+        """Keeps others from removing the blob, between `keep` and the commit that points to it."""
+
+    def path(self, digest: str) -> Path:
+        """Where the blob's files are, if it exists."""
+
+    def keep(
+        self,
+        staged: Path,
+        digest: str,
+        files: tuple[SourceFile, ...] = (),
+        is_intact: Callable[[Path], bool] | None = None,
+    ) -> BlobPlace:
+        """Makes a staged folder, its files durable, the blob, or finds it kept already. One that
+        is there but damaged, as `is_intact` finds, is replaced."""
+
+    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
+        """Called after the commit that follows `keep`, also if it was refused."""
+
+    def remove(self, digest: str, place: str = "") -> None:
+        """It may be absent. Whoever has its files open goes on reading."""
+
+
+class LocalBlobs:
     """The blobs under `data_dir`. Blocking and thread-safe; one process at a time."""
 
     def __init__(self, data_dir: Path) -> None:
@@ -38,14 +72,18 @@ class Blobs:
     def sweep(self, known: Container[str]) -> None:
         """Removes what a crash left, and blobs of no `known` digest: only at start, before anything
         is staged."""
-        for folder in (self._staging, self._trash):
-            for leftover in folder.iterdir():
-                shutil.rmtree(leftover)
+        self.sweep_leftovers()
         for folder in self._folder.iterdir():
             digest = f"sha256:{folder.name}"
             if digest not in known:
                 logger.info("removing a blob without a record", extra={"digest": digest})
                 self.remove(digest)
+
+    def sweep_leftovers(self) -> None:
+        """Removes what was on its way in or out: only at start."""
+        for folder in (self._staging, self._trash):
+            for leftover in folder.iterdir():
+                shutil.rmtree(leftover)
 
     def path(self, digest: str) -> Path:
         """Where the blob's files are, if it exists."""
@@ -63,13 +101,31 @@ class Blobs:
         with self._locks[int(digest[-8:], 16) % _STRIPES]:
             yield
 
-    def keep(self, staged: Path, digest: str) -> None:
+    def keep(
+        self,
+        staged: Path,
+        digest: str,
+        files: tuple[SourceFile, ...] = (),
+        is_intact: Callable[[Path], bool] | None = None,
+    ) -> BlobPlace:
         """Makes a staged folder, its files durable, the blob `digest`, or finds it kept already."""
-        move_folder(staged, self.path(digest))
+        kept = self.path(digest)
+        if is_intact is not None and kept.is_dir() and not is_intact(kept):
+            logger.warning("replacing a damaged blob", extra={"digest": digest})
+            self.set_aside(digest)
+        move_folder(staged, kept)
+        return BlobPlace()
 
-    def remove(self, digest: str) -> None:
+    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
+        """There is nothing to do: the folder's name alone makes it the blob."""
+
+    def remove(self, digest: str, place: str = "") -> None:
         """It may be absent. Whoever has its files open goes on reading."""
-        remove_folder(self.path(digest), self._trash / uuid.uuid4().hex)
+        remove_folder(self.path(digest), self.trash())
+
+    def trash(self) -> Path:
+        """A name to move a folder to that is being removed."""
+        return self._trash / uuid.uuid4().hex
 
     def set_aside(self, digest: str) -> None:
         """Takes a damaged blob out of the way, so that a good one can be kept. Needs its guard."""

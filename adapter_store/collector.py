@@ -7,11 +7,15 @@ from datetime import timedelta
 
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog
+from adapter_store.leases import Leases
+from adapter_store.shared_blobs import SharedBlobs
+from adapter_store.shared_tier import SharedTier
 from adapter_store.tiers import DiskTier
 
 logger = logging.getLogger(__name__)
 
 BATCH_BLOBS = 1000
+LEASE = "collector"
 
 
 class Collector:
@@ -27,11 +31,17 @@ class Collector:
 
     def sweep(self) -> None:
         """At start: removes what crashes left behind."""
-        known = self._catalog.blob_digests()
-        self._blobs.sweep(known)
-        for key in self._disk.cached():
-            if key[0] not in known:
+        self._blobs.sweep(self._catalog.blob_digests())
+        self.forget_images()
+
+    def forget_images(self) -> list[str]:
+        """Drops images of digests that are gone from the disk tier; gives these digests."""
+        keys = self._disk.cached()
+        gone = self._catalog.unknown_digests(sorted({key[0] for key in keys}))
+        for key in keys:
+            if key[0] in gone:
                 self._disk.remove(key)
+        return sorted(gone)
 
     def collect(self) -> list[str]:
         """Ends the grace of what was deleted long enough ago; gives the digests that are gone."""
@@ -48,9 +58,51 @@ class Collector:
 
     def _drop(self, digest: str) -> bool:
         with self._blobs.guard(digest):
-            if not self._catalog.drop_blob(digest):
+            place = self._catalog.take_blob(digest)
+            if place is None:
                 return False
-            self._blobs.remove(digest)
+            self._blobs.remove(digest, place)
         for layout_id in self._catalog.layout_ids():
-            self._disk.remove((digest, layout_id))
+            self._remove_image((digest, layout_id))
         return True
+
+    def _remove_image(self, key: tuple[str, str]) -> None:
+        self._disk.remove(key)
+
+
+class SharedCollector(Collector):
+    """Of several replicas one collects at a time; each looks after its own disk tier."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        blobs: SharedBlobs,
+        disk: DiskTier,
+        delete_grace: timedelta,
+        images: SharedTier,
+        leases: Leases,
+    ) -> None:
+        super().__init__(catalog, blobs, disk, delete_grace)
+        self._shared_blobs = blobs
+        self._images = images
+        self._leases = leases
+
+    def collect(self) -> list[str]:
+        """As Collector.collect; gives the digests that are gone from here, whoever collected."""
+        if self._leases.acquire(LEASE):
+            try:
+                gone = super().collect()
+                self._shared_blobs.sweep_shared()
+                self._images.sweep(self._catalog.unknown_digests)
+            finally:
+                self._leases.release(LEASE)
+        else:
+            gone = []
+        return sorted({*gone, *self.forget_images()})
+
+    def _remove_image(self, key: tuple[str, str]) -> None:
+        super()._remove_image(key)
+        try:
+            self._images.remove(key)
+        except OSError as error:
+            logger.warning("a shared image was left to be swept", extra={"why": str(error)})

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ByteSize, Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    ByteSize,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
@@ -87,6 +96,23 @@ class Settings(BaseSettings):
 
     hf_cache_dir: Path | None = None
     """Cache folder of the hub, read when HF_HUB_OFFLINE is set. None: as HF_HUB_CACHE says."""
+
+    catalog_dsn: SecretStr | None = None
+    """PostgreSQL for the catalog of several replicas: postgresql+psycopg://USER:PASSWORD@HOST/NAME.
+    None: SQLite in data_dir."""
+
+    shared_s3: str = ""
+    """s3://BUCKET[/PREFIX] for what replicas share: kept sources and compiled images. Needed with
+    catalog_dsn. Each replica has a data_dir of its own."""
+
+    shared_s3_endpoint_url: str = ""
+    """Address of the S3-compatible service of shared_s3. Empty: s3_endpoint_url."""
+
+    fetched_bytes: Bytes = ByteSize(64 * GIB)
+    """Space for copies of shared sources that images are compiled from, such as 64GiB."""
+
+    lease_seconds: PositiveFloat = 15.0
+    """How long a replica that died is waited for before another one takes over what it did."""
 
     disk_cache_bytes: Bytes = ByteSize(64 * GIB)
     """Capacity of the disk tier of compiled images, such as 64GiB."""
@@ -175,6 +201,29 @@ class Settings(BaseSettings):
         if value and not _ENDPOINT.fullmatch(value.rstrip("/")):
             raise ValueError(f"{value!r} is not http(s)://HOST[:PORT]")
         return value.rstrip("/")
+
+    @field_validator("catalog_dsn")
+    @classmethod
+    def _check_dsn(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None or not value.get_secret_value():
+            return None
+        if not value.get_secret_value().startswith("postgresql+psycopg://"):
+            raise ValueError("is not of the form postgresql+psycopg://USER:PASSWORD@HOST/NAME")
+        return value
+
+    @field_validator("shared_s3")
+    @classmethod
+    def _check_shared(cls, value: str) -> str:
+        path = value.removeprefix("s3://")
+        if value and (path == value or not _BUCKET.fullmatch(path)):
+            raise ValueError(f"{value!r} is not s3://BUCKET or s3://BUCKET/PREFIX")
+        return value
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.catalog_dsn is not None and not self.shared_s3:
+            raise ValueError("shared_s3 is needed with catalog_dsn: replicas share their sources")
+        return self
 
     @field_validator("listen", "metrics_listen")
     @classmethod

@@ -183,6 +183,21 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
+class BlobPlace:
+    """Where shared blobs keep a digest's files; all empty where every store has its own blobs.
+
+    Of one just stored: the lease that it was stored under, whose that is, and the place it is to
+    take over from.
+    """
+
+    place: str = ""
+    files: tuple[SourceFile, ...] = ()
+    lease: str = ""
+    owner: str = ""
+    replaces: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterRecord:
     """One version of an adapter, as the catalog knows it.
 

@@ -16,6 +16,7 @@ StoreError
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
  ├─ CatalogUnavailable   the catalog's database does not answer
+ │   └─ BlobLost         what was stored was collected before the catalog pointed to it
  ├─ Draining             this store is shutting down: ask again elsewhere, or later
  └─ CorruptData          bytes of our own that fail their hash
 """
@@ -110,6 +111,10 @@ class SourceUnavailable(StoreError):
 
 class CatalogUnavailable(StoreError):
     reason = "CATALOG_UNAVAILABLE"
+
+
+class BlobLost(CatalogUnavailable):
+    reason = "BLOB_LOST"
 
 
 class Draining(StoreError):

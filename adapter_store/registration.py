@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from adapter_store.blobs import Blobs
@@ -18,6 +19,8 @@ from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoi
 from adapter_store.checkpoint_files import PICKLE_FILE
 from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
 from adapter_store.errors import (
+    BlobLost,
+    CatalogUnavailable,
     Conflict,
     CorruptData,
     InvalidAdapter,
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BASE_MODEL_CHARS = 512
 MAX_DESCRIPTION_CHARS = 4096
+MAX_TRIES = 3
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -177,8 +181,7 @@ class Registrar:
             signed_by = self._verify_signature(asked, new.digest)
             new = replace(new, signed_by=signed_by, signature=asked.signature.value)
         with self._blobs.guard(new.digest), _disk_full_translated():
-            self._verified.put(self._keep(checkpoint))
-            record, revision = self._point(asked, new)
+            record, revision = self._keep(asked, new, checkpoint)
         logger.info(
             "adapter registered",
             extra={
@@ -191,34 +194,53 @@ class Registrar:
         )
         return record, revision
 
+    def _keep(
+        self, asked: Registration, new: NewVersion, staged: Checkpoint
+    ) -> tuple[AdapterRecord, int]:
+        """Makes the folder the blob, and lets the name point to it. Needs its guard."""
+        for _ in range(MAX_TRIES):
+            intact: list[Checkpoint] = []
+            is_intact = partial(self._is_intact, new.digest, intact)
+            kept = self._blobs.keep(staged.folder, new.digest, new.files, is_intact)
+            try:
+                found = self._point(asked, replace(new, blob=kept))
+            except BlobLost:  # collected by another replica, between the two steps
+                self._blobs.settle(new.digest, kept, staged.folder)
+                continue
+            except CatalogUnavailable:
+                raise  # it may be recorded, or not: what is not needed is swept later
+            except StoreError:
+                self._blobs.settle(new.digest, kept, staged.folder)
+                raise
+            self._blobs.settle(new.digest, kept, staged.folder)
+            if not staged.folder.is_dir():  # it is the blob now
+                intact.append(replace(staged, folder=self._blobs.path(new.digest)))
+            for checkpoint in intact:
+                self._verified.put(checkpoint)
+            return found
+        raise BlobLost(f"{new.digest} was collected while it was registered; try again")
+
     def _point(self, asked: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
-        """Lets the name point to the blob just kept. Needs its guard; refused, nobody has it."""
+        """Lets the name point to the blob just kept; refused, nobody has it."""
         try:
             return self._catalog.register(new, asked.if_current_digest, self._quota(asked))
+        except CatalogUnavailable:
+            raise
         except StoreError:
-            if self._catalog.drop_blob(new.digest):
-                self._blobs.remove(new.digest)
+            place = self._catalog.take_blob(new.digest)
+            if place is not None:
+                self._blobs.remove(new.digest, place)
             raise
 
-    def _keep(self, staged: Checkpoint) -> Checkpoint:
-        """Makes the folder the blob, and gives the checkpoint as it is kept. One kept before
-        stays, unless it has been damaged since."""
-        path = self._blobs.path(staged.digest)
-        if path.is_dir():
-            kept = self._find_intact(path, staged.digest)
-            if kept is not None:
-                return kept
-            logger.warning("replacing a damaged blob", extra={"digest": staged.digest})
-            self._blobs.set_aside(staged.digest)
-        self._blobs.keep(staged.folder, staged.digest)
-        return replace(staged, folder=path)
-
-    def _find_intact(self, path: Path, digest: str) -> Checkpoint | None:
+    def _is_intact(self, digest: str, intact: list[Checkpoint], path: Path) -> bool:
+        """Whether the files are the digest's; puts what was opened into `intact`."""
         try:
             kept = open_checkpoint(path, self._checkpoint_limits)
         except (InvalidAdapter, CorruptData):
-            return None
-        return kept if kept.digest == digest else None
+            return False
+        if kept.digest == digest:
+            intact.append(kept)
+        return kept.digest == digest
 
 
 def _check_description(text: str) -> None:

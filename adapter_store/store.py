@@ -9,13 +9,12 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from adapter_store.ahead import Ahead
-from adapter_store.blobs import Blobs
 from adapter_store.builder import ImageBuilder
 from adapter_store.catalog import Catalog
 from adapter_store.checkpoint import CheckpointLimits
@@ -23,12 +22,14 @@ from adapter_store.collector import Collector
 from adapter_store.config import Settings
 from adapter_store.durable import make_folder
 from adapter_store.errors import PreconditionFailed
+from adapter_store.followed import Followed
 from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration import Registrar
 from adapter_store.registry import Registry
+from adapter_store.sharing import open_catalog, open_kept
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
@@ -73,18 +74,13 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
     async with AsyncExitStack() as stack:
         make_folder(folder)
         stack.callback(os.close, _lock_folder(folder))
-        catalog = Catalog(
-            folder / "catalog.sqlite3",
-            event_retention=settings.event_retention,
-            delete_grace=grace,
-        )
+        catalog = open_catalog(settings, folder, grace)
         stack.callback(catalog.close)
-        blobs = Blobs(folder)
         disk = DiskTier(folder / "images", settings.disk_cache_bytes)
         if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
             disk.clear()
-        collector = Collector(catalog, blobs, disk, grace)
-        collector.sweep()
+        kept = open_kept(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
+        kept.collector.sweep()
 
         calls = _executor(stack, CALL_THREADS, "call")
         fetches = _executor(stack, settings.fetch_workers, "fetch")
@@ -92,7 +88,9 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         workers = Workers(settings.compile_workers, "compile")
         stack.callback(workers.close)
         verified = VerifiedCheckpoints()
-        builder = ImageBuilder(catalog, blobs, disk, metrics, grace, beside, verified)
+        builder = ImageBuilder(
+            catalog, kept.blobs, disk, metrics, grace, beside, verified, kept.images
+        )
         images = Images(builder, disk, workers, calls, settings.memory_bytes)
         stack.push_async_callback(images.close)
         ahead = Ahead(catalog, images, calls, settings.compile_workers)
@@ -100,7 +98,7 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         watch = Watch(catalog, calls, settings.bookmark_seconds)
         registrar = Registrar(
             catalog,
-            blobs,
+            kept.blobs,
             verified,
             _sources(settings),
             metrics,
@@ -115,8 +113,10 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         await registry.refresh_pinned()
         for layout_id in catalog.layout_ids():
             ahead.want_layout(layout_id)
-        collecting = _collect_for_ever(collector, images, calls, settings.collect_seconds)
+        collecting = _collect_for_ever(kept.collector, images, calls, settings.collect_seconds)
         stack.push_async_callback(_cancel, asyncio.create_task(collecting))
+        if catalog.is_shared:
+            stack.callback(Followed(catalog, registry.refresh_pinned).close)
         stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
         yield Store(catalog, images, ahead, watch, registry, metrics, policies)
 

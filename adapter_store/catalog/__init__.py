@@ -3,7 +3,8 @@
     schema    the tables             records   reading names     filters  lists and their pages
     names     changing names         events    the history       verdicts layouts and images
     rows      behind a name          leftovers what nothing points to
-    usage     what tenants have      database  transactions    migrations of the tables
+    usage     what tenants have      leases    whose turn it is
+    database  transactions           follower  others' changes      migrations  of the tables
 
 Here are the transactions around them. Where a method takes `tenants`, what others have is as if it
 were not there; None: nothing is hidden. All methods block and may be called from any thread. What a
@@ -13,7 +14,7 @@ method returns is durable. Writers run one after the other; `on_change` is calle
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,7 +22,17 @@ from typing import Any
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from adapter_store.catalog import events, leftovers, names, records, schema, usage, verdicts
+from adapter_store.catalog import (
+    events,
+    leases,
+    leftovers,
+    names,
+    records,
+    rows,
+    schema,
+    usage,
+    verdicts,
+)
 from adapter_store.catalog.database import Place, PostgresDatabase, open_database
 from adapter_store.catalog.filters import (
     decode_page_token,
@@ -32,6 +43,7 @@ from adapter_store.catalog.filters import (
     parse_filter,
 )
 from adapter_store.catalog.follower import Follower, notify
+from adapter_store.catalog.leftovers import BlobKey
 from adapter_store.catalog.migrations import migrate
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.verdicts import ImageKey
@@ -40,6 +52,7 @@ from adapter_store.core import (
     AdapterName,
     AdapterRecord,
     AdapterRef,
+    BlobPlace,
     EventKind,
     LayoutVerdict,
     Quota,
@@ -310,9 +323,47 @@ class Catalog:
         with self._database.read() as conn:
             return leftovers.unreferenced(conn, limit)
 
-    def drop_blob(self, digest: str) -> bool:
+    def take_blob(self, digest: str) -> str | None:
+        """See leftovers.take_blob."""
         with self._database.write() as conn:
-            return leftovers.drop_blob(conn, digest)
+            return leftovers.take_blob(conn, digest)
+
+    def drop_blob(self, digest: str) -> bool:
+        """Drops the rows of an unreferenced blob. False: a version points to it again."""
+        return self.take_blob(digest) is not None
+
+    def blob(self, digest: str) -> BlobPlace | None:
+        """Where a blob is kept. None: there is none."""
+        with self._database.read() as conn:
+            return rows.find_blob(conn, digest)
+
+    def orphans(self, leases_by_place: Mapping[BlobKey, str]) -> set[BlobKey]:
+        """See leftovers.orphans."""
+        with self._database.write() as conn:
+            return leftovers.orphans(conn, leases_by_place)
+
+    def unknown_digests(self, digests: Sequence[str]) -> set[str]:
+        """Those that no blob has."""
+        with self._database.read() as conn:
+            return leftovers.unknown(conn, digests)
+
+    # Leases
+
+    def acquire_lease(self, key: str, owner: str, seconds: float) -> bool:
+        with self._database.write() as conn:
+            return leases.acquire(conn, key, owner, seconds)
+
+    def is_leased(self, key: str) -> bool:
+        with self._database.read() as conn:
+            return leases.is_held(conn, key)
+
+    def renew_leases(self, owner: str, seconds: float) -> None:
+        with self._database.write() as conn:
+            leases.renew(conn, owner, seconds)
+
+    def release_lease(self, key: str, owner: str) -> None:
+        with self._database.write() as conn:
+            leases.release(conn, key, owner)
 
     def counts(self) -> CatalogCounts:
         live = schema.adapters.c.current_version > 0

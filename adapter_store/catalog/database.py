@@ -17,11 +17,11 @@ from typing import Any, Protocol, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable
+from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 
 SQLITE_BUSY_SECONDS = 30
 CONNECT_SECONDS = 5
@@ -115,16 +115,28 @@ class PostgresDatabase:
     is_shared = True
 
     def __init__(self, dsn: str) -> None:
-        self.engine = create_engine(
+        """Raises PreconditionFailed if the driver is not installed, or the address is not one."""
+        try:
+            self.engine = self._make_engine(dsn)
+        except (ImportError, ArgumentError) as exc:
+            raise PreconditionFailed(
+                f"catalog_dsn: {type(exc).__name__}: it needs the extra loadout[postgres] and an "
+                "address postgresql+psycopg://USER:PASSWORD@HOST/NAME",
+                subject="catalog_dsn",
+            ) from None
+        self._reader = self.engine.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+
+    @staticmethod
+    def _make_engine(dsn: str) -> Engine:
+        return create_engine(
             dsn,
             pool_size=POOL_SIZE,
             pool_timeout=LOCK_WAIT_SECONDS,
             pool_pre_ping=True,
             hide_parameters=True,
             connect_args={"connect_timeout": CONNECT_SECONDS, "options": _session_options()},
-        )
-        self._reader = self.engine.execution_options(
-            isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
 
     @contextmanager

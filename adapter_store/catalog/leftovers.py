@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from sqlalchemy import Connection, delete, exists, select
 
+from adapter_store.catalog import leases
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import blobs, images, versions
+
+BlobKey = tuple[str, str]
+"""(digest, place)"""
 
 
 def expire_versions(conn: Connection, deleted_before: datetime) -> int:
@@ -22,10 +27,28 @@ def unreferenced(conn: Connection, limit: int) -> list[str]:
     return list(conn.scalars(query.limit(limit)))
 
 
-def drop_blob(conn: Connection, digest: str) -> bool:
-    """Drops the rows of an unreferenced blob. False: a version points to it again."""
+def take_blob(conn: Connection, digest: str) -> str | None:
+    """Drops the rows of an unreferenced blob; gives its place. None: a version points to it."""
     if conn.execute(select(versions.c.version).where(versions.c.digest == digest)).first():
-        return False
+        return None
     conn.execute(delete(images).where(images.c.digest == digest))
+    place = conn.scalar(select(blobs.c.place).where(blobs.c.digest == digest))
     conn.execute(delete(blobs).where(blobs.c.digest == digest))
-    return True
+    return place or ""
+
+
+def unknown(conn: Connection, digests: Sequence[str]) -> set[str]:
+    """Those that no blob has."""
+    return set(digests) - set(
+        conn.scalars(select(blobs.c.digest).where(blobs.c.digest.in_(digests)))
+    )
+
+
+def orphans(conn: Connection, leases_by_place: Mapping[BlobKey, str]) -> set[BlobKey]:
+    """Of places by their leases: those that no blob is at, and that nobody is storing to."""
+    digests = {digest for digest, _ in leases_by_place}
+    query = select(blobs.c.digest, blobs.c.place).where(blobs.c.digest.in_(digests))
+    known = {(row.digest, row.place) for row in conn.execute(query)}
+    candidates = {key: lease for key, lease in leases_by_place.items() if key not in known}
+    free = leases.end_expired(conn, list(candidates.values()))
+    return {key for key, lease in candidates.items() if lease in free}

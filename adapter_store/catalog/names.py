@@ -34,6 +34,7 @@ def register(
     adapter = rows.find_adapter(conn, new.name)
     current = rows.find_version(conn, adapter.id, adapter.current_version) if adapter else None
     _check_current(new.name, current, if_current_digest)
+    rows.keep_blob(conn, new, time)
     if adapter is None:
         adapter = rows.add_adapter(conn, new.name, time)
     if current is not None and _is_of(current, new):

@@ -9,12 +9,19 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, insert, select, update
 
-from adapter_store.catalog import events
-from adapter_store.catalog.database import upsert
+from adapter_store.catalog import events, leases
 from adapter_store.catalog.filters import within
-from adapter_store.catalog.records import dump_files, to_micros
+from adapter_store.catalog.records import dump_files, load_files, to_micros
 from adapter_store.catalog.schema import adapters, blobs, versions
-from adapter_store.core import AdapterEvent, AdapterName, EventKind, SourceFile, Tenants
+from adapter_store.core import (
+    AdapterEvent,
+    AdapterName,
+    BlobPlace,
+    EventKind,
+    SourceFile,
+    Tenants,
+)
+from adapter_store.errors import BlobLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class NewVersion:
     files: tuple[SourceFile, ...] = ()
     signed_by: str = ""
     signature: bytes = b""
+    blob: BlobPlace = field(default_factory=BlobPlace)
 
 
 def find_adapter(conn: Connection, name: AdapterName, tenants: Tenants = None) -> Row[Any] | None:
@@ -90,20 +98,38 @@ def live_versions(conn: Connection, adapter_id: int) -> dict[int, str]:
     return {row.version: row.digest for row in conn.execute(query)}
 
 
+def find_blob(conn: Connection, digest: str) -> BlobPlace | None:
+    row = conn.execute(select(blobs).where(blobs.c.digest == digest)).first()
+    return None if row is None else BlobPlace(row.place, load_files(row.files))
+
+
+def keep_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
+    """Makes what was stored the blob, unless another is already. Raises BlobLost."""
+    blob = new.blob
+    if blob.lease and not leases.release(conn, blob.lease, blob.owner):
+        raise BlobLost(f"{new.digest}: storing it took longer than its lease lasted")
+    known = find_blob(conn, new.digest)
+    where = {"place": blob.place, "files": dump_files(blob.files)}
+    if known is None:
+        if blob.place and not blob.lease:
+            raise BlobLost(f"{new.digest} has been collected meanwhile")
+        conn.execute(
+            insert(blobs).values(
+                digest=new.digest,
+                rank=new.rank,
+                targets=json.dumps(new.targets),
+                source_bytes=new.source_bytes,
+                create_time=to_micros(time),
+                **where,
+            )
+        )
+    elif blob.lease and known.place == blob.replaces:
+        conn.execute(update(blobs).where(blobs.c.digest == new.digest).values(**where))
+
+
 def add_version(
     conn: Connection, adapter_id: int, version: int, new: NewVersion, time: datetime
 ) -> None:
-    conn.execute(
-        upsert(conn, blobs)
-        .values(
-            digest=new.digest,
-            rank=new.rank,
-            targets=json.dumps(new.targets),
-            source_bytes=new.source_bytes,
-            create_time=to_micros(time),
-        )
-        .on_conflict_do_nothing()
-    )
     conn.execute(
         insert(versions).values(
             adapter_id=adapter_id,

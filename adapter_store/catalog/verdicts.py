@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, delete, func, insert, or_, select
+from sqlalchemy import Connection, Select, and_, delete, exists, func, insert, literal, or_, select
 
-from adapter_store.catalog.database import upsert
+from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import (
@@ -18,6 +18,7 @@ from adapter_store.catalog.schema import (
     images,
     layout_bases,
     layouts,
+    leases,
     versions,
 )
 from adapter_store.core import ImageState, LayoutVerdict, Tenants
@@ -157,8 +158,11 @@ def has_record(
 
 
 def forget_unfinished(conn: Connection) -> None:
-    """What was being compiled when the last process ended is pending again."""
-    conn.execute(delete(images).where(images.c.state.not_in(_SETTLED)))
+    """What was being compiled when a process ended is pending again; not what another replica is
+    compiling now, and has a lease for."""
+    lease = literal("image:") + images.c.digest + ":" + images.c.layout_id
+    alive = exists().where(leases.c.key == lease, leases.c.expire_time > now_micros(conn))
+    conn.execute(delete(images).where(images.c.state.not_in(_SETTLED), ~alive))
 
 
 def forget_all(conn: Connection) -> None:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from adapter_store import durable
-from adapter_store.blobs import Blobs
+from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog
 from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
 from adapter_store.core import AdapterName
@@ -32,7 +32,7 @@ class Process:
         self.data_dir = data_dir or tmp_path / "data"
         self.data_dir.mkdir(exist_ok=True)
         self.catalog = Catalog(self.data_dir / "catalog.sqlite3", event_retention=100)
-        self.blobs = Blobs(self.data_dir)
+        self.blobs = LocalBlobs(self.data_dir)
         self.blobs.sweep(self.catalog.blob_digests())
         self.registrar = Registrar(
             self.catalog,
@@ -189,7 +189,7 @@ def test_registering_again_heals_a_damaged_blob(start, make_adapter):
 
 
 def test_a_blob_is_removed_whole(tmp_path):
-    blobs = Blobs(tmp_path)
+    blobs = LocalBlobs(tmp_path)
     staged = blobs.stage()
     (staged / "file").write_bytes(b"x")
     blobs.keep(staged, DIGEST)
@@ -201,7 +201,7 @@ def test_a_blob_is_removed_whole(tmp_path):
 
 
 def test_a_blob_kept_before_stays(tmp_path):
-    blobs = Blobs(tmp_path)
+    blobs = LocalBlobs(tmp_path)
     for content in (b"first", b"second"):
         staged = blobs.stage()
         (staged / "file").write_bytes(content)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from adapter_store.blobs import Blobs
+from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.collector import Collector
 from adapter_store.core import AdapterName, AdapterRef
@@ -26,7 +26,7 @@ class Parts:
             folder / "catalog.sqlite3", event_retention=100, clock=lambda: self.now
         )
         self.catalog.add_layout(LAYOUT, ["base"], {})
-        self.blobs = Blobs(folder)
+        self.blobs = LocalBlobs(folder)
         self.disk = DiskTier(folder / "images", 1 << 20)
         self.collector = Collector(self.catalog, self.blobs, self.disk, GRACE)
 

@@ -9,6 +9,28 @@ from adapter_store.__main__ import main
 from adapter_store.config import Settings, load_settings, split_address
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"catalog_dsn": "sqlite:///x"}, "postgresql"),
+        ({"catalog_dsn": "postgresql+psycopg://u:s3cr3t@h/d"}, "shared_s3 is needed"),
+        ({"shared_s3": "bucket/prefix"}, "s3://BUCKET"),
+        ({"shared_s3": "s3://b@d"}, "s3://BUCKET"),
+    ],
+)
+def test_what_replicas_share_is_checked(values, message):
+    with pytest.raises(ValidationError, match=message):
+        Settings(**values)
+
+
+def test_the_catalogs_password_is_not_shown():
+    dsn = "postgresql+psycopg://u:s3cr3t@h/d"
+    settings = Settings(catalog_dsn=dsn, shared_s3="s3://bucket/prefix")
+    assert "s3cr3t" not in f"{settings!r} {settings.model_dump()}"
+    assert settings.catalog_dsn.get_secret_value() == dsn
+    assert Settings(catalog_dsn="").catalog_dsn is None
+
+
 def test_every_setting_has_a_docstring():
     missing = [name for name, field in Settings.model_fields.items() if not field.description]
     assert missing == []

@@ -1,0 +1,167 @@
+"""The S3 prefix that a store's replicas share. Every method blocks, is thread-safe, and raises
+OSError when the service does not answer or refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CONNECT_SECONDS = 5
+READ_SECONDS = 30
+MAX_ATTEMPTS = 4
+MAX_CONNECTIONS = 32
+MAX_PUT_BYTES = 5 << 30
+"""What S3 takes in one request, which is what can be conditional."""
+
+DELETE_BATCH = 1000
+_MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+_EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
+
+
+class ObjectStream:
+    """The bytes of one object as they arrive."""
+
+    def __init__(self, answer: Any) -> None:
+        self._body = answer["Body"]
+        self.size_bytes: int = answer["ContentLength"]
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Reads some of the following bytes; 0 at the end."""
+        with _translated():
+            data = self._body.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class Bucket:
+    """`uri`: s3://bucket/prefix. Credentials come from boto3's default chain."""
+
+    def __init__(self, uri: str, endpoint_url: str = "", region: str = "") -> None:
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        self._bucket = bucket
+        self._prefix = f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
+        self._endpoint_url = endpoint_url
+        self._region = region
+        self._lock = threading.Lock()
+        self._made: Any = None
+
+    def put(self, key: str, path: Path) -> None:
+        """Stores a file of any size under a key that nobody else writes."""
+        with _translated():
+            self._client().upload_file(str(path), self._bucket, self._prefix + key)
+
+    def put_if_absent(self, key: str, path: Path) -> bool:
+        """Stores a file of at most MAX_PUT_BYTES. False: there is an object of this key already."""
+        from botocore.exceptions import ClientError
+
+        with _translated(), open(path, "rb") as body:
+            try:
+                self._client().put_object(
+                    Bucket=self._bucket, Key=self._prefix + key, Body=body, IfNoneMatch="*"
+                )
+            except ClientError as error:
+                if _code(error) in _EXISTS:
+                    return False
+                raise
+        return True
+
+    def open(self, key: str) -> ObjectStream | None:
+        """None: there is no such object."""
+        from botocore.exceptions import ClientError
+
+        with _translated():
+            try:
+                answer = self._client().get_object(Bucket=self._bucket, Key=self._prefix + key)
+            except ClientError as error:
+                if _code(error) in _MISSING:
+                    return None
+                raise
+        return ObjectStream(answer)
+
+    def size(self, key: str) -> int | None:
+        """In bytes; None: there is no such object."""
+        from botocore.exceptions import ClientError
+
+        with _translated():
+            try:
+                answer = self._client().head_object(Bucket=self._bucket, Key=self._prefix + key)
+            except ClientError as error:
+                if _code(error) in _MISSING:
+                    return None
+                raise
+        return int(answer["ContentLength"])
+
+    def keys(self, under: str) -> Iterator[list[str]]:
+        """The keys that start with `under`, in order, a thousand at a time."""
+        with _translated():
+            pages = self._client().get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + under):
+                found = page.get("Contents", ())
+                yield [entry["Key"].removeprefix(self._prefix) for entry in found]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """They may be absent."""
+        with _translated():
+            for start in range(0, len(keys), DELETE_BATCH):
+                batch = [{"Key": self._prefix + key} for key in keys[start : start + DELETE_BATCH]]
+                answer = self._client().delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}
+                )
+                if answer.get("Errors"):
+                    raise OSError(f"the shared store: {answer['Errors'][0].get('Code')} at delete")
+
+    def delete_under(self, prefix: str) -> None:
+        for keys in self.keys(prefix):
+            self.delete(keys)
+
+    def _client(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make_client()
+            return self._made
+
+    def _make_client(self) -> Any:
+        # Half a second to import: only stores that share pay for it.
+        import boto3
+        from botocore.config import Config
+
+        session = boto3.session.Session(region_name=self._region or None)
+        return session.client(
+            "s3",
+            endpoint_url=self._endpoint_url or None,
+            region_name=session.region_name or "us-east-1",
+            config=Config(
+                connect_timeout=CONNECT_SECONDS,
+                read_timeout=READ_SECONDS,
+                max_pool_connections=MAX_CONNECTIONS,
+                retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
+                s3={"addressing_style": "path"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+
+
+def _code(error: Any) -> str:
+    return str(error.response.get("Error", {}).get("Code", "?"))[:64]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """No message carries more than a code: others hold addresses and requests."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ClientError as exc:
+        raise OSError(f"the shared store answers {_code(exc)}") from exc
+    except (Boto3Error, BotoCoreError, HTTPError) as exc:
+        raise OSError(f"the shared store does not answer: {type(exc).__name__}") from exc

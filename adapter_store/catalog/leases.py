@@ -1,0 +1,49 @@
+"""Leases: what only one replica may do at a time, until it says that it is done, or is silent.
+
+By the database's clock, so replicas need not agree about the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from adapter_store.catalog.database import now_micros
+from adapter_store.catalog.schema import leases
+
+
+def acquire(conn: Connection, key: str, owner: str, seconds: float) -> bool:
+    """False: somebody has it, and was not silent for longer than it gave."""
+    now = now_micros(conn)
+    holder = conn.scalar(select(leases.c.expire_time).where(leases.c.key == key))
+    if holder is not None and holder > now:
+        return False
+    conn.execute(delete(leases).where(leases.c.key == key))
+    expire_time = now + int(seconds * 1e6)
+    conn.execute(insert(leases).values(key=key, owner=owner, expire_time=expire_time))
+    return True
+
+
+def is_held(conn: Connection, key: str) -> bool:
+    found = conn.scalar(select(leases.c.expire_time).where(leases.c.key == key))
+    return found is not None and found > now_micros(conn)
+
+
+def renew(conn: Connection, owner: str, seconds: float) -> None:
+    """All that the owner has; what expired and nobody took is had again."""
+    expire_time = now_micros(conn) + int(seconds * 1e6)
+    conn.execute(update(leases).where(leases.c.owner == owner).values(expire_time=expire_time))
+
+
+def release(conn: Connection, key: str, owner: str) -> bool:
+    """False: it was no longer this owner's."""
+    where = (leases.c.key == key, leases.c.owner == owner)
+    return conn.execute(delete(leases).where(*where)).rowcount > 0
+
+
+def end_expired(conn: Connection, keys: Sequence[str]) -> set[str]:
+    """Those of the keys that nobody holds. Who had one and was silent cannot have it again."""
+    now = now_micros(conn)
+    conn.execute(delete(leases).where(leases.c.key.in_(keys), leases.c.expire_time <= now))
+    return set(keys) - set(conn.scalars(select(leases.c.key).where(leases.c.key.in_(keys))))

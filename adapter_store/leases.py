@@ -1,0 +1,72 @@
+"""This replica's leases, renewed by one thread as long as the process lives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+
+from adapter_store.catalog import Catalog
+from adapter_store.errors import CatalogUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+class Leases:
+    """Thread-safe. A replica that is killed is taken over from after `lease_seconds`."""
+
+    def __init__(self, catalog: Catalog, lease_seconds: float) -> None:
+        self._catalog = catalog
+        self._lease_seconds = lease_seconds
+        self._owner = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._held: set[str] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._renew_for_ever, name="leases", daemon=True)
+        self._thread.start()
+
+    @property
+    def owner(self) -> str:
+        """Who this replica is, until the process ends."""
+        return self._owner
+
+    def acquire(self, key: str) -> bool:
+        """False: another one has it. Raises CatalogUnavailable."""
+        if not self._catalog.acquire_lease(key, self._owner, self._lease_seconds):
+            return False
+        with self._lock:
+            self._held.add(key)
+        return True
+
+    def is_held(self, key: str) -> bool:
+        """By anybody. Raises CatalogUnavailable."""
+        return self._catalog.is_leased(key)
+
+    def forget(self, key: str) -> None:
+        """It has been released together with something else."""
+        with self._lock:
+            self._held.discard(key)
+
+    def release(self, key: str) -> None:
+        """If the catalog does not answer, it ends by itself."""
+        self.forget(key)
+        try:
+            self._catalog.release_lease(key, self._owner)
+        except CatalogUnavailable as error:
+            logger.warning("a lease was not released; it expires", extra={"why": str(error)})
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _renew_for_ever(self) -> None:
+        while not self._stopping.wait(self._lease_seconds / 3):
+            with self._lock:
+                if not self._held:
+                    continue
+            try:
+                self._catalog.renew_leases(self._owner, self._lease_seconds)
+            except CatalogUnavailable as error:
+                logger.warning("leases were not renewed", extra={"why": str(error)})
+            except Exception:
+                logger.exception("renewing leases failed; it goes on")

@@ -1,0 +1,245 @@
+"""Blobs that all replicas of a store share: objects under an S3 prefix.
+
+    blobs/<hex>/<place>/<file>     written under a lease, then pointed to by the catalog
+    fetched/<hex>-<place>/         in the data folder: copies for compiling, least used leave first
+
+Every upload has a place of its own, and only the place in the catalog's row is the blob. So what is
+removed with one row can never be what a later registration of the same digest has stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Container, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from adapter_store.blobs import LocalBlobs
+from adapter_store.bucket import Bucket
+from adapter_store.catalog import Catalog
+from adapter_store.core import BlobPlace, SourceFile
+from adapter_store.durable import make_folder, remove_folder
+from adapter_store.errors import CorruptData, SourceUnavailable
+from adapter_store.leases import Leases
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "blobs"
+READ_BYTES = 1 << 20
+IN_USE_SECONDS = 600
+"""A copy asked for within this time may still be read, and stays."""
+
+
+class SharedBlobs:
+    """Blocking and thread-safe. Raises SourceUnavailable while the bucket does not answer."""
+
+    def __init__(
+        self,
+        local: LocalBlobs,
+        bucket: Bucket,
+        catalog: Catalog,
+        leases: Leases,
+        data_dir: Path,
+        capacity_bytes: int,
+    ) -> None:
+        self._local = local
+        self._bucket = bucket
+        self._catalog = catalog
+        self._leases = leases
+        self._folder = data_dir / "fetched"
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._fetching: dict[Path, threading.Lock] = {}
+        self._damaged: set[str] = set()
+        make_folder(self._folder)
+
+    def sweep(self, known: Container[str]) -> None:
+        """At start: copies are made anew when they are needed. Blobs that this store kept before it
+        shared them stay where they are."""
+        self._local.sweep_leftovers()
+        for folder in self._folder.iterdir():
+            remove_folder(folder, self._local.trash())
+
+    def stage(self) -> Path:
+        return self._local.stage()
+
+    @contextmanager
+    def guard(self, digest: str) -> Iterator[None]:
+        with self._local.guard(digest):
+            yield
+
+    def path(self, digest: str) -> Path:
+        """A folder with the blob's files, fetched if need be; one that does not exist if there is
+        no such blob. Raises CorruptData if its objects are gone or altered."""
+        kept = self._catalog.blob(digest)
+        if kept is None:
+            return self._folder / "none"
+        if not kept.place:
+            return self._local.path(digest)
+        folder = self._copy_of(digest, kept.place)
+        with self._lock:
+            fetching = self._fetching.setdefault(folder, threading.Lock())
+        with fetching:
+            if folder.is_dir():
+                os.utime(folder)
+            else:
+                self._fetch(digest, kept, folder)
+        return folder
+
+    def keep(
+        self,
+        staged: Path,
+        digest: str,
+        files: tuple[SourceFile, ...] = (),
+        is_intact: Callable[[Path], bool] | None = None,
+    ) -> BlobPlace:
+        """Stores a staged folder, or finds it stored. The catalog has to be pointed to what is
+        given; then call `settle`."""
+        kept = self._catalog.blob(digest)
+        if kept is not None and self._is_whole(digest, kept):
+            return kept
+        place = uuid.uuid4().hex
+        lease = _lease_name(digest, place)
+        self._leases.acquire(lease)
+        found = BlobPlace(
+            place, files, lease, self._leases.owner, None if kept is None else kept.place
+        )
+        try:
+            with _unavailable_translated():
+                for file in files:
+                    self._bucket.put(f"{_prefix(digest, place)}{file.name}", staged / file.name)
+        except BaseException:
+            self.settle(digest, found, staged)
+            raise
+        return found
+
+    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
+        """After the catalog was, or was not, pointed to what `keep` gave: removes what nobody
+        points to. What cannot be removed now is swept once its lease has ended."""
+        if not kept.lease:
+            return
+        self._leases.forget(kept.lease)
+        now = self._catalog.blob(digest)
+        try:
+            if now is None or now.place != kept.place:
+                self._bucket.delete_under(_prefix(digest, kept.place))
+                self._leases.release(kept.lease)
+                return
+            if kept.replaces:
+                self._bucket.delete_under(_prefix(digest, kept.replaces))
+        except OSError as error:
+            logger.warning("an unused blob was left to be swept", extra={"why": str(error)})
+        self._damaged.discard(digest)
+        if staged.is_dir():
+            os.rename(staged, self._copy_of(digest, kept.place))
+            self._make_room()
+
+    def remove(self, digest: str, place: str = "") -> None:
+        """Removes what the catalog's row, now gone, pointed to."""
+        remove_folder(self._copy_of(digest, place), self._local.trash())
+        if place:
+            with _unavailable_translated():
+                self._bucket.delete_under(_prefix(digest, place))
+
+    def sweep_shared(self) -> None:
+        """Removes what uploads that died left behind."""
+        with _unavailable_translated():
+            for keys in self._bucket.keys(f"{FOLDER}/"):
+                places = {key: _place_of(key) for key in keys if key.count("/") == 3}
+                orphans = self._catalog.orphans(
+                    {place: _lease_name(*place) for place in places.values()}
+                )
+                self._bucket.delete([key for key, place in places.items() if place in orphans])
+
+    def _is_whole(self, digest: str, kept: BlobPlace) -> bool:
+        """Whether every object is there with its size, and none was found altered here."""
+        if not kept.place or digest in self._damaged:
+            return False
+        prefix = _prefix(digest, kept.place)
+        with _unavailable_translated():
+            return all(
+                self._bucket.size(prefix + file.name) == file.size_bytes for file in kept.files
+            )
+
+    def _fetch(self, digest: str, kept: BlobPlace, folder: Path) -> None:
+        arriving = self._local.stage()
+        try:
+            for file in kept.files:
+                self._fetch_file(digest, kept.place, file, arriving / file.name)
+            os.rename(arriving, folder)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+        self._make_room()
+
+    def _fetch_file(self, digest: str, place: str, file: SourceFile, path: Path) -> None:
+        sha256 = hashlib.sha256()
+        with _unavailable_translated():
+            stream = self._bucket.open(f"{_prefix(digest, place)}{file.name}")
+        if stream is not None:
+            buffer = bytearray(READ_BYTES)
+            with closing(stream), open(path, "wb") as target:
+                while count := self._read(stream.readinto, buffer):
+                    sha256.update(memoryview(buffer)[:count])
+                    target.write(memoryview(buffer)[:count])
+        if stream is None or sha256.hexdigest() != file.sha256:
+            if (now := self._catalog.blob(digest)) is None or now.place != place:
+                raise SourceUnavailable(f"{digest} was replaced while it was fetched; try again")
+            self._damaged.add(digest)
+            raise CorruptData(
+                f"the kept source of {digest} is damaged; register the adapter again",
+                subject=digest,
+            )
+
+    @staticmethod
+    def _read(readinto: Callable[[memoryview], int], buffer: bytearray) -> int:
+        with _unavailable_translated():
+            return readinto(memoryview(buffer))
+
+    def _make_room(self) -> None:
+        with self._lock:
+            found = sorted(
+                (folder.stat().st_mtime, folder, _folder_bytes(folder))
+                for folder in self._folder.iterdir()
+            )
+            excess = sum(num_bytes for _, _, num_bytes in found) - self._capacity_bytes
+            for mtime, folder, num_bytes in found:
+                if excess <= 0 or mtime > time.time() - IN_USE_SECONDS:
+                    return
+                remove_folder(folder, self._local.trash())
+                excess -= num_bytes
+
+    def _copy_of(self, digest: str, place: str) -> Path:
+        return self._folder / f"{digest.removeprefix('sha256:')}-{place}"
+
+
+def _prefix(digest: str, place: str) -> str:
+    return f"{FOLDER}/{digest.removeprefix('sha256:')}/{place}/"
+
+
+def _place_of(key: str) -> tuple[str, str]:
+    _, digest, place, _ = key.split("/")
+    return f"sha256:{digest}", place
+
+
+def _lease_name(digest: str, place: str) -> str:
+    return f"blob:{digest}:{place}"
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@contextmanager
+def _unavailable_translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno is not None:  # of this machine: a full disk, say
+            raise
+        raise SourceUnavailable(str(exc), reason="SHARED_STORE_UNAVAILABLE") from exc

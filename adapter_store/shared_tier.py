@@ -1,0 +1,114 @@
+"""Compiled images that all replicas of a store share, so that of them one compiles.
+
+    compiled/<compiler>/<layout>/<digest>.safetensors     as in the disk tier; written once
+
+An object appears whole or not at all, and never changes: it is written only if it is absent. Who
+may compile is a lease in the catalog; a replica that dies while compiling is taken over from when
+its lease ends. A cache: whatever fails here is an OSError, and images are compiled without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapter_store.bucket import MAX_PUT_BYTES, Bucket, ObjectStream
+from adapter_store.catalog import ImageKey
+from adapter_store.errors import CatalogUnavailable
+from adapter_store.image import COMPILER_REVISION, ImagePlan
+from adapter_store.leases import Leases
+from adapter_store.tiers import TierCounts
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "compiled"
+POLL_SECONDS = 0.1
+
+
+class LeaseClaim:
+    """The right to compile one image."""
+
+    def __init__(self, leases: Leases, key: str) -> None:
+        self._leases = leases
+        self._key = key
+
+    def release(self) -> None:
+        """Lets others in; what was published before is there for them to find."""
+        self._leases.release(self._key)
+
+
+class SharedTier:
+    """Blocking and thread-safe. Images of another compiler are not seen."""
+
+    def __init__(self, bucket: Bucket, leases: Leases) -> None:
+        self._bucket = bucket
+        self._leases = leases
+        self.counts = TierCounts(capacity_bytes=0)
+
+    def find(self, key: ImageKey, plan: ImagePlan) -> ObjectStream | None:
+        """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
+        stream = self._bucket.open(self._object(key))
+        self.counts.hits += stream is not None
+        self.counts.misses += stream is None
+        return stream
+
+    def claim(self, key: ImageKey, *, wait: bool) -> LeaseClaim | None:
+        """The right to compile the image here. None: look again with `find`, another replica
+        had it; without `wait` it may still be at work."""
+        name = _lease_name(key)
+        with _lease_errors_translated():
+            if self._leases.acquire(name):
+                # Since the caller looked, another one may have finished.
+                if self._is_published(key, name):
+                    return None
+                return LeaseClaim(self._leases, name)
+            while wait and self._leases.is_held(name):
+                time.sleep(POLL_SECONDS)
+        return None
+
+    def publish(self, key: ImageKey, path: Path) -> None:
+        """Copies a whole image file there. One that is there already stays."""
+        if path.stat().st_size > MAX_PUT_BYTES:
+            logger.info("image too large to be shared", extra={"digest": key[0]})
+            return
+        self._bucket.put_if_absent(self._object(key), path)
+
+    def remove(self, key: ImageKey) -> None:
+        """Takes away an image that is damaged, or of a collected adapter; it may be absent."""
+        self._bucket.delete([self._object(key)])
+
+    def sweep(self, unknown: Callable[[list[str]], set[str]]) -> None:
+        """Removes images of digests that are `unknown` by now."""
+        for keys in self._bucket.keys(f"{FOLDER}/"):
+            digests = {key: f"sha256:{Path(key).stem}" for key in keys}
+            gone = unknown(sorted(set(digests.values())))
+            self._bucket.delete([key for key, digest in digests.items() if digest in gone])
+
+    def _is_published(self, key: ImageKey, lease: str) -> bool:
+        try:
+            size = self._bucket.size(self._object(key))
+        except OSError:
+            self._leases.release(lease)
+            raise
+        if size is not None:
+            self._leases.release(lease)
+        return size is not None
+
+    def _object(self, key: ImageKey) -> str:
+        digest, layout_id = (part.removeprefix("sha256:") for part in key)
+        return f"{FOLDER}/{COMPILER_REVISION}/{layout_id}/{digest}.safetensors"
+
+
+def _lease_name(key: ImageKey) -> str:
+    return f"image:{key[0]}:{key[1]}"
+
+
+@contextmanager
+def _lease_errors_translated() -> Iterator[None]:
+    try:
+        yield
+    except CatalogUnavailable as exc:
+        raise OSError(str(exc)) from exc

@@ -1,0 +1,204 @@
+"""Two store processes over one PostgreSQL and one S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import boto3
+import grpc
+import pytest
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.demo.process import Process
+from tests.adapter_store.service.conftest import Client
+
+START_SECONDS = 120
+WAIT_SECONDS = 60
+LEASE_SECONDS = 2
+AWS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_CONFIG_FILE": "/nonexistent",
+    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory) -> Iterator[str]:
+    """An S3 server in a process of its own."""
+    folder = tmp_path_factory.mktemp("s3")
+    command = [sys.executable, "-m", "loadout.demo.s3", str(folder / "ready.json")]
+    process = Process("s3", command, folder, folder / "ready.json")
+    try:
+        yield process.wait_ready(START_SECONDS)["url"]
+    finally:
+        process.stop(30)
+
+
+class Shared:
+    """The bucket that the replicas share, seen from outside."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.uri = f"s3://{name}/store"
+        self._name = name
+        self._client = boto3.client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name="us-east-1",
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        )
+        self._client.create_bucket(Bucket=name)
+
+    def keys(self, under: str) -> list[str]:
+        found = self._client.list_objects_v2(Bucket=self._name, Prefix=f"store/{under}/")
+        return [entry["Key"] for entry in found.get("Contents", ())]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Replica:
+    """A store process. `client` speaks to it while it lives."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self.folder = folder
+        self._arguments = arguments
+        folder.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        ready = self.folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "adapter_store", *self._arguments]
+        command += ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
+        command += [f"--data-dir={self.folder / 'data'}", f"--ready-file={ready}"]
+        with open(self.folder / "log", "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **AWS}
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+        self.client = Client(json.loads(ready.read_text())["grpc"])
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(WAIT_SECONDS)
+        self.client.close()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            assert self.process.wait(WAIT_SECONDS) == 0, self.log()
+        self.client.close()
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-4000:]
+
+
+@pytest.fixture
+def shared(endpoint, tmp_path) -> Iterator[Shared]:
+    shared = Shared(endpoint, f"b{time.time_ns()}")
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def replicas(endpoint, shared, catalog_dsn, tmp_path) -> Iterator[list[Replica]]:
+    arguments = [
+        f"--catalog-dsn={catalog_dsn}",
+        f"--shared-s3={shared.uri}",
+        f"--s3-endpoint-url={endpoint}",
+        f"--source-roots={tmp_path}",
+        f"--lease-seconds={LEASE_SECONDS}",
+        "--collect-seconds=0.3",
+        "--delete-grace-seconds=0.5",
+        "--bookmark-seconds=0.5",
+    ]
+    with ExitStack() as stack:
+        replicas = []
+        for i in range(2):
+            replicas.append(Replica(tmp_path / f"replica{i}", arguments))
+            stack.callback(replicas[-1].stop)
+        yield replicas
+
+
+def eventually(check, seconds: float = WAIT_SECONDS):
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def states(client: Client, ref: str) -> list[int]:
+    return [state.state for state in client.get(ref).layout_states]
+
+
+def test_two_replicas_are_one_store(replicas, shared, make_adapter, make_layout):
+    """Visible and pullable at the other at once, heard of, compiled once, collected everywhere."""
+    one, two = (replica.client for replica in replicas)
+    layout_id = one.register_layout(make_layout())
+    watch = two.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=0), timeout=WAIT_SECONDS)
+    registered = one.register("team/a", make_adapter())
+    start = time.monotonic()
+    assert two.get("team/a").digest == registered.adapter.digest
+    pulled = two.pull(registered.adapter.digest, layout_id)
+    assert pulled.is_whole
+    event = next(r.event for r in watch if r.event.kind == pb.EVENT_KIND_REGISTERED)
+    assert (event.revision, event.digest) == (registered.revision, registered.adapter.digest)
+    assert time.monotonic() - start < 10  # a few hundredths of a second on a quiet machine
+    watch.cancel()
+    assert one.pull(registered.adapter.digest, layout_id).data == pulled.data
+    eventually(lambda: states(one, "team/a") == [pb.IMAGE_STATE_READY])
+    assert len(shared.keys("compiled")) == 1
+    assert len(shared.keys("blobs")) == 2
+    two.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="team/a"))
+    eventually(lambda: not shared.keys("blobs") and not shared.keys("compiled"))
+    with pytest.raises(grpc.RpcError, match="no adapter"):
+        one.pull(registered.adapter.digest, layout_id)
+    again = two.register("team/a", make_adapter(folder="again"))
+    assert one.pull(again.adapter.digest, layout_id).data == pulled.data
+
+
+def test_a_killed_replica_loses_nothing_and_leaves_nothing(
+    replicas, shared, make_adapter, make_layout
+):
+    layout_id = replicas[0].client.register_layout(make_layout())
+    answered: dict[str, str] = {}
+    folders = {f"team/n{i}": make_adapter(seed=i, folder=f"n{i}") for i in range(12)}
+
+    def register() -> None:
+        with suppress(grpc.RpcError):
+            for name, folder in folders.items():
+                answered[name] = replicas[0].client.register(name, folder).adapter.digest
+
+    worker = threading.Thread(target=register)
+    worker.start()
+    eventually(lambda: len(answered) >= 4)
+    replicas[0].kill()
+    worker.join()
+    two = replicas[1].client
+    page = two.stub.ListAdapters(pb.ListAdaptersRequest())
+    found = {adapter.name: adapter.digest for adapter in page.adapters}
+    assert answered.items() <= found.items()
+    for digest in found.values():
+        assert two.pull(digest, layout_id).is_whole
+    # What the killed one was storing goes once its lease has ended.
+    eventually(lambda: len(shared.keys("blobs")) == 2 * len(set(found.values())))
+    replicas[0].start()
+    for digest in found.values():
+        assert replicas[0].client.pull(digest, layout_id).is_whole
