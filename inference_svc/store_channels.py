@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import grpc
 
-from inference_svc.replicas import Endpoint
+from inference_svc.replicas import Endpoint, Replicas
 from inference_svc.store_access import StoreAccess
+from inference_svc.store_convert import OUT_OF_ORDER
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 
 CONNECT_SECONDS = 2.0
@@ -47,55 +47,71 @@ def open_channel(kind: Any, endpoint: Endpoint, access: StoreAccess) -> Any:
 
 
 class Line:
-    """A channel to one replica; `num_streams` are those in progress."""
+    """A channel to one replica; `num_calls` are those in progress."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, endpoint: Endpoint, channel: Any) -> None:
+        self.endpoint = endpoint
         self.channel = channel
         self.stub = pb_grpc.AdapterStoreServiceStub(channel)
-        self.num_streams = 0
+        self.num_calls = 0
 
 
 class Lines:
-    """The channels of one client. From any thread, but for aio's of course."""
+    """The channels of one client, whose fate the policy of `replicas` hears of.
 
-    def __init__(self, kind: Any, access: StoreAccess) -> None:
+    From any thread, but for aio's of course. Every `begin` has its `end`.
+    """
+
+    def __init__(self, kind: Any, replicas: Replicas, access: StoreAccess) -> None:
         self._kind = kind
+        self._replicas = replicas
         self._access = access
         self._lock = threading.Lock()
         self._lines: dict[Endpoint, Line] = {}
+        self._retired: list[Line] = []
 
-    def line(self, endpoint: Endpoint) -> Line:
+    def begin(self, endpoint: Endpoint) -> Line:
+        """For a call: the channel stays open until `end`, whatever becomes of the replica."""
         with self._lock:
             line = self._lines.get(endpoint)
             if line is None:
-                line = Line(open_channel(self._kind, endpoint, self._access))
+                line = Line(endpoint, open_channel(self._kind, endpoint, self._access))
                 self._lines[endpoint] = line
+            line.num_calls += 1
             return line
-
-    def begin(self, endpoint: Endpoint) -> Line:
-        """For a stream, until `end`: the channel stays open even if the replica is gone."""
-        line = self.line(endpoint)
-        with self._lock:
-            line.num_streams += 1
-        return line
 
     def end(self, line: Line) -> None:
         with self._lock:
-            line.num_streams -= 1
+            line.num_calls -= 1
 
-    def take_unused(self, wanted: Iterable[Endpoint] = ()) -> list[Any]:
-        """Channels that the caller is to close: to replicas that are not `wanted` any more."""
-        keep = set(wanted)
+    def answered(self, line: Line) -> None:
+        self._replicas.answered(line.endpoint.address)
+
+    def failed(self, line: Line, code: grpc.StatusCode) -> None:
+        if code in OUT_OF_ORDER:
+            self._replicas.failed(line.endpoint.address)
+            self.retire(line)
+
+    def retire(self, line: Line) -> None:
+        """A channel that has failed waits before it connects again. Whoever comes when the replica
+        is back shall not wait with it, and gets another."""
         with self._lock:
-            gone = [
-                endpoint
-                for endpoint, line in self._lines.items()
-                if endpoint not in keep and not line.num_streams
-            ]
-            return [self._lines.pop(endpoint).channel for endpoint in gone]
+            if self._lines.get(line.endpoint) is line:
+                self._retired.append(self._lines.pop(line.endpoint))
+
+    def take_unused(self) -> list[Any]:
+        """Channels that the caller is to close: retired ones, and those to replicas of the past."""
+        wanted = set(self._replicas.endpoints)
+        with self._lock:
+            for endpoint in [endpoint for endpoint in self._lines if endpoint not in wanted]:
+                self._retired.append(self._lines.pop(endpoint))
+            unused = [line.channel for line in self._retired if not line.num_calls]
+            self._retired = [line for line in self._retired if line.num_calls]
+        return unused
 
     def take_all(self) -> list[Any]:
         with self._lock:
-            channels = [line.channel for line in self._lines.values()]
+            channels = [line.channel for line in (*self._lines.values(), *self._retired)]
             self._lines.clear()
+            self._retired.clear()
         return channels

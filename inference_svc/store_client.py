@@ -26,9 +26,8 @@ from inference_svc.name_cache import AdapterRecord
 from inference_svc.names import NameEvent
 from inference_svc.replicas import Endpoint, Replicas
 from inference_svc.store_access import NO_ACCESS, StoreAccess
-from inference_svc.store_channels import Lines
+from inference_svc.store_channels import Line, Lines
 from inference_svc.store_convert import (
-    OUT_OF_ORDER,
     from_layout,
     is_about,
     to_error,
@@ -54,7 +53,7 @@ class CatalogClient:
     def __init__(self, replicas: Replicas, access: StoreAccess = NO_ACCESS) -> None:
         self._replicas = replicas
         self._access = access
-        self._lines = Lines(grpc.aio, access)
+        self._lines = Lines(grpc.aio, replicas, access)
         # Of our own, so that the inference services spread over the replicas.
         self._key = secrets.token_hex(8)
 
@@ -81,30 +80,33 @@ class CatalogClient:
 
     async def probe(self, endpoint: Endpoint) -> bool:
         """Whether a replica says that it serves. Health is told without a token."""
-        check = health_pb2_grpc.HealthStub(self._lines.line(endpoint).channel).Check
+        await self._close_unused()
+        line = self._lines.begin(endpoint)
+        check = health_pb2_grpc.HealthStub(line.channel).Check
         try:
             answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
         except grpc.RpcError as error:
-            # It is there, and has no health service.
-            return error.code() is grpc.StatusCode.UNIMPLEMENTED
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return True  # it is there, and has no health service
+            self._lines.retire(line)
+            return False
+        finally:
+            self._lines.end(line)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _session(self, endpoint: Endpoint) -> CatalogSession:
-        return CatalogSession(self._replicas, self._lines, endpoint, self._access)
+        return CatalogSession(self._lines, endpoint, self._access)
 
     async def _close_unused(self) -> None:
-        for channel in self._lines.take_unused(self._replicas.endpoints):
+        for channel in self._lines.take_unused():
             await channel.close()
 
 
 class CatalogSession:
     """One replica's catalog. Every method raises StoreUnavailable when it does not answer."""
 
-    def __init__(
-        self, replicas: Replicas, lines: Lines, endpoint: Endpoint, access: StoreAccess
-    ) -> None:
+    def __init__(self, lines: Lines, endpoint: Endpoint, access: StoreAccess) -> None:
         self.source = endpoint.address
-        self._replicas = replicas
         self._lines = lines
         self._endpoint = endpoint
         self._access = access
@@ -137,33 +139,32 @@ class CatalogSession:
                     response = await call.read()
                 if response is grpc.aio.EOF:
                     raise StoreUnavailable("the store ended the watch")
-                self._replicas.answered(self.source)
+                self._lines.answered(line)
                 yield to_event(response.event)
         except TimeoutError:
-            self._replicas.failed(self.source)
+            self._lines.failed(line, grpc.StatusCode.DEADLINE_EXCEEDED)
             raise StoreUnavailable("the store's watch has fallen silent") from None
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.OUT_OF_RANGE:
                 raise HistoryGone from error
-            self._tell(error)
+            self._lines.failed(line, error.code())
             raise to_error(error) from error
         finally:
             call.cancel()
             self._lines.end(line)
 
     async def _ask(self, method: str, request: Any, timeout_s: float = ANSWER_SECONDS) -> Any:
-        ask = getattr(self._lines.line(self._endpoint).stub, method)
+        line = self._lines.begin(self._endpoint)
+        ask = getattr(line.stub, method)
         try:
             answer = await ask(request, timeout=timeout_s, metadata=self._access.metadata())
         except grpc.RpcError as error:
-            self._tell(error)
+            self._lines.failed(line, error.code())
             raise to_error(error) from error
-        self._replicas.answered(self.source)
+        finally:
+            self._lines.end(line)
+        self._lines.answered(line)
         return answer
-
-    def _tell(self, error: grpc.RpcError) -> None:
-        if error.code() in OUT_OF_ORDER:
-            self._replicas.failed(self.source)
 
 
 class ImageClient:
@@ -172,7 +173,7 @@ class ImageClient:
     def __init__(self, replicas: Replicas, access: StoreAccess = NO_ACCESS) -> None:
         self._replicas = replicas
         self._access = access
-        self._lines = Lines(grpc, access)
+        self._lines = Lines(grpc, replicas, access)
 
     def close(self) -> None:
         for channel in self._lines.take_all():
@@ -186,7 +187,7 @@ class ImageClient:
         image_id: str = "",
         avoid: Collection[str] = (),
     ) -> PullStream:
-        for channel in self._lines.take_unused(self._replicas.endpoints):
+        for channel in self._lines.take_unused():
             channel.close()
         chosen, *others = self._replicas.order(digest, avoid)
         if avoid and chosen.address not in avoid:
@@ -198,7 +199,7 @@ class ImageClient:
         call = line.stub.PullAdapter(request, metadata=self._access.metadata())
         call.add_done_callback(lambda _: self._lines.end(line))
         is_last = all(other.address in avoid for other in others)
-        return _ImageStream(self._replicas, chosen.address, call, layout_id, is_last)
+        return _ImageStream(self._replicas, self._lines, line, call, layout_id, is_last)
 
 
 class NoStore:
@@ -222,47 +223,50 @@ class _ImageStream:
     """`is_last`: no other replica is left to be asked."""
 
     def __init__(
-        self, replicas: Replicas, source: str, call: Any, layout_id: str, is_last: bool
+        self,
+        replicas: Replicas,
+        lines: Lines,
+        line: Line,
+        call: Any,
+        layout_id: str,
+        is_last: bool,
     ) -> None:
-        self.source = source
+        self.source = line.endpoint.address
         self._replicas = replicas
+        self._lines = lines
+        self._line = line
         self._call = call
         self._layout_id = layout_id
         self._is_last = is_last
-        self._num_bytes = 0
-        self._is_whole = False
-        call.add_done_callback(self._count)
 
     def __iter__(self) -> Iterator[PullMessage]:
+        num_bytes, result = 0, "cancelled"
         try:
             for response in self._call:
                 message = to_pull_message(response)
                 if isinstance(message, ImageHeader):
-                    self._replicas.answered(self.source)
+                    self._lines.answered(self._line)
                 elif isinstance(message, ImageChunk):
-                    self._num_bytes += len(message.data)
+                    num_bytes += len(message.data)
                 elif isinstance(message, ImageTrailer):
-                    self._is_whole = True
+                    result = "done"
                 yield message
         except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                result = "failed"
             raise self._to_error(error) from error
         finally:
             self._call.cancel()
+            self._replicas.count_pull(self.source, result, num_bytes)
 
     def cancel(self) -> None:
         self._call.cancel()
 
     def _to_error(self, error: grpc.RpcError) -> InferenceError:
-        if error.code() in OUT_OF_ORDER:
-            self._replicas.failed(self.source)
+        self._lines.failed(self._line, error.code())
         if is_about(error, self._layout_id):
             # A store that lost our layout hears of it again when the watch reconnects.
             return StoreUnavailable("the store does not know our layout")
         if error.code() is grpc.StatusCode.NOT_FOUND and not self._is_last:
             return StoreUnavailable("a replica does not know the adapter; the others are asked")
         return to_error(error)
-
-    def _count(self, call: Any) -> None:
-        is_cancelled = call.code() is grpc.StatusCode.CANCELLED
-        result = "done" if self._is_whole else "cancelled" if is_cancelled else "failed"
-        self._replicas.count_pull(self.source, result, self._num_bytes)

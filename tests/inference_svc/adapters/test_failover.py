@@ -1,0 +1,251 @@
+"""Pulls from several replicas of the store, over real channels, while replicas fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage, InferenceError
+from tests.inference_svc.adapters.store_replicas import Site, Stop, abort
+from tests.inference_svc.adapters.test_residency import Loop, assert_computes
+
+DIGESTS = [f"sha256:{number:04d}" for number in range(48)]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["arena-only", "host-tier"])
+def loop(site: Site, layout: ModelLayout, request: pytest.FixtureRequest) -> Iterator[Loop]:
+    made = Loop(site.client, layout, 16384, request.param)
+    yield made
+    made.residency.cancel_all()
+    made.puller.close()
+
+
+def used_bytes(loop: Loop) -> int:
+    host = loop.residency.host
+    return loop.residency.device.used_bytes + (0 if host is None else host.slots.used_bytes)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def failure_of(loop: Loop, digest: str) -> InferenceError:
+    """What its load ends with; everything that it held is free again."""
+    before = used_bytes(loop)
+    loop.residency.want(digest, time.monotonic())
+    loop.until(lambda: loop.failures)
+    [(failed, error)] = loop.failures
+    assert failed == digest
+    loop.residency.unwant(digest)
+    assert used_bytes(loop) == before
+    assert loop.residency.num_loading == 0
+    assert isinstance(error, InferenceError)
+    return error
+
+
+# --- shares -------------------------------------------------------------------------------------
+
+
+def load_all(loop: Loop, digests: list[str]) -> None:
+    for digest in digests:
+        loop.load(digest)
+        loop.residency.release(digest)
+        loop.residency.unload(digest)
+
+
+def test_each_replica_serves_its_share_and_a_dead_one_moves_only_its_own(
+    site: Site, layout: ModelLayout
+) -> None:
+    for digest in DIGESTS:
+        site.add(digest)
+    loop = Loop(site.client, layout, 16384, 0)
+
+    def served() -> dict[str, str]:
+        """Digest -> address, of the last round."""
+        load_all(loop, DIGESTS)
+        found = {digest: s.address for s in site.servers for digest, _ in s.pulls}
+        assert sum(len(server.pulls) for server in site.servers) == len(DIGESTS)
+        for server in site.servers:
+            server.pulls.clear()
+        return found
+
+    home = {digest: site.order(digest)[0].address for digest in DIGESTS}
+    assert served() == home
+    shares = Counter(home.values())
+    assert len(shares) == 3, "each has a share"
+    victim = site.servers[0]
+    victim.kill()
+    moved = {digest: site.order(digest)[1].address for digest in DIGESTS}
+    expected = {d: moved[d] if a == victim.address else a for d, a in home.items()}
+    assert served() == expected
+    victim.start()
+    until(lambda: site.replicas.statuses()[0].is_in)
+    assert served() == home
+    pulls = {status.address: status.pulls["done"] for status in site.replicas.statuses()}
+    again = Counter(expected.values())
+    assert pulls == {address: 2 * shares[address] + again[address] for address in pulls}
+    loop.puller.close()
+
+
+# --- a replica fails while it streams -----------------------------------------------------------
+
+
+def test_a_replica_that_is_killed_is_resumed_at_the_next_where_it_stopped(
+    site: Site, loop: Loop
+) -> None:
+    image = site.add("aaaa")
+    first, second, third = site.order("aaaa")
+    first.hook = stop = Stop(1)
+    loop.residency.want("aaaa", time.monotonic())
+    loop.until(stop.reached.is_set)
+    killer = threading.Thread(target=first.kill)
+    killer.start()
+    loop.until(lambda: loop.residency.can_run("aaaa"))
+    assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
+    assert second.pulls == [("aaaa", image.ends[0])]
+    assert third.pulls == []
+    assert site.replicas.num_failovers == 1
+    stop.go.set()
+    killer.join()
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "DATA_LOSS", "INTERNAL", "RESOURCE_EXHAUSTED"])
+@pytest.mark.parametrize("part", [0, 2, 3])
+def test_a_stream_that_ends_early_goes_on_elsewhere(
+    site: Site, layout: ModelLayout, code: str, part: int
+) -> None:
+    image = site.add("aaaa")
+    first, second, _ = site.order("aaaa")
+    first.hook = abort(part, grpc.StatusCode[code])
+    loop = Loop(site.client, layout, 16384, 1 << 20)
+    assert_computes(loop, site, "aaaa", loop.load("aaaa"))
+    assert second.pulls == [("aaaa", (0, *image.ends)[part])]
+    is_out = code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
+    states = {status.address: status.is_in for status in site.replicas.statuses()}
+    assert states[second.address]
+    assert is_out or states[first.address], "one adapter's trouble is not the replica's"
+    loop.puller.close()
+
+
+def test_all_replicas_are_tried_in_turn_until_one_is_well(site: Site, loop: Loop) -> None:
+    site.add("aaaa")
+    for server in site.servers:
+        server.hook = abort(1, grpc.StatusCode.UNAVAILABLE)
+    loop.residency.want("aaaa", time.monotonic())
+    loop.until(lambda: all(server.pulls for server in site.servers))
+    site.servers[1].hook = lambda part, context: None
+    loop.until(lambda: loop.residency.can_run("aaaa"))
+    assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
+
+
+def test_bytes_that_are_damaged_at_one_replica_are_pulled_from_another(
+    site: Site, loop: Loop
+) -> None:
+    good = site.add("aaaa")
+    first, second, _ = site.order("aaaa")
+    damaged = good.data[:-1] + bytes([good.data[-1] ^ 1])
+    first.images = {"aaaa": replace(good, data=damaged)}
+    first.claims = good
+    assert_computes(loop, site, "aaaa", loop.load("aaaa"))
+    assert first.pulls == [("aaaa", 0)]
+    assert second.pulls == [("aaaa", good.ends[-2])]
+
+
+# --- what ends a pull ---------------------------------------------------------------------------
+
+
+def test_an_adapter_that_turns_out_unusable_ends_at_once(site: Site, loop: Loop) -> None:
+    """After its header, and after bytes of it: found while the store compiles it."""
+    for part, digest in enumerate(("aaaa", "bbbb")):
+        site.add(digest)
+        first, *others = site.order(digest)
+        first.hook = abort(part, grpc.StatusCode.FAILED_PRECONDITION)
+        error = failure_of(loop, digest)
+        assert isinstance(error, AdapterUnusable)
+        assert error.message == "ended by the store"
+        assert all(asked != digest for other in others for asked, _ in other.pulls)
+        loop.failures.clear()
+        first.hook = lambda part, context: None
+    site.add("good")
+    assert_computes(loop, site, "good", loop.load("good"))
+
+
+def test_what_is_lost_everywhere_is_corrupt(site: Site, loop: Loop) -> None:
+    site.add("aaaa")
+    for server in site.servers:
+        server.hook = abort(1, grpc.StatusCode.DATA_LOSS)
+    assert isinstance(failure_of(loop, "aaaa"), CorruptImage)
+    assert sum(len(server.pulls) for server in site.servers) == 2
+
+
+def test_unknown_at_one_replica_is_asked_of_the_others(site: Site, loop: Loop) -> None:
+    site.add("aaaa")
+    first, second, _ = site.order("aaaa")
+    first.images = {}
+    assert_computes(loop, site, "aaaa", loop.load("aaaa"))
+    assert second.pulls == [("aaaa", 0)]
+    assert isinstance(failure_of(loop, "none"), AdapterNotFound)
+    asked = [server.address for server in site.servers for d, _ in server.pulls if d == "none"]
+    assert sorted(asked) == sorted(server.address for server in site.servers)
+    assert all(status.is_in for status in site.replicas.statuses())
+
+
+# --- slow streams -------------------------------------------------------------------------------
+
+
+def test_a_slow_stream_is_alive_as_long_as_bytes_arrive(site: Site, loop: Loop) -> None:
+    """The store compiles while it streams: time is counted from the last bytes."""
+    image = site.add("aaaa")
+    stops = [Stop(part) for part in range(4)]
+    server = site.order("aaaa")[0]
+    server.hook = lambda part, context: stops[part](part, context)
+    loop.residency.want("aaaa", time.monotonic())
+    moments = []
+    for stop in stops[:3]:
+        loop.until(stop.reached.is_set)
+        before = loop.residency.last_progress_s("aaaa")
+        assert before is not None
+        moments.append(before)
+        stop.go.set()
+        loop.until(lambda before=before: loop.residency.last_progress_s("aaaa") > before)
+    loop.until(stops[3].reached.is_set)
+    assert moments == sorted(set(moments))
+    assert not loop.residency.can_run("aaaa"), "nothing is computed with before the trailer"
+    stops[3].go.set()
+    loop.until(lambda: loop.residency.can_run("aaaa"))
+    assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
+    assert server.pulls == [("aaaa", 0)]
+    assert loop.residency.counters.pulled_bytes == len(image.data)
+
+
+def test_giving_up_a_stalled_stream_frees_what_it_held(site: Site, loop: Loop) -> None:
+    site.add("aaaa")
+    server = site.order("aaaa")[0]
+    server.hook = stop = Stop(1)
+    before = used_bytes(loop)
+    loop.residency.want("aaaa", time.monotonic())
+    loop.until(stop.reached.is_set)
+    assert used_bytes(loop) > before
+    loop.residency.unwant("aaaa")
+    loop.until(lambda: loop.residency.num_loading == 0)
+    assert used_bytes(loop) == before
+    stop.go.set()
+    until(lambda: sum(sum(s.pulls.values()) for s in site.replicas.statuses()) == 1)
+    assert site.replicas.statuses()[site.servers.index(server)].pulls == {"cancelled": 1}
