@@ -24,7 +24,7 @@ from inference_svc.errors import (
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.names import Directory, NameEvent, Servable
-from inference_svc.replicas import Replicas
+from inference_svc.replicas import Replicas, rank
 from inference_svc.store_client import CatalogClient, ImageClient
 from inference_svc.store_link import HistoryGone, StoreLink
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -298,8 +298,8 @@ def test_a_store_that_lost_our_layout_is_worth_a_retry() -> None:
 class Linked:
     """A directory whose link to the store runs while the block does."""
 
-    def __init__(self, address: str, layout: Any) -> None:
-        self.client = CatalogClient(Replicas.at(address))
+    def __init__(self, store: str | Replicas, layout: Any) -> None:
+        self.client = CatalogClient(Replicas.at(store) if isinstance(store, str) else store)
         self.directory = Directory(self.client, Servable(("base",), 16), 300.0)
         self.layout_ids: list[str] = []
         self.link = StoreLink(self.client, self.directory, layout, self.layout_ids.append)
@@ -391,6 +391,102 @@ def test_history_that_is_gone_or_began_anew_starts_from_now(engine: Any) -> None
             await until(lambda: store.watched_from == [5, 5, 50, 3])
 
     serve(body)
+
+
+# --- replicas -----------------------------------------------------------------------------------
+
+
+class Replicated:
+    """Two stores of a few lines, told apart by the order in which a client asks them."""
+
+    def __init__(self, stores: list[TinyStore], servers: dict[str, grpc.aio.Server]) -> None:
+        self._stores, self._servers = stores, servers
+        self.replicas = Replicas.at(*servers)
+
+    def split(self, client: CatalogClient) -> tuple[TinyStore, TinyStore, grpc.aio.Server]:
+        """The one asked first, the other, and the first one's server."""
+        addresses = list(self._servers)
+        first = addresses.index(rank(addresses, client._key)[0])
+        return self._stores[first], self._stores[1 - first], self._servers[addresses[first]]
+
+
+def serve_two(body: Callable[[Replicated], Awaitable[Any]]) -> None:
+    async def main() -> None:
+        stores, servers = [TinyStore(), TinyStore()], {}
+        for store in stores:
+            server, port = await start(store, "127.0.0.1:0")
+            servers[f"127.0.0.1:{port}"] = server
+        try:
+            async with asyncio.timeout(30):
+                await body(Replicated(stores, servers))
+        finally:
+            await asyncio.gather(*(server.stop(0) for server in servers.values()))
+
+    asyncio.run(main())
+
+
+def test_names_are_asked_of_whichever_replica_answers() -> None:
+    async def body(stores: Replicated) -> None:
+        client = CatalogClient(stores.replicas)
+        first, second, server = stores.split(client)
+        first.refuse["GetAdapter"] = grpc.StatusCode.UNAVAILABLE
+        second.revision = 6
+        assert (await client.get_adapter("upper")).revision == 6
+        assert sorted(status.is_in for status in stores.replicas.statuses()) == [False, True]
+        second.refuse["GetAdapter"] = grpc.StatusCode.NOT_FOUND
+        with pytest.raises(AdapterNotFound):
+            await client.get_adapter("upper")
+        await server.stop(0)
+        second.refuse["GetAdapter"] = grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(StoreUnavailable):
+            await client.get_adapter("upper")
+        await client.close()
+
+    serve_two(body)
+
+
+def test_the_watch_goes_on_at_another_replica_at_its_revision(engine: Any) -> None:
+    async def body(stores: Replicated) -> None:
+        async with Linked(stores.replicas, engine.layout) as linked:
+            first, second, server = stores.split(linked.client)
+            first.tell(5)
+            await until(lambda: linked.directory.is_live)
+            first.tell(6, pb.EVENT_KIND_UPDATED, "default/upper")
+            await until(lambda: linked.directory.revision == 6)
+            second.revision = 7
+            await server.stop(0)
+            await until(lambda: second.watched_from == [6])
+            assert len(second.layouts) == 1
+            second.tell(7, pb.EVENT_KIND_UPDATED, "default/upper")
+            await until(lambda: linked.directory.revision == 7 and linked.directory.is_live)
+            assert linked.layout_ids == [LAYOUT]
+
+    serve_two(body)
+
+
+def test_a_replica_that_is_behind_is_not_followed_into_the_past(engine: Any) -> None:
+    """What is known stays known; the watch waits for the one that has the history."""
+
+    async def body(stores: Replicated) -> None:
+        async with Linked(stores.replicas, engine.layout) as linked:
+            first, second, _ = stores.split(linked.client)
+            first.revision = second.revision = 8
+            await until(lambda: first.watched_from == [5] or first.watched_from == [8])
+            first.tell(8)
+            await until(lambda: linked.directory.revision == 8)
+            resets: list[int] = []
+            linked.directory.reset = resets.append  # type: ignore[method-assign]
+            second.revision = 6
+            first.refuse["RegisterLayout"] = grpc.StatusCode.UNAVAILABLE
+            first.events.put_nowait(None)  # ends the watch
+            await until(lambda: len(second.layouts) >= 1)
+            second.revision = 8
+            await until(lambda: second.watched_from == [8])
+            second.tell(8)
+            await until(lambda: linked.directory.is_live)
+            assert resets == []
+
+    serve_two(body)
 
 
 def test_a_watch_that_falls_silent_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
