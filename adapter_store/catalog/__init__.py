@@ -373,7 +373,7 @@ class Catalog:
                 adapters=conn.scalar(select(func.count()).select_from(schema.adapters).where(live))
                 or 0,
                 layouts=conn.scalar(select(func.count()).select_from(schema.layouts)) or 0,
-                blob_bytes=conn.scalar(select(func.sum(schema.blobs.c.source_bytes))) or 0,
+                blob_bytes=int(conn.scalar(select(func.sum(schema.blobs.c.source_bytes))) or 0),
             )
 
     # Transactions

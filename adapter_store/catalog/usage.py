@@ -87,4 +87,5 @@ def _kept_bytes(conn: Connection, tenant: str) -> int:
         .join(adapters, adapters.c.id == versions.c.adapter_id)
         .where(adapters.c.tenant == tenant)
     )
-    return conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(kept))) or 0
+    used = conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(kept)))
+    return int(used or 0)  # PostgreSQL sums into a decimal number

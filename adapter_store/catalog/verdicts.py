@@ -121,7 +121,7 @@ def check_pinned_bytes(conn: Connection, max_bytes: int) -> None:
     """Raises LimitExceeded if the pinned images that have been compiled are more than this."""
     pinned = select(versions.c.digest).where(versions.c.pinned.is_(True))
     query = select(func.sum(images.c.image_bytes)).where(images.c.digest.in_(pinned))
-    num_bytes = conn.scalar(query) or 0
+    num_bytes = int(conn.scalar(query) or 0)
     if num_bytes > max_bytes:
         raise LimitExceeded(
             f"ref: the pinned images would take {num_bytes} of {max_bytes} bytes of memory",

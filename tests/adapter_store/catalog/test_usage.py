@@ -136,3 +136,11 @@ def num_granted(replicas: list[Names], quota: Quota) -> int:
         thread.join()
     assert replicas[0].catalog.counts().adapters == len(granted)
     return len(granted)
+
+
+def test_bytes_are_whole_numbers_in_every_database(names) -> None:
+    """PostgreSQL sums them into a decimal number, which no answer could carry."""
+    names.register("t/a", "sha256:a")
+    names.register("t/b", "sha256:b")
+    blob_bytes = names.catalog.counts().blob_bytes
+    assert (type(blob_bytes), blob_bytes) == (int, 200)
