@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 import torch
+from grpc_status import rpc_status
 
 from adapter_store.checkpoint import open_checkpoint
 from adapter_store.core import DataType, Target, TargetKind
@@ -170,16 +171,23 @@ def test_deleted_digests_are_pullable_through_the_grace(
         client.pull(digest, layout_id)
 
 
-@pytest.fixture
-def large(client, make_adapter, make_layout):
+def make_large(client, make_adapter, make_layout, name: str = "large", value: float = 1.0):
     """An image of some 34 MB: more than a stream's windows and buffers hold."""
     features = 1 << 20
     target = Target("model.layers.0.q", 0, "g", TargetKind.LINEAR, features, 16)
-    name = "base_model.model.model.layers.0.q.lora_{}.weight"
-    tensors = {name.format("A"): torch.ones(8, features), name.format("B"): torch.ones(16, 8)}
-    folder = make_adapter(("q",), rank=8, tensors=tensors)
+    key = "base_model.model.model.layers.0.q.lora_{}.weight"
+    tensors = {
+        key.format("A"): torch.full((8, features), value),
+        key.format("B"): torch.ones(16, 8),
+    }
+    folder = make_adapter(("q",), rank=8, tensors=tensors, folder=name)
     layout_id = client.register_layout(make_layout(targets=(target,)))
-    return client.register("large", folder).adapter.digest, layout_id
+    return client.register(name, folder).adapter.digest, layout_id
+
+
+@pytest.fixture
+def large(client, make_adapter, make_layout):
+    return make_large(client, make_adapter, make_layout)
 
 
 def held(store) -> int:
@@ -256,3 +264,52 @@ def test_many_pulls_at_once_while_names_change(client, make_adapter, make_layout
         churning.result()
     for i, result in enumerate(results):
         assert result.data == expected[digests[i % 4]]
+
+
+def test_a_reader_that_stops_is_dropped(serve, make_adapter, make_layout, refused):
+    store = serve(pull_stall_seconds=0.3)
+    digest, layout_id = make_large(store.client, make_adapter, make_layout)
+    request = pb.PullAdapterRequest(digest=digest, layout_id=layout_id)
+    stream = store.client.stub.PullAdapter(request)
+    header = next(stream).header
+    wait_until(lambda: store.running.store.metrics.pulls.labels("cancelled")._value.get() == 1)
+    store.run(store.running.store.images.settle())
+    assert held(store) == 0
+    received = 0
+    with refused("DEADLINE_EXCEEDED", "0.3 seconds"):
+        for response in stream:
+            assert response.WhichOneof("part") != "trailer"
+            received += len(response.chunk.data)
+    assert received < header.total_bytes
+    assert store.client.pull(digest, layout_id).is_whole
+
+
+def test_a_slow_reader_is_not_dropped(serve, make_adapter, make_layout):
+    store = serve(pull_stall_seconds=0.5)
+    digest, layout_id = make_large(store.client, make_adapter, make_layout)
+    request = pb.PullAdapterRequest(digest=digest, layout_id=layout_id)
+    began = time.monotonic()
+    kinds = []
+    for response in store.client.stub.PullAdapter(request):
+        kinds.append(response.WhichOneof("part"))
+        time.sleep(0.02)  # what makes it slow
+    assert kinds[-1] == "trailer"
+    assert time.monotonic() - began > 0.5
+
+
+def test_a_store_without_room_says_when_to_come_again(serve, make_adapter, make_layout, refused):
+    store = serve(memory_bytes=40 << 20)
+    store.running.store.images._room_seconds = 0.05
+    first = make_large(store.client, make_adapter, make_layout)
+    second = make_large(store.client, make_adapter, make_layout, "second", 2.0)
+    store.idle()
+    stream = store.client.stub.PullAdapter(
+        pb.PullAdapterRequest(digest=first[0], layout_id=first[1])
+    )
+    next(stream)
+    with refused("RESOURCE_EXHAUSTED", "memory") as caught:
+        store.client.pull(*second)
+    details = [detail.type_url for detail in rpc_status.from_call(caught.error).details]
+    assert any(url.endswith("RetryInfo") for url in details)
+    assert list(stream)[-1].WhichOneof("part") == "trailer"
+    assert store.client.pull(*second).is_whole

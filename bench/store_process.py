@@ -1,0 +1,115 @@
+"""A store in a process of its own, for the benchmarks: the real server, and beside it, in the same
+process, the plain gRPC stream that pulls are compared with.
+
+    python -m bench.store_process SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+
+from adapter_store.config import Settings
+from adapter_store.server import running_store
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+
+RAW_BYTES = 512 << 10
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+
+
+async def _raw(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    """As many messages of RAW_BYTES as asked for: the same bytes again and again."""
+    data = bytes(RAW_BYTES)
+    for _ in range(int(request)):
+        yield data
+
+
+async def _serve(settings: Settings) -> None:
+    torch.set_num_threads(1)
+    async with running_store(settings) as running:
+        raw = grpc.aio.server()
+        handler = grpc.unary_stream_rpc_method_handler(_raw)
+        raw.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("raw", {"raw": handler}),)
+        )
+        raw_address = f"127.0.0.1:{raw.add_insecure_port('127.0.0.1:0')}"
+        await raw.start()
+        print(json.dumps({"grpc": running.grpc_address, "raw": raw_address}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # until the benchmark closes it
+        await raw.stop(None)
+
+
+@dataclass
+class BenchStore:
+    """The client's side."""
+
+    address: str
+    raw_address: str
+    process: psutil.Process
+
+    def __post_init__(self) -> None:
+        self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self.stub = pb_grpc.AdapterStoreServiceStub(self.channel)
+        raw = grpc.insecure_channel(self.raw_address, options=CHANNEL_OPTIONS)
+        self.raw = raw.unary_stream("/raw/raw")
+
+    def register(self, name: str, source_uri: str) -> str:
+        """Gives the digest."""
+        request = pb.RegisterAdapterRequest(name=name, source_uri=source_uri)
+        return str(self.stub.RegisterAdapter(request).adapter.digest)
+
+    def register_layout(self, layout: pb.ModelLayout) -> str:
+        request = pb.RegisterLayoutRequest(layout=layout)
+        return str(self.stub.RegisterLayout(request).layout_id)
+
+    def pull(self, digest: str, layout_id: str) -> Any:
+        """The call: an iterator of responses."""
+        return self.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
+
+    def wait_ready(self, name: str) -> None:
+        """Until the images of a name are compiled and kept."""
+        ref = pb.GetAdapterRequest(ref=name)
+        states = [pb.IMAGE_STATE_PENDING]
+        while any(state != pb.IMAGE_STATE_READY for state in states):
+            states = [s.state for s in self.stub.GetAdapter(ref).adapter.layout_states]
+
+    def resident_bytes(self) -> int:
+        return int(self.process.memory_info().rss)
+
+
+@contextmanager
+def bench_store(folder: Path, **settings: Any) -> Iterator[BenchStore]:
+    """A store over `folder`/data that may read `folder`, while the context lasts."""
+    values = {
+        "listen": "127.0.0.1:0",
+        "metrics_listen": "127.0.0.1:0",
+        "data_dir": str(folder / "data"),
+        "source_roots": str(folder),
+        "log_level": "WARNING",
+        **settings,
+    }
+    command = [sys.executable, "-m", "bench.store_process", json.dumps(values)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            ready = json.loads(process.stdout.readline())
+            yield BenchStore(ready["grpc"], ready["raw"], psutil.Process(process.pid))
+        finally:
+            process.stdin.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Settings(**json.loads(sys.argv[1]))))
