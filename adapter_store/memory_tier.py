@@ -24,7 +24,7 @@ from adapter_store.image_plan import ImagePlan
 from adapter_store.tiers import TierCounts
 from adapter_store.workers import Priority
 
-MARGIN_BYTES = 64 << 20
+MARGIN_BYTES = 32 << 20
 SPARE_BYTES = 256 << 20
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -90,8 +91,13 @@ class BenchStore:
 
 
 @contextmanager
-def bench_store(folder: Path, **settings: Any) -> Iterator[BenchStore]:
-    """A store over `folder`/data that may read `folder`, while the context lasts."""
+def bench_store(
+    folder: Path, *, env: dict[str, str] | None = None, **settings: Any
+) -> Iterator[BenchStore]:
+    """A store over `folder`/data that may read `folder`, while the context lasts.
+
+    `env` is added to the environment; `settings` replace those of the adapter store.
+    """
     values = {
         "listen": "127.0.0.1:0",
         "metrics_listen": "127.0.0.1:0",
@@ -100,8 +106,11 @@ def bench_store(folder: Path, **settings: Any) -> Iterator[BenchStore]:
         "log_level": "WARNING",
         **settings,
     }
+    variables = os.environ | (env or {})
     command = [sys.executable, "-m", "bench.store_process", json.dumps(values)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
