@@ -317,7 +317,8 @@ def share(tmp_path, monkeypatch):
     init = ImageBuilder.__init__
 
     def with_shared(self, *args, **options) -> None:
-        init(self, *args, **{**options, "shared": shared})
+        init(self, *args, **options)
+        self._shared = shared
 
     monkeypatch.setattr(ImageBuilder, "__init__", with_shared)
     return shared
