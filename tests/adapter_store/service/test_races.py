@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from adapter_store.catalog import Catalog
 from adapter_store.registration import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -18,17 +19,23 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def all_checked(monkeypatch):
-    """all_checked(n): the next n registrations are checked before the first of them goes on, so
-    that only the catalog can tell them apart."""
+    """all_checked(n): the next n registrations and rollbacks are checked before the first of them
+    goes on, so that only the catalog can tell them apart."""
     barriers: list[threading.Barrier] = []
-    check = Registrar.check
+    check, rollback = Registrar.check, Catalog.rollback
 
     def checked(registrar, asked) -> None:
         check(registrar, asked)
         if barriers and asked.if_current_digest:
             barriers[-1].wait(DEADLINE_S)
 
+    def rolled_back(catalog, *args):
+        if barriers:
+            barriers[-1].wait(DEADLINE_S)
+        return rollback(catalog, *args)
+
     monkeypatch.setattr(Registrar, "check", checked)
+    monkeypatch.setattr(Catalog, "rollback", rolled_back)
     return lambda number: barriers.append(threading.Barrier(number))
 
 
@@ -65,7 +72,7 @@ def test_one_of_all_that_expect_the_same_current_wins(
         folders = [make_adapter(folder=f"{turn}-{i}", seed=10 * turn + i + 100) for i in range(3)]
         fields = {"if_current_digest": current.digest}
         back = pb.RollbackAdapterRequest(name="raced", version=1, **fields)
-        all_checked(3)
+        all_checked(4)
         answers = outcomes(
             [
                 lambda f=folders[0], w=fields: client.register("raced", f, **w),
