@@ -39,9 +39,11 @@ fuzz: $(VENV)/.installed-fuzz
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.w1
 
-# The store killed 200 times at random moments; `make test` has ten of them.
+# The store killed 200 times at random moments, over SQLite, and one of two replicas over
+# PostgreSQL and S3; `make test` has some of them. Give a printed seed again by SOAK="--seed N".
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.soak.store --kills 200 $(SOAK)
+	$(BIN)/python -m tests.soak.store --kills 200 --catalog sqlite $(SOAK)
+	$(BIN)/python -m tests.soak.store --kills 200 --catalog postgresql $(SOAK)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,12 +1,13 @@
 """The crash test: a store killed with -9 at random moments must have kept every promise.
 
-    python -m tests.soak.store --kills 200 [--seed N]
+    python -m tests.soak.store --kills 200 [--catalog sqlite|postgresql] [--seed N]
 
-Callers register, upload, delete and pull meanwhile. After each restart all that was answered with
-success is there, and all else is there whole or not at all; in the end the history has no gap,
-every image is right byte for byte, nothing lies around that no record needs, and the accounts of
-both tiers are exact. The seed is printed: with it, the same calls and moments are drawn again,
-though not how the threads take turns.
+Over SQLite it is one store; over PostgreSQL two replicas that share an S3 bucket, of which one is
+killed at a time. Callers register, upload, delete, roll back and pull meanwhile. After each
+restart all that was answered with success is there, and all else is there whole or not at all; in
+the end the history has no gap, every image is right byte for byte, nothing lies around that no
+record needs, and the accounts of both tiers are exact. The seed is printed: with it, the same calls
+and moments are drawn again, though not how the threads take turns.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.soak.ground import Ground, SqliteGround
 from tests.soak.leftovers import check_accounts, wait_until_clean
 from tests.soak.model import check_history
 from tests.soak.replicas import Replica, Roster
+from tests.soak.shared_ground import SharedGround
 from tests.soak.watcher import Watcher
 
 NUM_CALLERS = 5
@@ -50,7 +52,7 @@ SETTINGS = {
     "memory_bytes": 4 << 20,
     "disk_cache_bytes": 12 << 20,
 }
-GROUNDS: dict[str, Callable[[], Ground]] = {"sqlite": SqliteGround}
+GROUNDS: dict[str, Callable[[], Ground]] = {"sqlite": SqliteGround, "postgresql": SharedGround}
 
 
 class Soak:
