@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_BLOBS = 1000
 LEASE = "collector"
+SWEEP_EVERY = 10
+"""Collections; a sweep lists everything that is shared."""
 
 
 class Collector:
@@ -86,14 +88,17 @@ class SharedCollector(Collector):
         self._shared_blobs = blobs
         self._images = images
         self._leases = leases
+        self._num_collections = 0
 
     def collect(self) -> list[str]:
         """As Collector.collect; gives the digests that are gone from here, whoever collected."""
         if self._leases.acquire(LEASE):
             try:
                 gone = super().collect()
-                self._shared_blobs.sweep_shared()
-                self._images.sweep(self._catalog.unknown_digests)
+                if self._num_collections % SWEEP_EVERY == 0:
+                    self._shared_blobs.sweep_shared()
+                    self._images.sweep(self._catalog.unknown_digests)
+                self._num_collections += 1
             finally:
                 self._leases.release(LEASE)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import settings
 from safetensors.torch import save_file
 
 from adapter_store.core import DataType, Layout, Target, TargetKind
+from loadout.demo.process import Process
 from tests.postgres import PostgresServer
 
 # A busy machine is not a failure.
@@ -33,6 +35,18 @@ def catalog_dsn(postgres: PostgresServer) -> Iterator[str]:
     dsn = postgres.create_database()
     yield dsn
     postgres.drop_database(dsn)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory) -> Iterator[str]:
+    """An S3 server in a process of its own."""
+    folder = tmp_path_factory.mktemp("s3")
+    command = [sys.executable, "-m", "loadout.demo.s3", str(folder / "ready.json")]
+    process = Process("s3", command, folder, folder / "ready.json")
+    try:
+        yield process.wait_ready(120)["url"]
+    finally:
+        process.stop(30)
 
 
 BASE_MODEL = "org/tiny"

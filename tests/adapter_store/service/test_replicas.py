@@ -18,7 +18,6 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from loadout.demo.process import Process
 from tests.adapter_store.service.conftest import Client
 
 START_SECONDS = 120
@@ -31,18 +30,6 @@ AWS = {
     "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory) -> Iterator[str]:
-    """An S3 server in a process of its own."""
-    folder = tmp_path_factory.mktemp("s3")
-    command = [sys.executable, "-m", "loadout.demo.s3", str(folder / "ready.json")]
-    process = Process("s3", command, folder, folder / "ready.json")
-    try:
-        yield process.wait_ready(START_SECONDS)["url"]
-    finally:
-        process.stop(30)
 
 
 class Shared:
@@ -110,18 +97,18 @@ class Replica:
 
 
 @pytest.fixture
-def shared(endpoint, tmp_path) -> Iterator[Shared]:
-    shared = Shared(endpoint, f"b{time.time_ns()}")
+def shared(s3_endpoint) -> Iterator[Shared]:
+    shared = Shared(s3_endpoint, f"b{time.time_ns()}")
     yield shared
     shared.close()
 
 
 @pytest.fixture
-def replicas(endpoint, shared, catalog_dsn, tmp_path) -> Iterator[list[Replica]]:
+def replicas(s3_endpoint, shared, catalog_dsn, tmp_path) -> Iterator[list[Replica]]:
     arguments = [
         f"--catalog-dsn={catalog_dsn}",
         f"--shared-s3={shared.uri}",
-        f"--s3-endpoint-url={endpoint}",
+        f"--s3-endpoint-url={s3_endpoint}",
         f"--source-roots={tmp_path}",
         f"--lease-seconds={LEASE_SECONDS}",
         "--collect-seconds=0.3",

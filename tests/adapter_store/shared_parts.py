@@ -1,0 +1,62 @@
+"""What replicas share, in one process: a catalog, a bucket, and leases per replica."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import boto3
+
+from adapter_store.blobs import LocalBlobs
+from adapter_store.bucket import Bucket
+from adapter_store.catalog import Catalog
+from adapter_store.leases import Leases
+from adapter_store.shared_blobs import SharedBlobs
+from adapter_store.shared_tier import SharedTier
+
+WAIT_SECONDS = 60
+
+
+class SharedParts:
+    def __init__(self, endpoint: str, folder: Path, stack: ExitStack) -> None:
+        self.name = f"b{time.time_ns()}"
+        options = {"endpoint_url": endpoint, "region_name": "us-east-1"}
+        self.client = boto3.client("s3", **options)
+        self.client.create_bucket(Bucket=self.name)
+        stack.callback(self.client.close)
+        self.bucket = Bucket(f"s3://{self.name}/store", endpoint)
+        self.catalog = Catalog(folder / "catalog.sqlite3", event_retention=100)
+        stack.callback(self.catalog.close)
+        self._folder = folder
+        self._stack = stack
+
+    def leases(self, lease_seconds: float = 30) -> Leases:
+        leases = Leases(self.catalog, lease_seconds)
+        self._stack.callback(leases.close)
+        return leases
+
+    def tier(self, leases: Leases | None = None) -> SharedTier:
+        """As another replica sees it."""
+        return SharedTier(self.bucket, leases or self.leases())
+
+    def blobs(
+        self, name: str, leases: Leases | None = None, capacity: int = 1 << 30
+    ) -> SharedBlobs:
+        folder = self._folder / name
+        local = LocalBlobs(folder)
+        return SharedBlobs(
+            local, self.bucket, self.catalog, leases or self.leases(), folder, capacity
+        )
+
+    def keys(self, under: str) -> list[str]:
+        return [key for page in self.bucket.keys(under) for key in page]
+
+    def alter(self, key: str) -> None:
+        self.client.put_object(Bucket=self.name, Key=f"store/{key}", Body=b"other bytes")
+
+
+def die(leases: Leases) -> None:
+    """What kill -9 does to a replica's leases: nobody renews or releases them."""
+    with suppress(RuntimeError):
+        leases.close()

@@ -1,0 +1,145 @@
+"""Blobs on a real S3 server process: durable before the commit, and never another one's."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from adapter_store.catalog import NewVersion
+from adapter_store.core import AdapterName, BlobPlace, SourceFile
+from adapter_store.errors import BlobLost, CorruptData
+from adapter_store.shared_blobs import SharedBlobs
+from tests.adapter_store.shared_parts import SharedParts, die
+
+A = AdapterName("default", "a")
+DIGEST = "sha256:" + "a" * 64
+CONTENT = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
+FILES = tuple(
+    SourceFile(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in CONTENT.items()
+)
+
+
+@pytest.fixture
+def parts(s3_endpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    with ExitStack() as stack:
+        yield SharedParts(s3_endpoint, tmp_path, stack)
+
+
+def stage(blobs: SharedBlobs) -> Path:
+    staged = blobs.stage()
+    for name, data in CONTENT.items():
+        (staged / name).write_bytes(data)
+    return staged
+
+
+def keep(blobs: SharedBlobs) -> tuple[BlobPlace, Path]:
+    staged = stage(blobs)
+    return blobs.keep(staged, DIGEST, FILES), staged
+
+
+def record(parts: SharedParts, kept: BlobPlace) -> None:
+    parts.catalog.register(NewVersion(A, DIGEST, "base", "", 1, (), 1, files=FILES, blob=kept))
+
+
+def register(parts: SharedParts, blobs: SharedBlobs) -> BlobPlace:
+    kept, staged = keep(blobs)
+    record(parts, kept)
+    blobs.settle(DIGEST, kept, staged)
+    return kept
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def collect(parts: SharedParts) -> str | None:
+    parts.catalog.remove(A)
+    parts.catalog.expire_versions(timedelta(0))
+    return parts.catalog.take_blob(DIGEST)
+
+
+def test_what_one_replica_keeps_another_reads(parts):
+    one, two = parts.blobs("one"), parts.blobs("two")
+    assert not one.path(DIGEST).exists()
+    register(parts, one)
+    assert read(one.path(DIGEST)) == read(two.path(DIGEST)) == CONTENT
+    kept, staged = keep(two)
+    assert kept.lease == ""  # found, not stored again
+    assert staged.is_dir()
+    assert len(parts.keys("blobs")) == 2
+
+
+def test_an_old_place_removed_late_hurts_no_new_registration(parts):
+    blobs = parts.blobs("one")
+    first = register(parts, blobs)
+    place = collect(parts)
+    assert place == first.place
+    register(parts, blobs)  # before the objects of the collected one are gone
+    blobs.remove(DIGEST, place)
+    assert read(parts.blobs("two").path(DIGEST)) == CONTENT
+    assert len(parts.keys("blobs")) == 2
+
+
+def test_what_was_collected_before_the_commit_is_noticed(parts):
+    blobs = parts.blobs("one")
+    register(parts, blobs)
+    kept, _ = keep(blobs)
+    collect(parts)
+    with pytest.raises(BlobLost):
+        record(parts, kept)
+    assert parts.catalog.blob(DIGEST) is None
+
+
+def test_of_two_that_store_at_once_one_place_stays(parts):
+    one, two = parts.blobs("one"), parts.blobs("two")
+    kept, staged = keep(one)
+    register(parts, two)
+    record(parts, kept)
+    one.settle(DIGEST, kept, staged)
+    assert len(parts.keys("blobs")) == 2
+    assert read(one.path(DIGEST)) == CONTENT
+
+
+def test_what_died_while_it_stored_is_swept(parts):
+    leases = parts.leases(lease_seconds=0.2)
+    kept, _ = keep(parts.blobs("one", leases))
+    other = parts.blobs("two")
+    other.sweep_shared()
+    assert len(parts.keys("blobs")) == 2  # it may still be alive
+    die(leases)
+    while parts.keys("blobs"):
+        other.sweep_shared()
+    with pytest.raises(BlobLost, match="longer than its lease"):
+        record(parts, kept)
+
+
+def test_altered_objects_are_found_and_replaced_by_registering_again(parts):
+    blobs = parts.blobs("one")
+    register(parts, blobs)
+    [key] = [key for key in parts.keys("blobs") if key.endswith(".safetensors")]
+    parts.alter(key)
+    other = parts.blobs("two")
+    with pytest.raises(CorruptData, match="register the adapter again"):
+        other.path(DIGEST)
+    register(parts, other)
+    assert read(parts.blobs("three").path(DIGEST)) == CONTENT
+    assert len(parts.keys("blobs")) == 2
+
+
+def test_copies_that_nobody_asked_for_lately_make_room(parts):
+    register(parts, parts.blobs("one"))
+    two = parts.blobs("two", capacity=1)
+    folder = two.path(DIGEST)
+    two._make_room()
+    assert folder.is_dir()  # it may still be read
+    os.utime(folder, (0, 0))
+    two._make_room()
+    assert not folder.exists()
+    assert read(two.path(DIGEST)) == CONTENT

@@ -1,0 +1,141 @@
+"""Of many replicas one compiles, whatever happens to it; over a real S3 server process."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, closing
+
+import pytest
+
+from adapter_store.bucket import Bucket
+from adapter_store.image_plan import ImagePlan
+from adapter_store.shared_tier import SharedTier
+from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
+
+KEY = ("sha256:" + "a" * 64, "sha256:" + "b" * 64)
+PLAN: ImagePlan = None  # it is for tiers that need to know what they look for
+
+
+@pytest.fixture
+def parts(s3_endpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    with ExitStack() as stack:
+        yield SharedParts(s3_endpoint, tmp_path, stack)
+
+
+def read(tier: SharedTier) -> bytes | None:
+    stream = tier.find(KEY, PLAN)
+    if stream is None:
+        return None
+    with closing(stream):
+        buffer = bytearray(stream.size_bytes)
+        position = 0
+        while count := stream.readinto(memoryview(buffer)[position:]):
+            position += count
+        assert position == len(buffer)
+        return bytes(buffer)
+
+
+def test_an_image_is_published_once_and_found_by_others(parts, tmp_path):
+    one, two = parts.tier(), parts.tier()
+    path = tmp_path / "image"
+    path.write_bytes(b"image" * 1000)
+    assert read(one) is None
+    one.publish(KEY, path)
+    assert read(two) == path.read_bytes()
+    (tmp_path / "late").write_bytes(b"late")
+    two.publish(KEY, tmp_path / "late")
+    assert read(one) == path.read_bytes()
+    two.remove(KEY)
+    two.remove(KEY)
+    assert read(one) is None
+
+
+def test_of_many_replicas_one_compiles(parts, tmp_path):
+    compiled: list[int] = []
+    found: list[bytes | None] = []
+
+    def replica(number: int) -> None:
+        tier = parts.tier()
+        while (data := read(tier)) is None:
+            claim = tier.claim(KEY, wait=True)
+            if claim is None:
+                continue
+            compiled.append(number)
+            path = tmp_path / f"image{number}"
+            path.write_bytes(b"image")
+            tier.publish(KEY, path)
+            claim.release()
+        found.append(data)
+
+    threads = [threading.Thread(target=replica, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert len(compiled) == 1
+    assert found == [b"image"] * 4
+
+
+def test_a_claim_keeps_others_out_until_it_is_released(parts):
+    one, two = parts.tier(), parts.tier()
+    claim = one.claim(KEY, wait=False)
+    assert claim is not None
+    assert two.claim(KEY, wait=False) is None
+    claim.release()
+    again = two.claim(KEY, wait=False)
+    assert again is not None
+
+
+def test_a_replica_that_died_compiling_is_taken_over_from(parts):
+    leases = parts.leases(lease_seconds=0.3)
+    assert parts.tier(leases).claim(KEY, wait=False) is not None
+    two = parts.tier()
+    assert two.claim(KEY, wait=False) is None
+    die(leases)
+    assert two.claim(KEY, wait=True) is None  # it had been somebody's: look again first
+    assert two.claim(KEY, wait=True) is not None
+
+
+def test_a_lease_lasts_as_long_as_its_replica(parts):
+    leases = parts.leases(lease_seconds=0.2)
+    assert leases.acquire("key")
+    renewed = threading.Event()
+    renew = parts.catalog.renew_leases
+    counted: list[None] = []
+
+    def count(owner: str, seconds: float) -> None:
+        renew(owner, seconds)
+        counted.append(None)
+        if len(counted) == 10:
+            renewed.set()
+
+    parts.catalog.renew_leases = count
+    assert renewed.wait(WAIT_SECONDS)
+    leases.close()
+    with parts.catalog._database.read() as conn:
+        assert conn.exec_driver_sql("SELECT owner FROM leases").scalar_one() == leases.owner
+
+
+def test_a_bucket_that_does_not_answer_is_an_oserror(parts, tmp_path):
+    (tmp_path / "image").write_bytes(b"x")
+    tier = SharedTier(Bucket("s3://none/store", "http://127.0.0.1:1"), parts.leases())
+    for call in (
+        lambda: tier.find(KEY, PLAN),
+        lambda: tier.claim(KEY, wait=False),
+        lambda: tier.publish(KEY, tmp_path / "image"),
+        lambda: tier.remove(KEY),
+    ):
+        with pytest.raises(OSError, match="shared store"):
+            call()
+
+
+def test_images_of_collected_digests_are_swept(parts, tmp_path):
+    tier = parts.tier()
+    (tmp_path / "image").write_bytes(b"x")
+    tier.publish(KEY, tmp_path / "image")
+    tier.sweep(lambda digests: set())
+    assert read(tier) == b"x"
+    tier.sweep(parts.catalog.unknown_digests)
+    assert read(tier) is None
