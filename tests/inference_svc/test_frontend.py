@@ -34,8 +34,8 @@ def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: A
     return Request(request_id, tuple(tokenizer.encode(text)), params, arrival_s=time.monotonic())
 
 
-async def collect(frontend: Frontend, request: Request) -> list[Delta]:
-    async with aclosing(frontend.generate(request)) as deltas:
+async def collect(frontend: Frontend, request: Request, tenant: str = "") -> list[Delta]:
+    async with aclosing(frontend.generate(request, tenant)) as deltas:
         return [delta async for delta in deltas]
 
 
@@ -190,6 +190,24 @@ def test_a_running_id_is_refused_and_the_running_request_goes_on(engine, tokeniz
         engine.hold.clear()
         assert "".join(d.text for d in await first) == "abc"
         await collect(frontend, make_request(tokenizer, "abc", "same"))
+
+    run(body)
+
+
+def test_ids_of_another_tenant_cannot_be_met(engine, tokenizers) -> None:
+    tokenizer = tokenizers["chars"]
+
+    async def body() -> None:
+        frontend = make_frontend(engine, tokenizer)
+        engine.hold.set()
+        request = make_request(tokenizer, "abc", "same")
+        both = [asyncio.create_task(collect(frontend, request, tenant)) for tenant in "ab"]
+        await until(lambda: engine.num_running == 2)
+        with pytest.raises(DuplicateRequest):
+            await collect(frontend, request, "b")
+        engine.hold.clear()
+        for deltas in await asyncio.gather(*both):
+            assert "".join(d.text for d in deltas) == "abc"
 
     run(body)
 

@@ -116,7 +116,12 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--listen", "192.0.2.1:1"], "error: cannot listen on 192.0.2.1:1"),
+        (
+            ["--listen", "192.0.2.1:1", "--allow-open-access"],
+            "error: cannot listen on 192.0.2.1:1",
+        ),
+        (["--listen", "0.0.0.0:0"], "error: listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--policy-file", "nowhere.toml"], "error: [Errno 2] No such file or directory: 'nowhere"),
         (["--kv-memory", "1KiB"], "error: kv_memory holds 0 tokens"),
     ],
 )
