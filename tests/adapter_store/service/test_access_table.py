@@ -345,6 +345,7 @@ def test_a_server_asks_on_behalf_of_its_callers(house, shared_folder):
     folder = save_adapter(shared_folder / "asked", seed=79)
     root, admin = house.clients["root"], house.clients["admin"]
     digest = root.register("team-b/asked", folder).adapter.digest
+    house.served.idle()  # what is compiled ahead asks the catalog, too
 
     def ask(client: Client, ref: str, *tenants: str) -> object:
         request = pb.GetAdapterRequest(ref=ref, tenants=tenants)
