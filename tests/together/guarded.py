@@ -23,7 +23,7 @@ from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
 from inference_svc.start import _engine_config, _facts, _model_facts
 from inference_svc.store_access import read_store_access
-from inference_svc.store_client import ImageClient
+from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
@@ -67,7 +67,7 @@ class Inference:
         config = resolve(self._config, Machine(has_cuda=False), _model_facts(geometry))
         access = read_store_access(config)
         self.server = InferenceServer(config, access)
-        images = ImageClient(self.server.replicas, access)
+        images = ImageClient(self.server.replicas, access) if config.store else NoStore()
         try:
             text = Tokenizer(config.model)
             engine = EngineThread(_engine_config(config), images)
@@ -77,6 +77,14 @@ class Inference:
         finally:
             await self.server.close()
             images.close()
+
+    def reload(self) -> None:
+        """What SIGHUP does; returns when it is done."""
+
+        async def call() -> None:
+            self.server.reload()
+
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(START_SECONDS)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from adapter_store.checkpoint import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
@@ -278,3 +280,27 @@ def test_what_is_gone_from_the_store_can_be_unloaded_by_its_owner(house: TableHo
             with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
                 unload(stub, digest)
     assert digest not in residents(house.stubs["root"])
+
+
+# --- beside the contract ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_health_is_told_to_all_and_the_contract_to_who_has_a_token(
+    house: TableHouse, caller: str
+) -> None:
+    token = CALLERS[caller]
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(house.inference.server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = reflection.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=60)
+        if caller in ("nobody", "stranger"):
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                next(answers)
+        else:
+            services = next(answers).list_services_response.service
+            assert SERVICE.full_name in {service.name for service in services}
