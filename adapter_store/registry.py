@@ -38,6 +38,7 @@ from adapter_store.registration import Registrar, Registration
 from adapter_store.report import StoreStatus
 from adapter_store.signatures import require_signed
 from adapter_store.sources.upload import FileChunk, Upload
+from adapter_store.tiers import TierCounts
 from adapter_store.watch import Watch
 
 P = ParamSpec("P")
@@ -72,6 +73,8 @@ class Registry:
         self._rates = Rates()
         self._calls = calls
         self._fetches = fetches
+        self.shared_counts: TierCounts | None = None
+        """Of the tier that replicas share, where there is one."""
         self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
         self._num_uploads = 0
 
@@ -200,6 +203,7 @@ class Registry:
             dataclasses.replace(self._images.disk_counts),
             self._pulls.num_active,
             self._watch.num_watchers,
+            None if self.shared_counts is None else dataclasses.replace(self.shared_counts),
         )
 
     @asynccontextmanager

@@ -16,10 +16,12 @@ class StoreStatus:
     disk: TierCounts
     active_pulls: int
     active_watches: int
+    shared: TierCounts | None = None
+    """What this replica found in the tier shared with others; its size is not known here."""
 
 
 def samples(status: StoreStatus) -> list[Sample]:
-    """The status as metrics; `tier` is memory or disk."""
+    """The status as metrics; `tier` is memory, disk or, where there is one, shared."""
     found = [
         Sample("revision", "Newest catalog revision.", status.catalog.revision),
         Sample("adapters", "Names in the catalog.", status.catalog.adapters),
@@ -30,6 +32,12 @@ def samples(status: StoreStatus) -> list[Sample]:
     ]
     for tier, counts in (("memory", status.memory), ("disk", status.disk)):
         found += _tier_samples({"tier": tier}, counts)
+    if status.shared is not None:
+        found += [
+            each
+            for each in _tier_samples({"tier": "shared"}, status.shared)
+            if each.name in ("tier_hits_total", "tier_misses_total")
+        ]
     return found
 
 

@@ -171,6 +171,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             layouts=status.catalog.layouts,
             memory=convert.to_tier_status(status.memory),
             disk=convert.to_tier_status(status.disk),
+            shared=None if status.shared is None else convert.to_tier_status(status.shared),
             blob_bytes=status.catalog.blob_bytes,
             active_pulls=status.active_pulls,
         )

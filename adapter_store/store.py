@@ -109,6 +109,7 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         registry = Registry(
             catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches
         )
+        registry.shared_counts = None if kept.images is None else kept.images.counts
 
         await registry.refresh_pinned()
         for layout_id in catalog.layout_ids():

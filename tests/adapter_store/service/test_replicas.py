@@ -152,6 +152,8 @@ def test_two_replicas_are_one_store(replicas, shared, make_adapter, make_layout)
     assert one.pull(registered.adapter.digest, layout_id).data == pulled.data
     eventually(lambda: states(one, "team/a") == [pb.IMAGE_STATE_READY])
     assert len(shared.keys("compiled")) == 1
+    statuses = [c.stub.GetStoreStatus(pb.GetStoreStatusRequest()) for c in (one, two)]
+    assert sum(status.shared.hits for status in statuses) >= 1
     assert len(shared.keys("blobs")) == 2
     two.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="team/a"))
     eventually(lambda: not shared.keys("blobs") and not shared.keys("compiled"))
