@@ -26,6 +26,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     # enough to pull from another.
     ("grpc.keepalive_time_ms", 3_000),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # While a ping that measures the connection is under way, no other is sent.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
     # Bulk bytes and questions do not share a connection.
