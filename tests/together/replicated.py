@@ -31,7 +31,7 @@ CREDENTIALS = {
 class Replicated:
     """`stores` by address. A store that was killed can be started again, on the same port."""
 
-    def __init__(self, zoo: Zoo, folder: Path, dsn: str, s3_url: str) -> None:
+    def __init__(self, zoo: Zoo, folder: Path, s3_url: str) -> None:
         self.zoo = zoo
         self._folder = folder
         self._sources = folder / "sources"
@@ -40,7 +40,6 @@ class Replicated:
             *("--shared-s3", "s3://shared", "--shared-s3-endpoint-url", s3_url),
             *("--source-roots", str(self._sources), "--compile-workers", "1"),
         ]
-        self._dsn = dsn
         self.stores: dict[str, Process] = {}
         self._numbers: dict[str, int] = {}
 
@@ -72,6 +71,10 @@ class Replicated:
         process = Process(name, command, self._folder, ready)
         address = process.wait_ready(READY_S)["grpc"]
         self.stores[address], self._numbers[address] = process, number
+
+    def kill_store(self, address: str) -> None:
+        self.signal(address, signal.SIGKILL)
+        self.stores[address].stop(GRACE_S)
 
     def restart_store(self, address: str) -> None:
         self.start_store(self._numbers[address], address)
@@ -121,9 +124,9 @@ def replicated(zoo: Zoo, folder: Path) -> Iterator[Replicated]:
         stack.callback(s3.stop, GRACE_S)
         url = s3.wait_ready(READY_S)["url"]
         boto3.client("s3", endpoint_url=url).create_bucket(Bucket="shared")
-        dsn = database.create_database()
-        environment.setenv("LOADOUT_STORE_CATALOG_DSN", dsn)
-        made = Replicated(zoo, folder, dsn, url)
+        # In the environment: it may hold a password.
+        environment.setenv("LOADOUT_STORE_CATALOG_DSN", database.create_database())
+        made = Replicated(zoo, folder, url)
         try:
             made.start()
             yield made
