@@ -115,7 +115,8 @@ class Directory:
         question = Question.of(who, ref)
         record = self._known(question, min_revision) or await self._ask(question, min_revision)
         tenant = tenant_of(record.name)
-        self._owners.note(record.digest, tenant)
+        if record.revision >= self._reset_at:  # else what has changed since will not be told
+            self._owners.note(record.digest, record.name)
         try:
             self._check_servable(record)
         except AdapterUnusable:
@@ -132,8 +133,27 @@ class Directory:
         return [name for name in names if who.is_for(tenant_of(name))]
 
     def is_owner(self, who: Principal, digest: str) -> bool:
-        """Whether one of the caller's tenants has used a digest here, or it is for all tenants."""
-        return who.tenants is None or not who.tenants.isdisjoint(self._owners.of(digest))
+        """Whether one of the caller's tenants has used a digest here and has it, or has had it
+        until lately; or the caller is for all tenants."""
+        return who.tenants is None or self._owners.has(who.tenants, digest, self._clock())
+
+    async def owned(self, who: Principal, digests: Collection[str]) -> set[str]:
+        """Those of which the caller is an owner. The store is asked about what has changed too
+        long ago; while it does not answer, they are not the caller's."""
+        tenants = who.tenants
+        for digest in digests if tenants is not None else ():
+            assert tenants is not None
+            if not self._owners.is_over(tenants, digest, self._clock()):
+                continue
+            try:
+                await self.resolve(who, digest)
+            except AdapterNotFound:
+                self._owners.forget(tenants, digest)
+            except AdapterUnusable:
+                pass  # it is theirs, whether it can be served or not
+            except InferenceError:
+                break
+        return {digest for digest in digests if self.is_owner(who, digest)}
 
     @property
     def is_live(self) -> bool:
@@ -272,6 +292,7 @@ class Directory:
             self._changed_at.clear()
         if event.name:
             self._cache.remove_name(event.name)
+            self._owners.doubt(event.name, self._clock())
             self._changed_at[event.name] = event.revision
 
     def lost(self) -> None:
@@ -281,6 +302,7 @@ class Directory:
     def reset(self, revision: int) -> None:
         """The next watch starts behind `revision`, and what changed before is not known."""
         self._cache.clear()
+        self._owners.doubt_all(self._clock())
         self._changed_at.clear()
         self._reset_at = revision
         self.revision = revision

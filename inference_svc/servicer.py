@@ -149,11 +149,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> pb.ListResidentAdaptersResponse:
         who = self._admit(context, Action.OPERATE)
         adapters = await self._frontend.list_resident()
+        owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
         return pb.ListResidentAdaptersResponse(
             adapters=[
-                self._to_resident(who, adapter)
-                for adapter in adapters
-                if self._directory.is_owner(who, adapter.digest)
+                self._to_resident(who, adapter) for adapter in adapters if adapter.digest in owned
             ]
         )
 

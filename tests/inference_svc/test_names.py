@@ -14,6 +14,7 @@ from inference_svc.errors import (
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.names import Directory, NameEvent, Servable
+from inference_svc.owners import GRACE_SECONDS
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 UPPER = AdapterRecord("default/upper", 1, A, rank=8, base_model="base", revision=5)
@@ -542,6 +543,76 @@ def test_names_and_ownership_are_told_to_their_tenants() -> None:
         directory.apply(NameEvent(6, "a/mine"))
         assert directory.names_of(of("a"), A) == []
         assert directory.is_owner(of("a"), A)  # what is resident is still its own
+
+    run(body)
+
+
+def test_a_tenant_that_deleted_its_record_is_an_owner_until_the_grace_is_over() -> None:
+    catalog, directory, clock = make()
+    catalog.records |= {"a/mine": MINE, "b/theirs": THEIRS}
+    catalog.shared[A] = [MINE, THEIRS]
+
+    async def body() -> None:
+        for tenant, name in (("a", "mine"), ("b", "theirs")):
+            await directory.resolve(of(tenant), name)
+        catalog.shared[A] = [THEIRS]
+        directory.apply(NameEvent(6, "a/mine"))
+        clock.now_s += GRACE_SECONDS - 1
+        catalog.asked.clear()
+        assert directory.is_owner(of("a"), A)
+        assert await directory.owned(of("a"), [A, B]) == {A}
+        assert catalog.asked == []
+        clock.now_s += 1
+        assert not directory.is_owner(of("a"), A)
+        assert directory.is_owner(of("b"), A)
+        for _ in range(2):  # asked once, as nobody's digest is not asked about at all
+            assert await directory.owned(of("a"), [A, B]) == set()
+        assert await directory.owned(of("b"), [A, B]) == {A}
+        assert catalog.asked == [A]
+
+    run(body)
+
+
+@pytest.mark.parametrize("change", ["event", "list again"])
+def test_an_owner_stays_one_as_long_as_the_store_says_so(change: str) -> None:
+    """The name may have gone on to another content; its older versions are there all the same."""
+    catalog, directory, clock = make()
+    catalog.records["a/mine"] = MINE
+    catalog.shared[A] = [MINE]
+
+    async def body() -> None:
+        await directory.resolve(of("a"), "mine")
+        if change == "event":
+            directory.apply(NameEvent(6, "a/mine"))
+        else:
+            directory.reset(6)
+        catalog.revision = 6
+        clock.now_s += GRACE_SECONDS
+        catalog.down = True
+        assert await directory.owned(of("a"), [A]) == set()  # it cannot be affirmed
+        catalog.down = False
+        clock.now_s += 10
+        assert await directory.owned(of("a"), [A]) == {A}
+        clock.now_s += GRACE_SECONDS
+        assert directory.is_owner(of("a"), A)  # nothing has changed since
+
+    run(body)
+
+
+def test_an_answer_from_before_the_list_makes_no_owner() -> None:
+    catalog, directory, _ = make()
+    catalog.records["a/mine"] = MINE
+    catalog.gate = asyncio.Event()
+
+    async def body() -> None:
+        asking = asyncio.create_task(directory.resolve(of("a"), "mine"))
+        while not catalog.asked:
+            await asyncio.sleep(0)
+        assert catalog.gate is not None
+        directory.reset(9)
+        catalog.gate.set()
+        await asking
+        assert not directory.is_owner(of("a"), A)
 
     run(body)
 
