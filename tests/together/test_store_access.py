@@ -16,7 +16,7 @@ from inference_svc.adapters.store import ImageTrailer
 from inference_svc.config import Config
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.geometry import load_geometry
-from inference_svc.replicas import Replicas
+from inference_svc.replicas import Endpoint, Replicas
 from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import CatalogClient, ImageClient
 from tests.adapter_store.certificates import Authority
@@ -143,4 +143,16 @@ def test_without_them_nothing_is_answered(guarded: Guarded) -> None:
         images = ImageClient(Replicas.at(guarded.address), access)
         with pytest.raises(StoreUnavailable, match=message):
             list(images.pull("sha256:" + "0" * 64, "sha256:" + "1" * 64))
+        images.close()
+
+
+def test_the_certificate_is_for_the_name_that_was_given(guarded: Guarded) -> None:
+    """Not for the address that the name resolves to."""
+    for name, is_good in (("localhost", True), ("store.example", False)):
+        images = ImageClient(Replicas([Endpoint(guarded.address, name)]), guarded.access())
+        unknown = images.pull("sha256:" + "0" * 64, "sha256:" + "1" * 64)
+        with pytest.raises((AdapterNotFound, StoreUnavailable)) as caught:
+            list(unknown)
+        is_reached = "UNAVAILABLE" not in caught.value.message
+        assert is_reached == is_good
         images.close()
