@@ -31,6 +31,10 @@ from adapter_store.workers import Turn
 
 logger = logging.getLogger(__name__)
 
+CLAIM_PATIENCE_SECONDS = 4.0
+"""How long another replica is waited for. It may be alive and yet not come to it: it makes way for
+pulls that wait for images which we, making way for this one, have claimed."""
+
 # What was taken in stays servable when the limits for new adapters become tighter.
 _NO_LIMITS = CheckpointLimits(
     max_config_bytes=1 << 30,
@@ -218,11 +222,12 @@ class ImageBuilder:
 
     def _read_shared(self, build: Build, image: GrowingImage) -> bool:
         """Whether the image is complete now, as another replica made it. If not, the claim to
-        compile it here is ours, or there is nobody to share with."""
+        compile it here is ours, or there is nobody to share with, or to wait for any longer."""
         if self._shared is None:
             return False
+        deadline = time.monotonic() + CLAIM_PATIENCE_SECONDS
         with _tolerated("the shared tier does not answer"):
-            while build.claim is None:
+            while build.claim is None and time.monotonic() < deadline:
                 stream = self._shared.find(build.key, build.plan)
                 if stream is not None:
                     with closing(stream):

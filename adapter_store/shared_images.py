@@ -28,7 +28,7 @@ class SharedImages(Protocol):
 
     def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
         """The right to compile the image here. None: look again with `find`, another replica
-        had it; without `wait` it may still be at work, and nothing is waited for."""
+        had it, and may still be at work. With `wait` that is only after a moment's waiting."""
 
     def publish(self, key: ImageKey, path: Path) -> None:
         """Copies a whole image file there. One that is there already stays."""

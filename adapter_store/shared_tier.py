@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "compiled"
 POLL_SECONDS = 0.1
+WAIT_SECONDS = 1.0
 
 
 class LeaseClaim:
@@ -57,7 +58,7 @@ class SharedTier:
 
     def claim(self, key: ImageKey, *, wait: bool) -> LeaseClaim | None:
         """The right to compile the image here. None: look again with `find`, another replica
-        had it; without `wait` it may still be at work."""
+        had it; it may still be at work, also after some waiting."""
         name = _lease_name(key)
         with _lease_errors_translated():
             if self._leases.acquire(name):
@@ -65,7 +66,8 @@ class SharedTier:
                 if self._is_published(key, name):
                     return None
                 return LeaseClaim(self._leases, name)
-            while wait and self._leases.is_held(name):
+            deadline = time.monotonic() + WAIT_SECONDS
+            while wait and self._leases.is_held(name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         return None
 

@@ -426,3 +426,21 @@ def test_verified_checkpoints_are_trusted_for_a_while_and_untouched(make_adapter
     late = VerifiedCheckpoints(trusted_seconds=0)
     late.put(open_checkpoint(folder))
     assert late.find(checkpoint.digest, folder) is None
+
+
+def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
+    start, make_adapter, make_layout, share, steps, monkeypatch
+):
+    """Two replicas that both let work ahead wait for pulls would otherwise wait for each other."""
+    steps.go()
+    monkeypatch.setattr(builder_module, "CLAIM_PATIENCE_SECONDS", 0.1)
+
+    async def pull(store: Store, pulls: Pulls, key, folder) -> None:
+        share.claimed.add(key)  # by another replica, which does not come to it
+        data, _ = await read(pulls.stream(key, 0, ""))
+        assert data
+        await store.images.settle()
+        assert share.path(key).exists()
+        assert share.claimed == {key}
+
+    scenario(start, make_adapter, make_layout, pull)
