@@ -53,6 +53,9 @@ class Blobs(Protocol):
     def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
         """Called after the commit that follows `keep`, also if it was refused."""
 
+    def leave(self, kept: BlobPlace) -> None:
+        """Instead of `settle`, where nobody knows whether the commit was made."""
+
     def remove(self, digest: str, place: str = "") -> None:
         """It may be absent. Whoever has its files open goes on reading."""
 
@@ -118,6 +121,9 @@ class LocalBlobs:
 
     def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
         """There is nothing to do: the folder's name alone makes it the blob."""
+
+    def leave(self, kept: BlobPlace) -> None:
+        """The next start sweeps what has no record."""
 
     def remove(self, digest: str, place: str = "") -> None:
         """It may be absent. Whoever has its files open goes on reading."""

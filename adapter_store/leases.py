@@ -43,7 +43,7 @@ class Leases:
         return self._catalog.is_leased(key)
 
     def forget(self, key: str) -> None:
-        """It has been released together with something else."""
+        """It is not renewed any more: released with something else, or left to expire."""
         with self._lock:
             self._held.discard(key)
 
@@ -61,11 +61,13 @@ class Leases:
 
     def _renew_for_ever(self) -> None:
         while not self._stopping.wait(self._lease_seconds / 3):
+            # By key: one that could not be released must end, although this replica lives on.
             with self._lock:
-                if not self._held:
-                    continue
+                held = sorted(self._held)
+            if not held:
+                continue
             try:
-                self._catalog.renew_leases(self._owner, self._lease_seconds)
+                self._catalog.renew_leases(held, self._owner, self._lease_seconds)
             except CatalogUnavailable as error:
                 logger.warning("leases were not renewed", extra={"why": str(error)})
             except Exception:

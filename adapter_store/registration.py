@@ -207,8 +207,9 @@ class Registrar:
             except BlobLost:  # collected by another replica, between the two steps
                 self._blobs.settle(new.digest, kept, staged.folder)
                 continue
-            except CatalogUnavailable:
-                raise  # it may be recorded, or not: what is not needed is swept later
+            except CatalogUnavailable:  # it may be recorded, or not
+                self._blobs.leave(kept)
+                raise
             except StoreError:
                 self._blobs.settle(new.digest, kept, staged.folder)
                 raise

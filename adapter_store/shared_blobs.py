@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "blobs"
 READ_BYTES = 1 << 20
+STRIPES = 64
 IN_USE_SECONDS = 600
 """A copy asked for within this time may still be read, and stays."""
 
@@ -55,7 +56,7 @@ class SharedBlobs:
         self._folder = data_dir / "fetched"
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._fetching: dict[Path, threading.Lock] = {}
+        self._copying = tuple(threading.Lock() for _ in range(STRIPES))
         self._damaged: set[str] = set()
         make_folder(self._folder)
 
@@ -83,9 +84,7 @@ class SharedBlobs:
         if not kept.place:
             return self._local.path(digest)
         folder = self._copy_of(digest, kept.place)
-        with self._lock:
-            fetching = self._fetching.setdefault(folder, threading.Lock())
-        with fetching:
+        with self._making_copy(digest):
             if folder.is_dir():
                 os.utime(folder)
             else:
@@ -136,13 +135,23 @@ class SharedBlobs:
         except OSError as error:
             logger.warning("an unused blob was left to be swept", extra={"why": str(error)})
         self._damaged.discard(digest)
-        if staged.is_dir():
-            os.rename(staged, self._copy_of(digest, kept.place))
+        # A pull may have come since the commit, and have fetched a copy.
+        copy = self._copy_of(digest, kept.place)
+        with self._making_copy(digest):
+            is_new = staged.is_dir() and not copy.is_dir()
+            if is_new:
+                os.rename(staged, copy)
+        if is_new:
             self._make_room()
+
+    def leave(self, kept: BlobPlace) -> None:
+        """It is swept once its lease has ended, unless the catalog points to it."""
+        self._leases.forget(kept.lease)
 
     def remove(self, digest: str, place: str = "") -> None:
         """Removes what the catalog's row, now gone, pointed to."""
-        remove_folder(self._copy_of(digest, place), self._local.trash())
+        with self._lock:  # not while somebody looks how much there is
+            remove_folder(self._copy_of(digest, place), self._local.trash())
         if place:
             with _unavailable_translated():
                 self._bucket.delete_under(_prefix(digest, place))
@@ -213,6 +222,9 @@ class SharedBlobs:
                     return
                 remove_folder(folder, self._local.trash())
                 excess -= num_bytes
+
+    def _making_copy(self, digest: str) -> threading.Lock:
+        return self._copying[int(digest[-8:], 16) % STRIPES]
 
     def _copy_of(self, digest: str, place: str) -> Path:
         return self._folder / f"{digest.removeprefix('sha256:')}-{place}"

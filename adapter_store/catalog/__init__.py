@@ -357,9 +357,9 @@ class Catalog:
         with self._database.read() as conn:
             return leases.is_held(conn, key)
 
-    def renew_leases(self, owner: str, seconds: float) -> None:
+    def renew_leases(self, keys: Sequence[str], owner: str, seconds: float) -> None:
         with self._database.write() as conn:
-            leases.renew(conn, owner, seconds)
+            leases.renew(conn, keys, owner, seconds)
 
     def release_lease(self, key: str, owner: str) -> None:
         with self._database.write() as conn:

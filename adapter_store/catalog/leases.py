@@ -30,10 +30,11 @@ def is_held(conn: Connection, key: str) -> bool:
     return found is not None and found > now_micros(conn)
 
 
-def renew(conn: Connection, owner: str, seconds: float) -> None:
-    """All that the owner has; what expired and nobody took is had again."""
+def renew(conn: Connection, keys: Sequence[str], owner: str, seconds: float) -> None:
+    """Those of the keys that are the owner's; what expired and nobody took is had again."""
     expire_time = now_micros(conn) + int(seconds * 1e6)
-    conn.execute(update(leases).where(leases.c.owner == owner).values(expire_time=expire_time))
+    where = (leases.c.key.in_(keys), leases.c.owner == owner)
+    conn.execute(update(leases).where(*where).values(expire_time=expire_time))
 
 
 def release(conn: Connection, key: str, owner: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ from adapter_store.catalog import NewVersion
 from adapter_store.core import AdapterName, BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData
 from adapter_store.shared_blobs import SharedBlobs
-from tests.adapter_store.shared_parts import SharedParts, die
+from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
 
 A = AdapterName("default", "a")
 DIGEST = "sha256:" + "a" * 64
@@ -143,3 +144,26 @@ def test_copies_that_nobody_asked_for_lately_make_room(parts):
     two._make_room()
     assert not folder.exists()
     assert read(two.path(DIGEST)) == CONTENT
+
+
+def test_a_pull_that_comes_right_after_the_commit_disturbs_no_registration(parts):
+    blobs = parts.blobs("one")
+    kept, staged = keep(blobs)
+    record(parts, kept)
+    folder = blobs.path(DIGEST)  # fetched: the registration has not handed its own files over yet
+    blobs.settle(DIGEST, kept, staged)
+    assert blobs.path(DIGEST) == folder
+    assert read(folder) == CONTENT
+
+
+def test_what_nobody_knows_the_outcome_of_is_swept_although_its_replica_lives(parts):
+    leases = parts.leases(lease_seconds=0.2)
+    assert leases.acquire("another")  # is renewed all the time
+    blobs = parts.blobs("one", leases)
+    kept, _ = keep(blobs)
+    blobs.leave(kept)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while parts.keys("blobs"):
+        blobs.sweep_shared()
+        assert time.monotonic() < deadline
+    assert leases.is_held("another")

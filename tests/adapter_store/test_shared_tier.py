@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import ExitStack, closing
 
 import pytest
 
 from adapter_store.bucket import Bucket
+from adapter_store.errors import CatalogUnavailable
 from adapter_store.image_plan import ImagePlan
 from adapter_store.shared_tier import SharedTier
 from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
@@ -98,6 +100,28 @@ def test_a_replica_that_died_compiling_is_taken_over_from(parts):
     assert two.claim(KEY, wait=True) is not None
 
 
+def test_a_claim_that_could_not_be_released_ends_although_its_replica_lives(parts, monkeypatch):
+    leases = parts.leases(lease_seconds=0.3)
+    assert leases.acquire("another")  # is renewed all the time
+    claim = parts.tier(leases).claim(KEY, wait=False)
+    assert claim is not None
+
+    def refuse(key: str, owner: str) -> None:
+        raise CatalogUnavailable("gone")
+
+    monkeypatch.setattr(parts.catalog, "release_lease", refuse)
+    claim.release()
+    two = parts.tier()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while two.claim(KEY, wait=True) is None:
+        assert time.monotonic() < deadline
+
+
+def test_waiting_for_a_claim_has_an_end(parts):
+    assert parts.tier().claim(KEY, wait=False) is not None
+    assert parts.tier().claim(KEY, wait=True) is None
+
+
 def test_a_lease_lasts_as_long_as_its_replica(parts):
     leases = parts.leases(lease_seconds=0.2)
     assert leases.acquire("key")
@@ -105,8 +129,8 @@ def test_a_lease_lasts_as_long_as_its_replica(parts):
     renew = parts.catalog.renew_leases
     counted: list[None] = []
 
-    def count(owner: str, seconds: float) -> None:
-        renew(owner, seconds)
+    def count(keys: list[str], owner: str, seconds: float) -> None:
+        renew(keys, owner, seconds)
         counted.append(None)
         if len(counted) == 10:
             renewed.set()
