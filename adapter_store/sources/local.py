@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from adapter_store.sources.staging import READ_BYTES, Staging
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_REPLACED = frozenset({errno.ELOOP, errno.ESTALE})  # by a link; on a file server
 
 
 class Fingerprint(NamedTuple):
@@ -161,3 +163,17 @@ def _translated(uri: str) -> Iterator[None]:
             subject="source_uri",
             reason="SOURCE_ACCESS_DENIED",
         ) from exc
+    except OSError as exc:
+        if exc.errno == errno.ENAMETOOLONG:
+            raise NotFound(
+                f"source_uri: {uri} does not exist, no file has so long a name",
+                subject="source_uri",
+                reason="SOURCE_NOT_FOUND",
+            ) from exc
+        if exc.errno == errno.ENXIO:  # a socket
+            raise InvalidArgument(
+                f"source_uri: {uri}: {exc.filename} is not a regular file", subject=exc.filename
+            ) from exc
+        if exc.errno in _REPLACED:
+            raise _changed(uri, exc.filename) from exc
+        raise

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -165,6 +166,35 @@ def test_what_is_no_regular_file_is_refused(source, root, staging, write_adapter
     with pytest.raises(InvalidArgument, match="not a regular file") as caught:
         source.fetch(f"file://{root}/a", staging)
     assert caught.value.subject == WEIGHTS
+
+
+def test_a_socket_is_no_regular_file(source, root, staging, write_adapter, monkeypatch):
+    write_adapter(root / "a")
+    (root / "a" / WEIGHTS).unlink()
+    monkeypatch.chdir(root / "a")  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(WEIGHTS)
+    with pytest.raises(InvalidArgument, match="not a regular file") as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert caught.value.subject == WEIGHTS
+
+
+def test_a_name_that_no_file_can_have(source, root, staging):
+    with pytest.raises(NotFound, match="so long a name") as caught:
+        source.fetch(f"file://{root}/{'a' * 256}", staging)
+    assert caught.value.reason == "SOURCE_NOT_FOUND"
+
+
+def test_a_link_in_the_place_of_what_was_resolved(
+    source, root, staging, write_adapter, monkeypatch
+):
+    write_adapter(root / "a")
+    (root / "a" / WEIGHTS).rename(root / "moved")
+    monkeypatch.setattr(LocalSource, "_resolve", lambda self, path, uri: path)
+    (root / "a" / WEIGHTS).symlink_to(root / "moved")
+    with pytest.raises(SourceUnavailable, match=f"{WEIGHTS} changed") as caught:
+        source.fetch(f"file://{root}/a", staging)
+    assert caught.value.reason == "SOURCE_CHANGED"
 
 
 def test_what_is_missing_is_named(source, root, staging, write_adapter):
