@@ -36,7 +36,7 @@ from adapter_store.pull import PullMessage, Pulls
 from adapter_store.rates import Rates
 from adapter_store.registration import Registrar, Registration
 from adapter_store.report import StoreStatus
-from adapter_store.signatures import require_signed
+from adapter_store.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.tiers import TierCounts
 from adapter_store.watch import Watch
@@ -139,7 +139,9 @@ class Registry:
         policy = self._policies.policy
 
         def accept(record: AdapterRecord) -> None:
-            require_signed(policy, name.tenant, record.signed_by)
+            signed_by, value = record.signed_by, record.signature
+            signature = Signature(signed_by, value) if signed_by else None
+            require_signed(policy, name.tenant, signature, record.digest)
 
         job = self._call(
             self._catalog.rollback,

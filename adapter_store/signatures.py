@@ -70,10 +70,11 @@ def verify_signature(policy: Policy, tenant: str, signature: Signature | None, d
     return key.name
 
 
-def require_signed(policy: Policy, tenant: str, signed_by: str) -> None:
-    """Whether what is on record may become current. Raises PreconditionFailed."""
-    if not signed_by:
-        check_signature(policy, tenant, None)
+def require_signed(policy: Policy, tenant: str, signature: Signature | None, digest: str) -> None:
+    """Whether what is on record may become current: by the keys that are trusted now, for one that
+    was taken away signs no more. Raises as `verify_signature`."""
+    if policy.tenant(tenant).require_signature:
+        verify_signature(policy, tenant, signature, digest)
 
 
 def _trusted_key(policy: Policy, tenant: str, signature: Signature) -> TrustedKey:

@@ -91,8 +91,14 @@ def test_a_long_key_name_is_cut() -> None:
 
 
 def test_what_is_on_record_counts() -> None:
-    require_signed(POLICY, "strict", "all")
-    require_signed(POLICY, "any", "")
-    with pytest.raises(PreconditionFailed) as raised:
-        require_signed(POLICY, "strict", "")
-    assert raised.value.reason == "SIGNATURE_REQUIRED"
+    require_signed(POLICY, "strict", signature(), DIGEST)
+    require_signed(POLICY, "any", None, DIGEST)
+    require_signed(POLICY, "any", signature("gone"), DIGEST)
+    for given, reason in (
+        (None, "SIGNATURE_REQUIRED"),
+        (signature("gone"), "KEY_UNKNOWN"),
+        (signature(key=STRANGER), "SIGNATURE_INVALID"),
+    ):
+        with pytest.raises(PreconditionFailed) as raised:
+            require_signed(POLICY, "strict", given, DIGEST)
+        assert raised.value.reason == reason

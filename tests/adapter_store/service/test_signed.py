@@ -166,6 +166,27 @@ def test_a_key_taken_away_signs_no_more(served, tmp_path, make_adapter, refused)
     assert client.get("french").signed_by == "release"  # as it was found when it was recorded
 
 
+@pytest.mark.parametrize("key", ["", "another"])
+def test_what_a_key_taken_away_has_signed_does_not_come_back(
+    serve, tmp_path, make_adapter, refused, key
+) -> None:
+    """Nor once its name is another key's."""
+    policy = write_policy(tmp_path, TOKENS, TRUSTED, STRICT)
+    served = serve(policy_file=policy)
+    client = served.connect(token_of("a"))
+    for seed in range(2):
+        folder = make_adapter(folder=f"{seed}", seed=seed)
+        client.register("french", folder, signature=sign(digest_of(folder)))
+    others = key_lines("theirs", "*").replace("keys.theirs", "keys.release") if key else ""
+    write_policy(tmp_path, TOKENS, others, STRICT)
+    served.running.store.policies.reload()
+    with refused("FAILED_PRECONDITION", "release") as refusal:
+        client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="french", version=1))
+    reason = "SIGNATURE_INVALID" if key else "KEY_UNKNOWN"
+    assert details(refusal.error)["ErrorInfo"].reason == reason
+    assert client.get("french").version == 2
+
+
 def test_an_open_store_takes_no_signature_unchecked(client, make_adapter, refused) -> None:
     folder = make_adapter()
     with refused("FAILED_PRECONDITION", "'release'"):
