@@ -69,7 +69,7 @@ def parse_policy(text: str) -> Policy:
     """Raises InvalidSetting naming the key, such as `tokens.gateway.roles`."""
     try:
         tables = _PolicyTables.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as exc:
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise InvalidSetting(str(exc)) from exc
     except ValidationError as exc:
         problem = exc.errors(include_input=False, include_url=False)[0]

@@ -91,6 +91,7 @@ def test_other_tokens_are_not_known(token: str | None) -> None:
 
 BAD = {
     "not toml": ("[tokens", ""),
+    "too deep": ("a = " + "[" * 100_000, ""),
     "unknown table": ("[token.a]", "token: unknown key"),
     "unknown key of a token": (TOKEN + 'token = "secret-value"', "tokens.a.token: unknown key"),
     "the token itself": (TOKEN.replace(HASH, "secret-value"), "tokens.a.sha256: "),
