@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 from typing import Protocol
 
 import grpc
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ANSWER_SECONDS = 1.0
 """For statuses to reach their callers before connections are closed."""
-QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 
 SERVER_OPTIONS = (
     # Two servers on one port would each get some of the calls.
@@ -144,9 +144,12 @@ class InferenceServer:
             wait.cancel()
         await self._health.enter_graceful_shutdown()
         if not failed.is_set():
-            log.info("draining for up to %g s", self._config.grace_seconds)
-            await self._frontend.drain(self._config.grace_seconds)
-            await self._calls.quiet(QUIET_LIMIT_SECONDS)
+            grace_seconds = self._config.grace_seconds
+            log.info("draining for up to %g s", grace_seconds)
+            start = time.monotonic()
+            await self._frontend.drain(grace_seconds)
+            # Besides requests: what operators have asked for, and what still asks for a name.
+            await self._calls.drain(grace_seconds - (time.monotonic() - start))
         if failed.is_set():
             log.error("the engine failed: ending")
         return int(failed.is_set())

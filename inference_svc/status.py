@@ -22,6 +22,7 @@ DOMAIN = "inference.loadout"
 PACKAGE_PREFIX = "/loadout.inference."
 REFLECTION_PREFIX = "/grpc.reflection."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
+QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 
 CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
@@ -92,15 +93,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, on_end: Callable[[str, str], None]) -> None:
         self._on_end = on_end
+        self._running = 0
         self._last_end = -QUIET_SECONDS
 
-    async def quiet(self, limit_seconds: float) -> None:
-        """Returns when nobody has called for QUIET_SECONDS, or after the limit. Calls that arrive
-        while grpc stops are dropped, and their callers would read CANCELLED; a draining server
-        therefore answers until then."""
-        deadline = time.monotonic() + limit_seconds
-        while time.monotonic() < min(deadline, self._last_end + QUIET_SECONDS):
-            await asyncio.sleep(0.01)
+    async def drain(self, grace_seconds: float) -> None:
+        """Returns when nothing runs, or after the grace; and when then nobody has called for
+        QUIET_SECONDS, or after QUIET_LIMIT_SECONDS. Calls that arrive while grpc stops are dropped,
+        and their callers would read CANCELLED; a draining server therefore answers until then."""
+        await _wait_while(lambda: self._running > 0, grace_seconds)
+        await _wait_while(self._was_called_lately, QUIET_LIMIT_SECONDS)
+
+    def _was_called_lately(self) -> bool:
+        return time.monotonic() - self._last_end < QUIET_SECONDS
 
     async def intercept_service(
         self,
@@ -125,6 +129,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _guard(self, name: str, inner: Handler) -> Handler:
         async def guarded(request: Any, context: Any) -> Any:
             code = "OK"
+            self._running += 1
             try:
                 return await inner(request, context)
             except grpc.aio.AbortError:
@@ -140,10 +145,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     log.exception("%s failed", name)
                 await context.abort_with_status(rpc_status.to_status(status))
             finally:
+                self._running -= 1
                 self._last_end = time.monotonic()
                 self._on_end(name, code)
 
         return guarded
+
+
+async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> None:
+    deadline = time.monotonic() + limit_seconds
+    while condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
 
 
 class ReflectionGuard(grpc.aio.ServerInterceptor):

@@ -156,8 +156,9 @@ EOS = 1
 class FakeEngine:
     """An engine whose model repeats the prompt: one token per request and turn, then EOS.
 
-    It speaks the real one's messages from a thread of its own. `hold` stops its turns (messages
-    are still taken); `errors` maps a digest to what its requests end with; `fail` lets it die.
+    It speaks the real one's messages from a thread of its own. `hold` stops its turns, and loads
+    (messages are still taken); `errors` maps a digest to what its requests end with;
+    `fail` lets it die.
     """
 
     errors: dict[str, Exception] = field(default_factory=dict)
@@ -172,6 +173,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._running: dict[str, tuple[Request, int]] = {}
+        self._loads: list[Call] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     @property
@@ -179,6 +181,10 @@ class FakeEngine:
         target = LayoutTarget("model.layers.0.self_attn.q_proj", 0, "layers.0.qkv", "linear", 8, 4)
         embedding = LayoutTarget("model.embed_tokens", None, "embed", "embedding", 400, 8)
         return ModelLayout("base", ("b",), "0" * 64, torch.bfloat16, (1,), (embedding, target))
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads)
 
     @property
     def num_running(self) -> int:
@@ -209,6 +215,8 @@ class FakeEngine:
                 self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))
                 return
             if not self.hold.is_set():
+                replies += map(self._answer, self._loads)
+                self._loads.clear()
                 outputs += [self._step(request_id) for request_id in list(self._running)]
             if stopping:
                 error = Draining("stopped")
@@ -231,6 +239,8 @@ class FakeEngine:
                 outputs.append(self._end(message.request_id, FinishReason.ABORTED))
         elif isinstance(message, LayoutAccepted):
             self.layout_ids.append(message.layout_id)
+        elif isinstance(message, Call) and message.command is Command.LOAD:
+            self._loads.append(message)
         elif isinstance(message, Call):
             replies.append(self._answer(message))
 

@@ -19,7 +19,7 @@ from inference_svc import errors
 from inference_svc.config import Config, Machine, ModelFacts, resolve
 from inference_svc.server import SERVICE, InferenceServer
 from inference_svc.servicer import ServerFacts
-from inference_svc.status import CODES
+from inference_svc.status import CODES, QUIET_SECONDS
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from loadout.inference.v1 import inference_pb2 as pb
@@ -378,6 +378,23 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
         assert await ended == 0
 
     serve(body)
+
+
+def test_drain_waits_for_what_operators_have_asked_for(serve) -> None:
+    async def body(running: Running) -> None:
+        running.engine.hold.set()
+        loading = running.stub.LoadAdapter(pb.LoadAdapterRequest(ref="upper"))
+        await until(lambda: running.engine.num_loading == 1)
+        running.stop.set()
+        ended = asyncio.create_task(running.server.run(running.stop))
+        # Longer than a quiet server, and one without requests, would go on.
+        done, _ = await asyncio.wait([ended], timeout=3 * QUIET_SECONDS)
+        assert not done
+        running.engine.hold.clear()
+        assert (await loading).adapter.digest == digest_of("upper")
+        assert await ended == 0
+
+    serve(body, store=True)
 
 
 def test_when_the_grace_is_over_the_rest_ends_with_a_status(serve) -> None:
