@@ -12,6 +12,8 @@ from adapter_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
+RETRY_SECONDS = 1.0
+
 
 class Followed:
     """Lives on the event loop. Calls `refresh` after changes, however many came meanwhile, one
@@ -39,5 +41,10 @@ class Followed:
             self._changed.clear()
             try:
                 await self._refresh()
+                continue
             except StoreError as error:
                 logger.warning("pins were not refreshed", extra={"why": str(error)})
+            except Exception:
+                logger.exception("refreshing pins failed; it will be tried again")
+            await asyncio.sleep(RETRY_SECONDS)
+            self._changed.set()
