@@ -30,6 +30,7 @@ class Watch:
         self._bookmark_seconds = bookmark_seconds
         self._loop = asyncio.get_running_loop()
         self._recent: deque[AdapterEvent] = deque(maxlen=RECENT_EVENTS)
+        self._told = 0
         self._changed = asyncio.Event()
         self._closed = False
         self.num_watchers = 0
@@ -102,8 +103,13 @@ class Watch:
             assert self._loop.is_closed()
 
     def _add(self, events: list[AdapterEvent]) -> None:
-        if events[-1].revision <= self._revision:
-            return  # told a second time
+        is_restored = events[0].revision <= self._told
+        self._told = events[-1].revision
+        if is_restored:
+            # The database has been put back to an earlier state: whoever is ahead lists again.
+            self._recent.clear()
+        elif events[-1].revision <= self._revision:
+            return  # known from the start
         if self._recent and events[0].revision != self._recent[-1].revision + 1:
             self._recent.clear()  # what lies between has to be read from the catalog
         self._recent.extend(events)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
@@ -188,3 +189,23 @@ def test_a_change_after_the_loop_has_gone_harms_nobody(catalog):
     run(catalog, scenario)
     register(catalog, 1)
     assert catalog.revision() == 1
+
+
+def test_watchers_of_a_database_that_was_put_back_list_again(catalog, tmp_path):
+    """PostgreSQL's follower tells what it finds there, from the oldest on."""
+    register(catalog, 5)
+    events = catalog.events_since(0, 10)
+
+    async def scenario(watch: Watch) -> None:
+        watch._tell(events)  # known from the start
+        watch._tell([dataclasses.replace(events[0], revision=6)])
+        async with aclosing(watch.follow(6)) as watching:
+            waiting = asyncio.create_task(anext(watching))
+            await asyncio.sleep(0)
+            watch._tell(events)
+            with pytest.raises(RevisionTooOld):
+                await waiting
+        async with aclosing(watch.follow(3)) as watching:
+            assert await take(watching, 2) == [4, 5]
+
+    run(catalog, scenario)
