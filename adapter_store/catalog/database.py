@@ -27,6 +27,8 @@ SQLITE_BUSY_SECONDS = 30
 CONNECT_SECONDS = 5
 LOCK_WAIT_SECONDS = 10
 STATEMENT_SECONDS = 30
+SILENCE_SECONDS = 10
+"""A database whose machine is gone without a word is noticed after about this time."""
 POOL_SIZE = 16
 _MIGRATION_LOCK = 0x10AD007
 
@@ -136,7 +138,7 @@ class PostgresDatabase:
             pool_timeout=LOCK_WAIT_SECONDS,
             pool_pre_ping=True,
             hide_parameters=True,
-            connect_args={"connect_timeout": CONNECT_SECONDS, "options": _session_options()},
+            connect_args={**_CONNECTION, "options": _session_options()},
         )
 
     @contextmanager
@@ -180,6 +182,16 @@ class PostgresDatabase:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+_CONNECTION = {
+    "connect_timeout": CONNECT_SECONDS,
+    # The limits below are the server's; these two are for one that cannot tell us any more.
+    "tcp_user_timeout": SILENCE_SECONDS * 1000,
+    "keepalives_idle": SILENCE_SECONDS // 2,
+    "keepalives_interval": 1,
+    "keepalives_count": SILENCE_SECONDS // 2,
+}
 
 
 def _session_options() -> str:

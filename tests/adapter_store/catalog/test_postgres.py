@@ -107,3 +107,11 @@ def test_replicas_that_start_together_migrate_once(catalog_dsn):
     assert [catalog.revision() for catalog in opened] == [0] * 4
     for catalog in opened:
         catalog.close()
+
+
+def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):
+    with replicas[0]._database.read() as conn:
+        made = conn.connection.driver_connection.info.get_parameters()
+    assert int(made["tcp_user_timeout"]) <= 10_000
+    idle, every, count = (int(made[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
+    assert idle + every * count <= 10
