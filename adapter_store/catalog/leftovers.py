@@ -11,6 +11,8 @@ from adapter_store.catalog import leases
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import blobs, images, versions
 
+BATCH_DIGESTS = 1000
+
 BlobKey = tuple[str, str]
 """(digest, place)"""
 
@@ -38,10 +40,12 @@ def take_blob(conn: Connection, digest: str) -> str | None:
 
 
 def unknown(conn: Connection, digests: Sequence[str]) -> set[str]:
-    """Those that no blob has."""
-    return set(digests) - set(
-        conn.scalars(select(blobs.c.digest).where(blobs.c.digest.in_(digests)))
-    )
+    """Those that no blob has. Any number: a statement takes so many, and no more."""
+    gone = set(digests)
+    for start in range(0, len(digests), BATCH_DIGESTS):
+        batch = blobs.c.digest.in_(digests[start : start + BATCH_DIGESTS])
+        gone.difference_update(conn.scalars(select(blobs.c.digest).where(batch)))
+    return gone
 
 
 def orphans(conn: Connection, leases_by_place: Mapping[BlobKey, str]) -> set[BlobKey]:

@@ -94,3 +94,9 @@ def test_pinned_keys(names, catalog):
     assert sorted(catalog.pinned_keys()) == [("d1", "L1"), ("d1", "L2")]
     catalog.remove(AdapterName("default", "a"))
     assert catalog.pinned_keys() == []
+
+
+def test_any_number_of_digests_can_be_asked_for(names):
+    names.register("a", "d1")
+    digests = [f"d{i}" for i in range(70_000)]  # more than a statement has places for values
+    assert names.catalog.unknown_digests(digests) == set(digests) - {"d1"}
