@@ -64,7 +64,7 @@ class Build:
     is_on_disk: bool = False
     is_compiled: bool = False
     claim: Claim | None = None
-    compiling: Future[None] | None = None
+    compiling: Future[bool] | None = None
 
     def settle_compiling(self) -> None:
         """Returns when the verdict COMPILING, recorded beside the work, is in the catalog."""
@@ -137,7 +137,13 @@ class ImageBuilder:
                 with _tolerated("image not shared"):
                     self._shared.publish(build.key, path)
             build.settle_compiling()
-            self._settle(build.key, ImageState.READY, image_bytes=build.plan.total_bytes)
+            if not self._settle(
+                build.key, ImageState.READY, image_bytes=build.plan.total_bytes
+            ):  # collected meanwhile: whoever did it may have looked before it was here
+                self._disk.remove(build.key)
+                if self._shared is not None:
+                    with _tolerated("shared image left to be swept"):
+                        self._shared.remove(build.key)
 
     def abandon(self, build: Build) -> None:
         """Whatever became of it: another replica may compile it now."""
@@ -302,8 +308,9 @@ class ImageBuilder:
 
     def _settle(
         self, key: ImageKey, state: ImageState, reason: str = "", image_bytes: int = 0
-    ) -> None:
-        self._catalog.set_verdict(key[0], LayoutVerdict(key[1], state, reason, image_bytes))
+    ) -> bool:
+        """False: the adapter has been collected meanwhile."""
+        return self._catalog.set_verdict(key[0], LayoutVerdict(key[1], state, reason, image_bytes))
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:
         logger.error("damaged blob", extra={"digest": digest, "why": why})

@@ -279,9 +279,9 @@ class Catalog:
         with self._database.read() as conn:
             return list(conn.scalars(select(schema.layouts.c.layout_id)))
 
-    def set_verdict(self, digest: str, verdict: LayoutVerdict) -> None:
+    def set_verdict(self, digest: str, verdict: LayoutVerdict) -> bool:
         with self._database.write() as conn:
-            verdicts.set_verdict(conn, digest, verdict)
+            return verdicts.set_verdict(conn, digest, verdict)
 
     def unsettled(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Digests to be compiled ahead under this layout, in order, after `after_digest`."""

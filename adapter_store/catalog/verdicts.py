@@ -65,10 +65,10 @@ def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
     return LayoutVerdict(row.layout_id, ImageState(row.state), row.reason, row.image_bytes)
 
 
-def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> None:
-    """Records how an image stands, unless its blob has been collected meanwhile."""
+def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
+    """Records how an image stands. False: its blob has been collected meanwhile."""
     if conn.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).first() is None:
-        return
+        return False
     values = {
         "state": verdict.state.value,
         "reason": verdict.reason,
@@ -79,6 +79,7 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> None:
         .values(digest=digest, layout_id=verdict.layout_id, **values)
         .on_conflict_do_update(index_elements=["digest", "layout_id"], set_=values)
     )
+    return True
 
 
 def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -444,3 +445,23 @@ def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
         assert share.claimed == {key}
 
     scenario(start, make_adapter, make_layout, pull)
+
+
+def test_what_is_collected_while_it_is_compiled_leaves_no_image(
+    start, make_adapter, make_layout, share, steps
+):
+    async def collected(store: Store, pulls: Pulls, key, folder) -> None:
+        reading = asyncio.create_task(read(pulls.stream(key, 0, "")))
+        assert await asyncio.to_thread(steps.reached.acquire, timeout=SECONDS)
+        record = store.catalog.page()[0][0]
+        store.catalog.remove(record.name)
+        store.catalog.expire_versions(timedelta(0))
+        assert store.catalog.drop_blob(key[0])
+        steps.go()
+        data, _ = await reading
+        assert data
+        await store.images.settle()
+        assert store.images.disk_counts.images == 0
+        assert not share.path(key).exists()
+
+    scenario(start, make_adapter, make_layout, collected)
