@@ -17,7 +17,7 @@ MAX_PUT_BYTES = 5 << 30
 """What S3 takes in one request, which is what can be conditional."""
 
 DELETE_BATCH = 1000
-_MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+_MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _EXISTS = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 
 
@@ -115,6 +115,31 @@ class Bucket:
                 )
                 if answer.get("Errors"):
                     raise OSError(f"the shared store: {answer['Errors'][0].get('Code')} at delete")
+
+    def unfinished(self, under: str) -> Iterator[dict[str, list[str]]]:
+        """Uploads in parts that have not ended: ids by keys that start with `under`."""
+        with _translated():
+            pages = self._client().get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + under):
+                found: dict[str, list[str]] = {}
+                for entry in page.get("Uploads", ()):
+                    key = entry["Key"].removeprefix(self._prefix)
+                    found.setdefault(key, []).append(entry["UploadId"])
+                yield found
+
+    def abort(self, key: str, upload_ids: Sequence[str]) -> None:
+        """Ends uploads of which nothing is to be kept; they may have ended."""
+        from botocore.exceptions import ClientError
+
+        with _translated():
+            for upload_id in upload_ids:
+                try:
+                    self._client().abort_multipart_upload(
+                        Bucket=self._bucket, Key=self._prefix + key, UploadId=upload_id
+                    )
+                except ClientError as error:
+                    if _code(error) not in _MISSING:
+                        raise
 
     def delete_under(self, prefix: str) -> None:
         for keys in self.keys(prefix):

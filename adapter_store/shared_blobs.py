@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -160,11 +160,15 @@ class SharedBlobs:
         """Removes what uploads that died left behind."""
         with _unavailable_translated():
             for keys in self._bucket.keys(f"{FOLDER}/"):
-                places = {key: _place_of(key) for key in keys if key.count("/") == 3}
-                orphans = self._catalog.orphans(
-                    {place: _lease_name(*place) for place in places.values()}
-                )
-                self._bucket.delete([key for key, place in places.items() if place in orphans])
+                self._bucket.delete(self._orphans(keys))
+            for uploads in self._bucket.unfinished(f"{FOLDER}/"):
+                for key in self._orphans(uploads):
+                    self._bucket.abort(key, uploads[key])
+
+    def _orphans(self, keys: Iterable[str]) -> list[str]:
+        places = {key: _place_of(key) for key in keys if key.count("/") == 3}
+        found = self._catalog.orphans({place: _lease_name(*place) for place in places.values()})
+        return [key for key, place in places.items() if place in found]
 
     def _is_whole(self, digest: str, kept: BlobPlace) -> bool:
         """Whether every object is there with its size, and none was found altered here."""

@@ -83,11 +83,11 @@ class SharedTier:
         self._bucket.delete([self._object(key)])
 
     def sweep(self, unknown: Callable[[list[str]], set[str]]) -> None:
-        """Removes images of digests that are `unknown` by now."""
+        """Removes images of digests that are `unknown` by now, and of earlier compilers."""
         for keys in self._bucket.keys(f"{FOLDER}/"):
             digests = {key: f"sha256:{Path(key).stem}" for key in keys}
             gone = unknown(sorted(set(digests.values())))
-            self._bucket.delete([key for key, digest in digests.items() if digest in gone])
+            self._bucket.delete([k for k, d in digests.items() if d in gone or _is_outdated(k)])
 
     def _is_published(self, key: ImageKey, lease: str) -> bool:
         try:
@@ -102,6 +102,12 @@ class SharedTier:
     def _object(self, key: ImageKey) -> str:
         digest, layout_id = (part.removeprefix("sha256:") for part in key)
         return f"{FOLDER}/{COMPILER_REVISION}/{layout_id}/{digest}.safetensors"
+
+
+def _is_outdated(key: str) -> bool:
+    """Whether an earlier compiler made it; a later one may be at work beside us."""
+    revision = key.split("/")[1]
+    return revision.isdecimal() and int(revision) < COMPILER_REVISION
 
 
 def _lease_name(key: ImageKey) -> str:

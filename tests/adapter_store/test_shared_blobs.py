@@ -167,3 +167,23 @@ def test_what_nobody_knows_the_outcome_of_is_swept_although_its_replica_lives(pa
         blobs.sweep_shared()
         assert time.monotonic() < deadline
     assert leases.is_held("another")
+
+
+def test_parts_of_an_upload_that_died_are_swept(parts):
+    leases = parts.leases(lease_seconds=0.2)
+    blobs = parts.blobs("one")
+    place = "0" * 32
+    lease = f"blob:{DIGEST}:{place}"
+    assert leases.acquire(lease)
+    key = f"blobs/{DIGEST[7:]}/{place}/adapter_model.safetensors"
+    options = {"Bucket": parts.name, "Key": f"store/{key}"}
+    upload_id = parts.client.create_multipart_upload(**options)["UploadId"]
+    parts.client.upload_part(**options, UploadId=upload_id, PartNumber=1, Body=b"x")
+    blobs.sweep_shared()
+    assert [*parts.bucket.unfinished("blobs/")] == [{key: [upload_id]}]  # it may still be alive
+    die(leases)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while any(parts.bucket.unfinished("blobs/")):
+        blobs.sweep_shared()
+        assert time.monotonic() < deadline
+    parts.bucket.abort(key, [upload_id])  # it may have ended

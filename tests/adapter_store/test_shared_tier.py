@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from adapter_store import shared_tier
 from adapter_store.bucket import Bucket
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.image_plan import ImagePlan
@@ -163,3 +164,14 @@ def test_images_of_collected_digests_are_swept(parts, tmp_path):
     assert read(tier) == b"x"
     tier.sweep(parts.catalog.unknown_digests)
     assert read(tier) is None
+
+
+def test_images_of_earlier_compilers_are_swept(parts, tmp_path, monkeypatch):
+    tier = parts.tier()
+    (tmp_path / "image").write_bytes(b"x")
+    for revision in (1, 2, 10):
+        monkeypatch.setattr(shared_tier, "COMPILER_REVISION", revision)
+        tier.publish(KEY, tmp_path / "image")
+    monkeypatch.setattr(shared_tier, "COMPILER_REVISION", 2)
+    tier.sweep(lambda digests: set())
+    assert [key.split("/")[1] for key in parts.keys("compiled")] == ["10", "2"]
