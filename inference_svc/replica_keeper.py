@@ -92,7 +92,7 @@ class ReplicaKeeper:
                 found = await asyncio.to_thread(resolve, self._addresses, self._lookup)
                 is_failing = False
                 self._take(found)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # ValueError: what no resolver takes for a name
                 # The addresses of before are better than none.
                 if not is_failing:
                     log.warning("the store's name does not resolve: %s", error)
@@ -107,7 +107,11 @@ class ReplicaKeeper:
             self._replicas.replace(found)
 
     async def _probe_one(self, endpoint: Endpoint) -> None:
-        is_well = await self._probe(endpoint)
+        is_well = False
+        try:
+            is_well = await self._probe(endpoint)
+        except Exception:  # one probe must not end the keeping of all
+            log.exception("probing the store at %s failed", endpoint.address)
         if is_well:
             log.info("the store at %s is well again", endpoint.address)
         self._replicas.probed(endpoint.address, is_well)

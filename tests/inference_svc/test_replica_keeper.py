@@ -119,3 +119,22 @@ def test_a_replica_comes_back_when_its_probe_passes_and_not_before() -> None:
         assert replicas.statuses()[1].is_in
 
     keep(body, replicas, *addresses, well=well)
+
+
+def test_a_probe_that_fails_unexpectedly_ends_nothing() -> None:
+    replicas = Replicas.at("10.0.0.1:1")
+    failures = [RuntimeError("a bug")]
+
+    async def probe(endpoint: Endpoint) -> bool:
+        if failures:
+            raise failures.pop()
+        return True
+
+    async def main() -> None:
+        keeper = asyncio.create_task(ReplicaKeeper(replicas, ["10.0.0.1:1"], probe).run())
+        replicas.failed("10.0.0.1:1")
+        await until(lambda: not failures and replicas.statuses()[0].is_in)
+        assert not keeper.done()
+        keeper.cancel()
+
+    asyncio.run(main())
