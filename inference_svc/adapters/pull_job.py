@@ -78,6 +78,7 @@ class PullJob:
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._stream: PullStream | None = None
+        self._attached_s = 0.0
         self._is_parked = False
 
     @property
@@ -103,9 +104,20 @@ class PullJob:
             return was_parked
 
     def attach(self, stream: PullStream) -> None:
+        self._attached_s = time.monotonic()
         self._stream = stream
         if self.is_cancelled:
             stream.cancel()
+
+    def leave_if_silent(self, seconds: float) -> bool:
+        """Ends the stream if nothing came for so long; the pull goes on with another."""
+        stream = self._stream
+        since_s = max(self._attached_s, self.last_progress_s)
+        if stream is None or time.monotonic() - since_s < seconds:
+            return False
+        self._stream = None
+        stream.cancel()
+        return True
 
     def wait_for_grant(self, timeout_s: float) -> ImageSink | None:
         """The room granted, or None if the job is cancelled. Raises Parked if neither came in

@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 PARK_AFTER_S = 0.05
 """How long a thread waits for room: longer than a step, shorter than a generation."""
+SILENCE_S = 15.0
+"""A source that sends nothing for longer, although it is there, is left for another. Longer than a
+store lets a pull wait for memory, for another replica and for a compiler together."""
+SILENCE_POLL_S = 0.5
 MAX_CORRUPT = 2
 """Bytes that fail their hash are pulled again, once."""
 
@@ -71,6 +75,11 @@ class Puller:
             threading.Thread(target=self._work, name=f"loadout-pull-{i}", daemon=True)
             for i in range(num_workers)
         ]
+        self._active: set[PullJob] = set()
+        self._closing = threading.Event()
+        self._threads.append(
+            threading.Thread(target=self._watch, name="loadout-pull-watch", daemon=True)
+        )
         for thread in self._threads:
             thread.start()
 
@@ -85,6 +94,7 @@ class Puller:
 
     def close(self) -> None:
         """Ends the threads; every job must have been cancelled before."""
+        self._closing.set()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -92,9 +102,18 @@ class Puller:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._active.add(job)
             event = self._pull(job)
+            self._active.discard(job)
             if event is not None:
                 self._post(event)
+
+    def _watch(self) -> None:
+        """Nobody reads from a stream that is silent but the thread that waits for it."""
+        while not self._closing.wait(SILENCE_POLL_S):
+            for job in list(self._active):
+                if job.leave_if_silent(SILENCE_S):
+                    log.warning("pull of %s: nothing came for %g s", job.digest, SILENCE_S)
 
     def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
         """Works on a job until it ends or, None, is parked."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
+from inference_svc.adapters import puller as puller_module
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull_job import (
     ImageSink,
@@ -27,7 +29,7 @@ from inference_svc.adapters.store import (
     LayerEnd,
     PullMessage,
 )
-from inference_svc.errors import CorruptImage
+from inference_svc.errors import CorruptImage, StoreUnavailable
 
 LAYOUT_ID = "sha256:layout"
 
@@ -53,8 +55,12 @@ class Scripted:
 
 def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
     """How a pull of these messages ends; room is granted at once."""
+    return outcome_of(Scripted(messages), layout)
+
+
+def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
     events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
-    puller = Puller(Scripted(messages), 1, events.put, layout.check_header)
+    puller = Puller(store, 1, events.put, layout.check_header)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     memory = memoryview(bytearray(1 << 16))
@@ -167,3 +173,38 @@ def test_headers_that_do_not_fit_the_layout_are_corrupt(
     layout.check_header(header)
     with pytest.raises(CorruptImage):
         layout.check_header(HEADERS[case](header))
+
+
+class Silent:
+    """A stream that is open, and of which nothing more comes."""
+
+    source = "silent"
+
+    def __init__(self, messages: list[PullMessage]) -> None:
+        self.messages = messages
+        self.cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        yield from self.messages
+        assert self.cancelled.wait(30)
+        raise StoreUnavailable("cancelled")
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 3])
+def test_a_source_that_falls_silent_is_left(
+    num_messages: int, good: list[PullMessage], layout: ModelLayout, monkeypatch
+) -> None:
+    monkeypatch.setattr(puller_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(puller_module, "SILENCE_POLL_S", 0.02)
+
+    class OneSilent(Scripted):
+        def pull(self, *asked: object) -> Scripted | Silent:
+            super().pull()
+            return Silent(good[:num_messages]) if self.num_pulls == 1 else self
+
+    store = OneSilent(good)
+    assert isinstance(outcome_of(store, layout), PullDone)
+    assert store.num_pulls == 2
