@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -30,6 +30,7 @@ STATEMENT_SECONDS = 30
 SILENCE_SECONDS = 10
 """A database whose machine is gone without a word is noticed after about this time."""
 POOL_SIZE = 16
+_READ_ONLY = "25006"
 _MIGRATION_LOCK = 0x10AD007
 
 Place = Path | str
@@ -126,6 +127,7 @@ class PostgresDatabase:
                 "address postgresql+psycopg://USER:PASSWORD@HOST/NAME",
                 subject="catalog_dsn",
             ) from None
+        event.listen(self.engine, "handle_error", _see_standby)
         self._reader = self.engine.execution_options(
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
@@ -192,6 +194,12 @@ _CONNECTION = {
     "keepalives_interval": 1,
     "keepalives_count": SILENCE_SECONDS // 2,
 }
+
+
+def _see_standby(context: ExceptionContext) -> None:
+    """A server that has become read-only is no longer the one to talk to: connect anew."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
 
 
 def _session_options() -> str:

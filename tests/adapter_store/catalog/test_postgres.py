@@ -115,3 +115,15 @@ def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):
     assert int(made["tcp_user_timeout"]) <= 10_000
     idle, every, count = (int(made[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
     assert idle + every * count <= 10
+
+
+def test_a_server_that_became_read_only_is_left_for_the_next_connection(replicas):
+    catalog = replicas[0]
+    Names(catalog).register("a", "d1")
+    catalog._follower.close()
+    catalog._database.engine.dispose()  # so that there is one connection
+    with catalog._database.engine.begin() as conn:  # it stays so until the connection is closed
+        conn.exec_driver_sql("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
+    with pytest.raises(CatalogUnavailable, match="does not answer"):
+        catalog.remove(A)
+    assert Names(catalog).register("a", "d2")[1] == 2
