@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import torch
@@ -21,8 +22,8 @@ from adapter_store.durable import write_atomically
 from adapter_store.gate import Gate
 from adapter_store.reload import Reload
 from adapter_store.report import samples
-from adapter_store.servicer import AdapterStoreServicer
-from adapter_store.status import ReflectionGuard, StatusInterceptor
+from adapter_store.servicer import AdapterStoreServicer, audit_refusal
+from adapter_store.status import StatusInterceptor, TokenGuard
 from adapter_store.store import Store, open_store
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
@@ -93,7 +94,8 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         metrics_address = stack.enter_context(_serving_metrics(store, settings.metrics_listen))
         calls = StatusInterceptor(store.metrics)
         gate = Gate(store.policies)
-        interceptors = [ReflectionGuard(gate), calls]
+        # Outermost what counts and drains.
+        interceptors = [calls, TokenGuard(gate, partial(audit_refusal, audit))]
         server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(
             AdapterStoreServicer(store.registry, gate, audit, settings.pull_stall_seconds), server

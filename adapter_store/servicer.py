@@ -13,7 +13,7 @@ import grpc
 from adapter_store import convert
 from adapter_store.access import Action, Principal
 from adapter_store.audit import Audit, AuditLine
-from adapter_store.errors import PullStalled
+from adapter_store.errors import PullStalled, StoreError
 from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.registry import Registry
@@ -21,6 +21,26 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext
+
+AUDITED = frozenset(
+    {
+        "RegisterAdapter",
+        "UploadAdapter",
+        "DeleteAdapter",
+        "RollbackAdapter",
+        "PinAdapter",
+        "UnpinAdapter",
+        "RegisterLayout",
+    }
+)
+
+
+def audit_refusal(audit: Audit, method: str, peer: str, error: StoreError) -> None:
+    """Writes down who was refused before anything of the call was read."""
+    if method in AUDITED:
+        line = AuditLine(method, peer=peer)
+        line.end(error)
+        audit.write(line)
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
@@ -185,6 +205,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, context: Context, what: str, action: Action, name: str = ""
     ) -> Iterator[tuple[Principal, AuditLine]]:
         """Lets the caller in, as `_admit`, and writes down how the call ended."""
+        assert what in AUDITED
         with self._audit.watching(AuditLine(what, name, context.peer())) as line:
             who = self._gate.identify(context.invocation_metadata())
             line.identify(who)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "adapter_store.loadout"
 GRPC_PREFIX = "/grpc."
-REFLECTION_PREFIX = "/grpc.reflection."
+HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 ABORT_SECONDS = 5.0
@@ -50,6 +50,7 @@ CODES: dict[type[errors.StoreError], int] = {
     errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
     errors.SourceUnavailable: code_pb2.UNAVAILABLE,
     errors.CatalogUnavailable: code_pb2.UNAVAILABLE,
+    errors.BlobLost: code_pb2.UNAVAILABLE,
     errors.Draining: code_pb2.UNAVAILABLE,
     errors.CorruptData: code_pb2.DATA_LOSS,
 }
@@ -176,7 +177,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 raise errors.Draining("the store is shutting down")
             yield
         except grpc.aio.AbortError:
-            code = str(context.code())
+            code = context.code().name
             raise
         except (asyncio.CancelledError, GeneratorExit):
             code = "CANCELLED"
@@ -206,30 +207,44 @@ async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> No
         await asyncio.sleep(0.01)
 
 
-class ReflectionGuard(grpc.aio.ServerInterceptor):
-    """Lets nobody without a token ask for the contract. Health stays open: probes have none."""
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Refuses who has no token that the policy knows, before a byte of what it sends is read: a
+    message may be large. Health stays open: probes have none.
 
-    def __init__(self, gate: Gate) -> None:
+    `on_refused(method, peer, error)` hears of those whom it kept from our own service.
+    """
+
+    def __init__(
+        self, gate: Gate, on_refused: Callable[[str, str, errors.StoreError], None]
+    ) -> None:
         self._gate = gate
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(REFLECTION_PREFIX):
-            try:
-                self._gate.identify(handler_call_details.invocation_metadata)
-            except errors.Unauthenticated as error:
-                return _refusing(to_status(error))
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        path = handler_call_details.method
+        if handler is None or path.startswith(HEALTH_PREFIX):
+            return handler
+        try:
+            self._gate.identify(handler_call_details.invocation_metadata)
+        except errors.Unauthenticated as error:
+            return self._refusing(path, error)
+        return handler
 
+    def _refusing(self, path: str, error: errors.StoreError) -> grpc.RpcMethodHandler:
+        """As a stream: of one nothing is read that is not asked for."""
 
-def _refusing(status: status_pb2.Status) -> grpc.RpcMethodHandler:
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, status)
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            if not path.startswith(GRPC_PREFIX):
+                self._on_refused(path.rpartition("/")[2], context.peer(), error)
+            logger.info("call refused", extra={"path": path, "why": str(error)})
+            await abort(context, to_status(error))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def abort(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:

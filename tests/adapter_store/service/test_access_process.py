@@ -131,7 +131,7 @@ def test_every_change_that_is_asked_for_has_its_line(spawn, connect, make_adapte
         ("RegisterLayout", "org/tiny", "root", ""),
         ("RegisterAdapter", "team-b/x", "a", "PERMISSION_DENIED"),
         ("RegisterAdapter", "NO NAME", "a", "INVALID_ARGUMENT"),
-        ("RegisterAdapter", "x", "", "UNAUTHENTICATED"),
+        ("RegisterAdapter", "", "", "UNAUTHENTICATED"),  # what it asks for is not even read
         ("RegisterAdapter", "gone", "a", "SOURCE_NOT_FOUND"),
     ]
     assert [line["result"] for line in lines] == ["ok"] * 7 + ["refused"] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -462,6 +463,26 @@ def test_health_is_open_and_reflection_is_not(house, refused, caller):
     else:
         with refused("UNAUTHENTICATED", "authorization"):
             next(stub.ServerReflectionInfo(requests))
+
+
+@pytest.mark.parametrize("rpc", ALLOWED)
+@pytest.mark.parametrize("caller", ["nobody", "stranger"])
+def test_without_a_token_nothing_of_a_call_is_read(house, rpc, caller):
+    """The caller sends nothing at all, and is answered."""
+    never = threading.Event()
+
+    def requests():
+        never.wait()
+        yield b""
+
+    metadata = (("authorization", f"Bearer {CALLERS[caller]}"),) if CALLERS[caller] else ()
+    call = house.clients["nobody"].channel.stream_stream(f"/{SERVICE.full_name}/{rpc}")(
+        requests(), timeout=60, metadata=metadata
+    )
+    try:
+        assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        never.set()
 
 
 @pytest.mark.parametrize(
