@@ -17,6 +17,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
 from inference_svc.core import LayoutAccepted
+from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
 from inference_svc.metrics import Metrics, MetricsServer
@@ -24,9 +25,9 @@ from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
-from inference_svc.servicer import InferenceServicer, ServerFacts
+from inference_svc.servicer import InferenceServicer, ServerFacts, audit_refusal
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import ReflectionGuard, StatusInterceptor
+from inference_svc.status import StatusInterceptor, TokenGuard
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
@@ -89,7 +90,7 @@ class InferenceServer:
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = health.aio.HealthServicer()
         self._calls = StatusInterceptor(self._metrics.count_rpc)
-        interceptors = [ReflectionGuard(self._gate), self._calls]
+        interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
         self._frontend: Frontend | None = None
@@ -166,6 +167,11 @@ class InferenceServer:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
+
+    def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
+        """Of a call of which nothing was read."""
+        self._metrics.count_rpc(method, "UNAUTHENTICATED")
+        audit_refusal(self._audit, method, peer, error)
 
     def _accept_layout(self, layout_id: str) -> None:
         assert self._frontend is not None

@@ -14,6 +14,7 @@ from inference_svc import convert
 from inference_svc.access import Action, Principal
 from inference_svc.audit import Audit, AuditLine
 from inference_svc.core import Request, ResidentAdapter
+from inference_svc.errors import InferenceError
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate
 from inference_svc.metrics import Metrics
@@ -24,6 +25,16 @@ from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext
+
+AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
+
+
+def audit_refusal(audit: Audit, method: str, peer: str, error: InferenceError) -> None:
+    """Writes down who was refused before anything of the call was read."""
+    if method in AUDITED:
+        line = AuditLine(peer, method)
+        line.end(error)
+        audit.write(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, context: Context, what: str, name: str
     ) -> Iterator[tuple[Principal, AuditLine]]:
         """Lets an operator in, as `_admit`, and writes down how the call ended."""
+        assert what in AUDITED
         with self._audit.watching(AuditLine(context.peer(), what, name)) as line:
             who = self._gate.identify(context.invocation_metadata())
             line.identify(who)

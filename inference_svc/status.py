@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "inference.loadout"
 PACKAGE_PREFIX = "/loadout.inference."
-REFLECTION_PREFIX = "/grpc.reflection."
+HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 
@@ -158,30 +158,43 @@ async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> No
         await asyncio.sleep(0.01)
 
 
-class ReflectionGuard(grpc.aio.ServerInterceptor):
-    """Lets nobody without a token ask for the contract. Health stays open: probes have none."""
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Refuses who has no token that the policy knows, before a byte of what it sends is read.
+    Health stays open: probes have none.
 
-    def __init__(self, gate: Gate) -> None:
+    `on_refused(method, peer, error)` hears of those whom it kept from our own service.
+    """
+
+    def __init__(
+        self, gate: Gate, on_refused: Callable[[str, str, errors.InferenceError], None]
+    ) -> None:
         self._gate = gate
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(REFLECTION_PREFIX):
-            try:
-                self._gate.identify(handler_call_details.invocation_metadata)
-            except errors.Unauthenticated as error:
-                return _refusing(to_status(error))
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        path = handler_call_details.method
+        if handler is None or path.startswith(HEALTH_PREFIX):
+            return handler
+        try:
+            self._gate.identify(handler_call_details.invocation_metadata)
+        except errors.Unauthenticated as error:
+            return self._refusing(path, error)
+        return handler
 
+    def _refusing(self, path: str, error: errors.InferenceError) -> grpc.RpcMethodHandler:
+        """As a stream: of one nothing is read that is not asked for."""
 
-def _refusing(status: status_pb2.Status) -> grpc.RpcMethodHandler:
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort_with_status(rpc_status.to_status(status))
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            if path.startswith(PACKAGE_PREFIX):
+                self._on_refused(path.rpartition("/")[2], context.peer(), error)
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _code_name(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -280,6 +281,30 @@ def test_what_is_gone_from_the_store_can_be_unloaded_by_its_owner(house: TableHo
             with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
                 unload(stub, digest)
     assert digest not in residents(house.stubs["root"])
+
+
+@pytest.mark.parametrize("rpc", ALLOWED)
+@pytest.mark.parametrize("caller", ["nobody", "stranger"])
+def test_without_a_token_nothing_of_a_call_is_read(
+    house: TableHouse, rpc: str, caller: str
+) -> None:
+    """The caller sends nothing at all, and is answered."""
+    never = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        never.wait()
+        yield b""
+
+    token = CALLERS[caller]
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with grpc.insecure_channel(house.inference.server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE.full_name}/{rpc}")(
+            requests(), timeout=60, metadata=metadata
+        )
+        try:
+            assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+        finally:
+            never.set()
 
 
 # --- beside the contract ------------------------------------------------------------------------
