@@ -1,4 +1,7 @@
-"""Removes what no record points to any more. A thread's work, once in a while."""
+"""Removes what no record points to any more, and what was compiled for layouts that nobody uses.
+
+A thread's work, once in a while.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ class Collector:
         """At start: removes what crashes left behind."""
         self._blobs.sweep(self._catalog.blob_digests())
         self.forget_images()
+        self.forget_layouts()
 
     def forget_images(self) -> list[str]:
         """Drops images of digests that are gone from the disk tier; gives these digests."""
@@ -45,8 +49,20 @@ class Collector:
                 self._disk.remove(key)
         return sorted(gone)
 
+    def forget_layouts(self) -> frozenset[str]:
+        """Drops images for unused layouts from the disk tier; gives these layouts."""
+        unused = self._catalog.unused_layouts()
+        for key in self._disk.cached():
+            if key[1] in unused:
+                self._disk.remove(key)
+        return unused
+
     def collect(self) -> list[str]:
-        """Ends the grace of what was deleted long enough ago; gives the digests that are gone."""
+        """Ends the grace of what was deleted long enough ago; gives the digests that are gone.
+        Images for unused layouts are pending again: then `forget_layouts`."""
+        num_forgotten = self._catalog.forget_unused_images()
+        if num_forgotten:
+            logger.info("images for unused layouts go", extra={"images": num_forgotten})
         expired = self._catalog.expire_versions(self._delete_grace)
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):
@@ -89,15 +105,19 @@ class SharedCollector(Collector):
         self._images = images
         self._leases = leases
         self._num_collections = 0
+        self._swept: frozenset[str] = frozenset()
+        """Layouts that were unused when this replica collected last: their images are gone."""
 
     def collect(self) -> list[str]:
         """As Collector.collect; gives the digests that are gone from here, whoever collected."""
         if self._leases.acquire(LEASE):
             try:
+                unused = self._catalog.unused_layouts()
                 gone = super().collect()
-                if self._num_collections % SWEEP_EVERY == 0:
+                if self._num_collections % SWEEP_EVERY == 0 or not unused <= self._swept:
                     self._shared_blobs.sweep_shared()
-                    self._images.sweep(self._catalog.unknown_digests)
+                    self._images.sweep(self._catalog.unknown_digests, unused)
+                self._swept = unused
                 self._num_collections += 1
             finally:
                 self._leases.release(LEASE)

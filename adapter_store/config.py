@@ -154,6 +154,10 @@ class Settings(BaseSettings):
     collect_seconds: PositiveFloat = 60.0
     """Time between two collections of what no record points to any more."""
 
+    layout_ttl_seconds: NonNegativeFloat = 604800.0
+    """How long a model layout that no server registers or pulls for stays in use: then nothing is
+    compiled ahead for it and its images are removed, until a server comes back. 0: for ever."""
+
     grace_seconds: NonNegativeFloat = 30.0
     """How long calls in progress may go on after SIGTERM."""
 

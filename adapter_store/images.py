@@ -118,6 +118,10 @@ class Images:
         """Drops a collected digest's images from memory."""
         self._memory.drop_digest(digest)
 
+    def forget_layouts(self, layout_ids: frozenset[str]) -> None:
+        """Drops the images for these layouts from memory."""
+        self._memory.drop_layouts(layout_ids)
+
     async def close(self) -> None:
         """Finishes what is being made or written; begins nothing more."""
         self._workers.drain()

@@ -154,9 +154,10 @@ class MemoryTier:
                 self._free(entry)
 
     def drop_digest(self, digest: str) -> None:
-        for key in [key for key in self._entries if key[0] == digest]:
-            self.drop(key)
-        self._grant()
+        self._drop_all(lambda key: key[0] == digest)
+
+    def drop_layouts(self, layout_ids: frozenset[str]) -> None:
+        self._drop_all(lambda key: key[1] in layout_ids)
 
     def shrink(self) -> None:
         """Lets the least recently used go until capacity is met, and gives away what is free."""
@@ -204,6 +205,11 @@ class MemoryTier:
 
     def _is_idle_pinned(self, key: ImageKey, entry: MemoryEntry) -> bool:
         return entry.holds == 0 and self._is_pinned(key)
+
+    def _drop_all(self, is_meant: Callable[[ImageKey], bool]) -> None:
+        for key in [key for key in self._entries if is_meant(key)]:
+            self.drop(key)
+        self._grant()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self._make_room(num_bytes)

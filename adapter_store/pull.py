@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.catalog import ImageKey
@@ -61,11 +61,12 @@ PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
 class Pulls:
-    """Streams images. Lives on the event loop."""
+    """Streams images. Lives on the event loop. `use_layout` is told of each pull's layout."""
 
-    def __init__(self, images: Images, metrics: Metrics) -> None:
+    def __init__(self, images: Images, metrics: Metrics, use_layout: Callable[[str], None]) -> None:
         self._images = images
         self._metrics = metrics
+        self._use_layout = use_layout
         self.num_active = 0
 
     async def stream(
@@ -85,6 +86,7 @@ class Pulls:
         result = "cancelled"
         try:
             async with self._images.hold(key, tenants) as image:
+                self._use_layout(key[1])
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 yield _header(image.plan, start)
                 data = image.buffer.numpy().data

@@ -30,6 +30,7 @@ from adapter_store.core import (
 from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError
 from adapter_store.image import IMAGE_FORMATS
 from adapter_store.images import Images
+from adapter_store.layout_uses import LayoutUses
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.pull import PullMessage, Pulls
@@ -65,7 +66,8 @@ class Registry:
         self._catalog = catalog
         self._registrar = registrar
         self._images = images
-        self._pulls = Pulls(images, metrics)
+        self.layout_uses = LayoutUses(catalog, calls, self._resume)
+        self._pulls = Pulls(images, metrics, self.layout_uses.note)
         self._ahead = ahead
         self._watch = watch
         self._metrics = metrics
@@ -178,16 +180,21 @@ class Registry:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        layout_id, is_new = await self._call(self._add_layout, layout)
-        if is_new:
-            self._ahead.want_layout(layout_id)
-            await self.refresh_pinned()
+        layout_id, was_not_live = await self._call(self._add_layout, layout)
+        if was_not_live:
+            await self._resume(layout_id)
         return layout_id, layout.image_format
 
     def pull(
         self, who: Principal, digest: str, layout_id: str, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
         return self._pulls.stream((digest, layout_id), offset, image_id, who.tenants)
+
+    async def compile_ahead(self) -> None:
+        """At start: what live layouts miss."""
+        await self.refresh_pinned()
+        for layout_id in await self._call(self._catalog.live_layouts):
+            self._ahead.want_layout(layout_id)
 
     async def refresh_pinned(self) -> None:
         """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
@@ -265,10 +272,11 @@ class Registry:
     ) -> tuple[AdapterRecord, int]:
         """What follows from a new current version: its images, and the pin that may have moved."""
         record, revision = await job
+        live = frozenset(await self._call(self._catalog.live_layouts))
         self._ahead.want(
             (record.digest, verdict.layout_id)
             for verdict in record.verdicts
-            if verdict.state is ImageState.PENDING
+            if verdict.state is ImageState.PENDING and verdict.layout_id in live
         )
         await self.refresh_pinned()
         return record, revision
@@ -277,6 +285,11 @@ class Registry:
         self._registrations.discard(task)
         if not task.cancelled():
             task.exception()  # marks it as seen: the caller may have gone
+
+    async def _resume(self, layout_id: str) -> None:
+        """For a layout that is new, or live again."""
+        self._ahead.want_layout(layout_id)
+        await self.refresh_pinned()
 
     def _add_layout(self, layout: Layout) -> tuple[str, bool]:
         layouts.validate(layout)

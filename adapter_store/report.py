@@ -25,7 +25,7 @@ def samples(status: StoreStatus) -> list[Sample]:
     found = [
         Sample("revision", "Newest catalog revision.", status.catalog.revision),
         Sample("adapters", "Names in the catalog.", status.catalog.adapters),
-        Sample("layouts", "Registered layouts.", status.catalog.layouts),
+        Sample("layouts", "Layouts that are in use.", status.catalog.layouts),
         Sample("blob_bytes", "Size of the kept sources.", status.catalog.blob_bytes),
         Sample("active_pulls", "Pulls in progress.", status.active_pulls),
         Sample("active_watches", "Watches in progress.", status.active_watches),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,12 +82,21 @@ class SharedTier:
         """Takes away an image that is damaged, or of a collected adapter; it may be absent."""
         self._bucket.delete([self._object(key)])
 
-    def sweep(self, unknown: Callable[[list[str]], set[str]]) -> None:
-        """Removes images of digests that are `unknown` by now, and of earlier compilers."""
-        for keys in self._bucket.keys(f"{FOLDER}/"):
-            digests = {key: f"sha256:{Path(key).stem}" for key in keys}
-            gone = unknown(sorted(set(digests.values())))
-            self._bucket.delete([k for k, d in digests.items() if d in gone or _is_outdated(k)])
+    def sweep(
+        self, unknown: Callable[[list[str]], set[str]], unused_layouts: Collection[str]
+    ) -> None:
+        """Removes images of digests that are `unknown` by now, those for unused layouts, and those
+        of earlier compilers."""
+        for objects in self._bucket.keys(f"{FOLDER}/"):
+            keys = {name: _image_key(name) for name in objects}
+            gone = unknown(sorted({digest for digest, _ in keys.values()}))
+            self._bucket.delete(
+                [
+                    name
+                    for name, (digest, layout_id) in keys.items()
+                    if digest in gone or layout_id in unused_layouts or _is_outdated(name)
+                ]
+            )
 
     def _is_published(self, key: ImageKey, lease: str) -> bool:
         try:
@@ -108,6 +117,11 @@ def _is_outdated(key: str) -> bool:
     """Whether an earlier compiler made it; a later one may be at work beside us."""
     revision = key.split("/")[1]
     return revision.isdecimal() and int(revision) < COMPILER_REVISION
+
+
+def _image_key(name: str) -> ImageKey:
+    path = Path(name)
+    return f"sha256:{path.stem}", f"sha256:{path.parent.name}"
 
 
 def _lease_name(key: ImageKey) -> str:

@@ -34,6 +34,7 @@ def open_catalog(settings: Settings, folder: Path, grace: timedelta) -> Catalog:
         folder / "catalog.sqlite3" if dsn is None else dsn.get_secret_value(),
         event_retention=settings.event_retention,
         delete_grace=grace,
+        layout_ttl=timedelta(seconds=settings.layout_ttl_seconds),
     )
 
 

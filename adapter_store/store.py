@@ -110,12 +110,11 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
             catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches
         )
         registry.shared_counts = None if kept.images is None else kept.images.counts
+        stack.push_async_callback(registry.layout_uses.settle)
 
-        await registry.refresh_pinned()
-        for layout_id in catalog.layout_ids():
-            ahead.want_layout(layout_id)
-        collecting = _collect_for_ever(kept.collector, images, calls, settings.collect_seconds)
-        stack.push_async_callback(_cancel, asyncio.create_task(collecting))
+        await registry.compile_ahead()
+        work = _collect_for_ever(kept.collector, images, registry, calls, settings.collect_seconds)
+        stack.push_async_callback(_cancel, asyncio.create_task(work))
         if catalog.is_shared:
             stack.callback(Followed(catalog, registry.refresh_pinned).close)
         stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
@@ -157,14 +156,24 @@ def _executor(stack: AsyncExitStack, num_threads: int, name: str) -> ThreadPoolE
 
 
 async def _collect_for_ever(
-    collector: Collector, images: Images, executor: ThreadPoolExecutor, seconds: float
+    collector: Collector,
+    images: Images,
+    registry: Registry,
+    executor: ThreadPoolExecutor,
+    seconds: float,
 ) -> None:
     loop = asyncio.get_running_loop()
+    known_unused: frozenset[str] = frozenset()
     while True:
         await asyncio.sleep(seconds)
         try:
             for digest in await loop.run_in_executor(executor, collector.collect):
                 images.forget(digest)
+            unused = await loop.run_in_executor(executor, collector.forget_layouts)
+            if unused != known_unused:
+                await registry.refresh_pinned()
+                known_unused = unused
+            images.forget_layouts(unused)
         except Exception:
             logger.exception("collecting failed; it will be tried again")
 

@@ -1,8 +1,8 @@
 """The catalog: which names exist, what they point to, and everything that ever changed.
 
     schema    the tables             records   reading names     filters  lists and their pages
-    names     changing names         events    the history       verdicts layouts and images
-    rows      behind a name          leftovers what nothing points to
+    names     changing names         events    the history       layouts  and their use
+    rows      behind a name          leftovers what nothing points to   verdicts on images
     usage     what tenants have      leases    whose turn it is
     database  transactions           follower  others' changes      migrations  of the tables
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from adapter_store.catalog import (
     events,
+    layouts,
     leases,
     leftovers,
     names,
@@ -45,8 +45,10 @@ from adapter_store.catalog.filters import (
 from adapter_store.catalog.follower import Follower, notify
 from adapter_store.catalog.leftovers import BlobKey
 from adapter_store.catalog.migrations import migrate
+from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.catalog.verdicts import ImageKey
+from adapter_store.catalog.usage import CatalogCounts
+from adapter_store.catalog.verdicts import ImageKey, Standing
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,
@@ -67,34 +69,6 @@ _UNLIMITED = Quota()
 DEFAULT_GRACE = timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogCounts:
-    revision: int
-    adapters: int
-    layouts: int
-    blob_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Of an image: a record of its digest exists, live or deleted within the grace; one of them is
-    for a base model of its layout; and how far its compilation has come."""
-
-    has_record: bool
-    serves_base: bool
-    verdict: LayoutVerdict
-
-
-@dataclass(frozen=True, slots=True)
-class VersionsPage:
-    """`next_page_token` "": it was the last. `current_version` 0: the name is deleted."""
-
-    records: list[AdapterRecord]
-    next_page_token: str
-    current_version: int
-    revision: int
-
-
 def _utc_now() -> datetime:
     return datetime.now(UTC)
 
@@ -103,6 +77,7 @@ class Catalog:
     """Opens, or creates, the catalog at `place`, a file or the address of a PostgreSQL database.
 
     `event_retention` events are kept at least. What is deleted can come back for `delete_grace`.
+    A layout unused for longer than `layout_ttl` is not live; 0: all are.
     """
 
     def __init__(
@@ -111,11 +86,14 @@ class Catalog:
         *,
         event_retention: int,
         delete_grace: timedelta = DEFAULT_GRACE,
+        layout_ttl: timedelta = timedelta(0),
         clock: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._event_retention = event_retention
         self._delete_grace = delete_grace
+        self._layout_ttl = layout_ttl
         self._clock = clock
+        self._layout_uses: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         self._telling = threading.Lock()
         self._database = open_database(place)
@@ -250,9 +228,9 @@ class Catalog:
         return VersionsPage(found[:limit], token, current, revision)
 
     def pinned_keys(self) -> list[ImageKey]:
-        """Every image of every pinned version."""
+        """Every image of every pinned version, for live layouts."""
         with self._database.read() as conn:
-            return verdicts.pinned_keys(conn)
+            return verdicts.pinned_keys(conn, self._live_since())
 
     # History
 
@@ -268,12 +246,40 @@ class Catalog:
     # Layouts and images
 
     def add_layout(self, layout_id: str, base_models: Sequence[str], body: dict[str, Any]) -> bool:
+        """See layouts.add."""
         with self._database.write() as conn:
-            return verdicts.add_layout(conn, layout_id, base_models, body, self._clock())
+            now = self._clock()
+            return layouts.add(conn, layout_id, base_models, body, now, self._layout_ttl)
+
+    def is_use_due(self, layout_id: str) -> bool:
+        """Whether a use has to be recorded again. Does not block."""
+        last = self._layout_uses.get(layout_id)
+        return last is None or self._clock() - last >= layouts.precision(self._layout_ttl)
+
+    def use_layout(self, layout_id: str) -> bool:
+        """See layouts.use."""
+        now = self._clock()
+        with self._database.write() as conn:
+            is_back = layouts.use(conn, layout_id, now, self._layout_ttl)
+        self._layout_uses[layout_id] = now
+        return is_back
 
     def layout_body(self, layout_id: str) -> dict[str, Any] | None:
         with self._database.read() as conn:
-            return verdicts.layout_body(conn, layout_id)
+            return layouts.body(conn, layout_id)
+
+    def live_layouts(self) -> list[str]:
+        with self._database.read() as conn:
+            return layouts.live(conn, self._live_since())
+
+    def unused_layouts(self) -> frozenset[str]:
+        with self._database.read() as conn:
+            return layouts.unused(conn, self._live_since())
+
+    def forget_unused_images(self) -> int:
+        """See layouts.forget_images."""
+        with self._database.write() as conn:
+            return layouts.forget_images(conn, self._live_since())
 
     def layout_ids(self) -> list[str]:
         with self._database.read() as conn:
@@ -291,12 +297,7 @@ class Catalog:
     def standing(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> Standing:
         """What stands in these tenants' way of pulling an image, from one snapshot."""
         with self._database.read() as conn:
-            deleted_after = self._clock() - grace
-            return Standing(
-                verdicts.has_record(conn, key[0], deleted_after, tenants),
-                verdicts.has_record(conn, key[0], deleted_after, tenants, key[1]),
-                verdicts.verdict(conn, key),
-            )
+            return verdicts.standing(conn, key, self._clock() - grace, tenants)
 
     def adopt_compiler(self, compiler: str) -> bool:
         """Forgets every verdict that another compiler gave. True: there was another."""
@@ -366,15 +367,11 @@ class Catalog:
             leases.release(conn, key, owner)
 
     def counts(self) -> CatalogCounts:
-        live = schema.adapters.c.current_version > 0
         with self._database.read() as conn:
-            return CatalogCounts(
-                revision=events.revision(conn),
-                adapters=conn.scalar(select(func.count()).select_from(schema.adapters).where(live))
-                or 0,
-                layouts=conn.scalar(select(func.count()).select_from(schema.layouts)) or 0,
-                blob_bytes=int(conn.scalar(select(func.sum(schema.blobs.c.source_bytes))) or 0),
-            )
+            return usage.counts(conn, self._live_since())
+
+    def _live_since(self) -> int:
+        return layouts.live_since(self._clock(), self._layout_ttl)
 
     # Transactions
 

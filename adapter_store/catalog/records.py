@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,6 +22,17 @@ from adapter_store.core import (
     Tenants,
 )
 from adapter_store.errors import NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsPage:
+    """`next_page_token` "": it was the last. `current_version` 0: the name is deleted."""
+
+    records: list[AdapterRecord]
+    next_page_token: str
+    current_version: int
+    revision: int
+
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

@@ -105,6 +105,7 @@ layouts = Table(
     Column("layout_id", Plain, primary_key=True),
     Column("body", Text, nullable=False),  # JSON
     Column("create_time", Big, nullable=False),
+    Column("last_use_time", Big, nullable=False, server_default="0"),  # about; see layouts.use
 )
 
 # One row for the layout's base model and for each of its aliases.

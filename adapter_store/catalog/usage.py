@@ -1,4 +1,4 @@
-"""What tenants have, against what they may have.
+"""What there is, and what tenants have, against what they may have.
 
 Checked within the transaction that records, quotas hold whatever runs beside it, also in other
 replicas. The sums go over the tenant's own rows only, and only where a quota asks for them.
@@ -6,11 +6,34 @@ replicas. The sums go over the tenant's own rows only, and only where a quota as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import Connection, func, select
 
+from adapter_store.catalog import events, layouts
 from adapter_store.catalog.schema import adapters, blobs, versions
 from adapter_store.core import AdapterName, Quota
 from adapter_store.errors import QuotaExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogCounts:
+    """`layouts`: those that are live."""
+
+    revision: int
+    adapters: int
+    layouts: int
+    blob_bytes: int
+
+
+def counts(conn: Connection, live_since: int) -> CatalogCounts:
+    is_live = adapters.c.current_version > 0
+    return CatalogCounts(
+        revision=events.revision(conn),
+        adapters=conn.scalar(select(func.count()).select_from(adapters).where(is_live)) or 0,
+        layouts=len(layouts.live(conn, live_since)),
+        blob_bytes=int(conn.scalar(select(func.sum(blobs.c.source_bytes))) or 0),
+    )
 
 
 def check_quota(

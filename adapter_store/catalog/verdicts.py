@@ -1,16 +1,16 @@
-"""Layouts, and how far each (digest, layout) has come on its way to an image."""
+"""How far each (digest, layout) has come on its way to an image, and who may pull it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, and_, delete, exists, func, insert, literal, or_, select
+from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, or_, select
 
 from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
+from adapter_store.catalog.layouts import is_live
 from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.schema import (
     adapters,
@@ -30,32 +30,25 @@ ImageKey = tuple[str, str]
 _SETTLED = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
 
 
-def add_layout(
-    conn: Connection,
-    layout_id: str,
-    base_models: Sequence[str],
-    body: dict[str, Any],
-    time: datetime,
-) -> bool:
-    """Records a layout for its base model and aliases. False: it was known."""
-    query = select(layouts.c.layout_id).where(layouts.c.layout_id == layout_id)
-    if conn.execute(query).first():
-        return False
-    conn.execute(
-        insert(layouts).values(
-            layout_id=layout_id, body=json.dumps(body), create_time=to_micros(time)
-        )
-    )
-    names = sorted(set(base_models))
-    conn.execute(
-        insert(layout_bases), [{"base_model": name, "layout_id": layout_id} for name in names]
-    )
-    return True
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of an image: a record of its digest exists, live or deleted within the grace; one of them is
+    for a base model of its layout; and how far its compilation has come."""
+
+    has_record: bool
+    serves_base: bool
+    verdict: LayoutVerdict
 
 
-def layout_body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
-    body = conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
-    return None if body is None else json.loads(body)
+def standing(
+    conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants
+) -> Standing:
+    """What stands in these tenants' way of pulling an image."""
+    return Standing(
+        has_record(conn, key[0], deleted_after, tenants),
+        has_record(conn, key[0], deleted_after, tenants, key[1]),
+        verdict(conn, key),
+    )
 
 
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
@@ -107,13 +100,14 @@ def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -
     return list(conn.scalars(query))
 
 
-def pinned_keys(conn: Connection) -> list[ImageKey]:
-    """Every image of every pinned version."""
+def pinned_keys(conn: Connection, live_since: int) -> list[ImageKey]:
+    """Every image of every pinned version, for live layouts."""
     query = (
         select(versions.c.digest, layout_bases.c.layout_id)
         .distinct()
         .join(layout_bases, layout_bases.c.base_model == versions.c.base_model)
-        .where(versions.c.pinned.is_(True))
+        .join(layouts, layouts.c.layout_id == layout_bases.c.layout_id)
+        .where(versions.c.pinned.is_(True), is_live(live_since))
     )
     return [(row.digest, row.layout_id) for row in conn.execute(query)]
 

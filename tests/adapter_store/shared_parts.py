@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import boto3
@@ -16,6 +17,7 @@ from adapter_store.shared_blobs import SharedBlobs
 from adapter_store.shared_tier import SharedTier
 
 WAIT_SECONDS = 60
+LAYOUT_TTL = timedelta(days=7)
 
 
 class SharedParts:
@@ -26,7 +28,13 @@ class SharedParts:
         self.client.create_bucket(Bucket=self.name)
         stack.callback(self.client.close)
         self.bucket = Bucket(f"s3://{self.name}/store", endpoint)
-        self.catalog = Catalog(folder / "catalog.sqlite3", event_retention=100)
+        self.now = datetime.now(UTC)
+        self.catalog = Catalog(
+            folder / "catalog.sqlite3",
+            event_retention=100,
+            layout_ttl=LAYOUT_TTL,
+            clock=lambda: self.now,
+        )
         stack.callback(self.catalog.close)
         self._folder = folder
         self._stack = stack

@@ -8,10 +8,11 @@ import pytest
 from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.collector import Collector
-from adapter_store.core import AdapterName, AdapterRef
+from adapter_store.core import AdapterName, AdapterRef, ImageState, LayoutVerdict
 from adapter_store.tiers import DiskTier
 
 GRACE = timedelta(seconds=60)
+TTL = timedelta(days=7)
 A = AdapterName("default", "a")
 ONE, TWO = ("sha256:" + digit * 64 for digit in "12")
 LAYOUT = "sha256:" + "f" * 64
@@ -23,7 +24,10 @@ class Parts:
     def __init__(self, folder) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.catalog = Catalog(
-            folder / "catalog.sqlite3", event_retention=100, clock=lambda: self.now
+            folder / "catalog.sqlite3",
+            event_retention=100,
+            layout_ttl=TTL,
+            clock=lambda: self.now,
         )
         self.catalog.add_layout(LAYOUT, ["base"], {})
         self.blobs = LocalBlobs(folder)
@@ -91,3 +95,28 @@ def test_a_digest_registered_again_during_its_collection_stays(parts):
     collecting.join()
     assert parts.exists(ONE) == (True, True)
     assert parts.catalog.get(AdapterRef(digest=ONE))[0].version == 1
+
+
+def test_images_for_an_unused_layout_go_and_their_sources_stay(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    parts.now += TTL
+    parts.collector.collect()
+    assert parts.collector.forget_layouts() == frozenset()
+    assert parts.exists(ONE) == (True, True)
+    parts.now += timedelta(seconds=1)
+    parts.catalog.set_verdict(ONE, LayoutVerdict(LAYOUT, ImageState.READY))
+    assert parts.collector.collect() == []
+    assert parts.collector.forget_layouts() == {LAYOUT}
+    assert parts.exists(ONE) == (True, False)
+    assert parts.disk.counts.images == 0
+    [verdict] = parts.catalog.get(AdapterRef(A))[0].verdicts
+    assert verdict.state is ImageState.PENDING
+
+
+def test_at_start_images_for_unused_layouts_go(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    parts.now += 2 * TTL
+    parts.collector.sweep()
+    assert parts.exists(ONE) == (True, False)

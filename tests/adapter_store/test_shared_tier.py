@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, closing
+from datetime import timedelta
 
 import pytest
 
 from adapter_store import shared_tier
 from adapter_store.bucket import Bucket
+from adapter_store.catalog import NewVersion
+from adapter_store.collector import SharedCollector
+from adapter_store.core import AdapterName
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.image_plan import ImagePlan
 from adapter_store.shared_tier import SharedTier
-from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
+from adapter_store.tiers import DiskTier
+from tests.adapter_store.shared_parts import LAYOUT_TTL, WAIT_SECONDS, SharedParts, die
 
 KEY = ("sha256:" + "a" * 64, "sha256:" + "b" * 64)
 PLAN: ImagePlan = None  # it is for tiers that need to know what they look for
@@ -160,9 +165,46 @@ def test_images_of_collected_digests_are_swept(parts, tmp_path):
     tier = parts.tier()
     (tmp_path / "image").write_bytes(b"x")
     tier.publish(KEY, tmp_path / "image")
-    tier.sweep(lambda digests: set())
+    tier.sweep(lambda digests: set(), ())
     assert read(tier) == b"x"
-    tier.sweep(parts.catalog.unknown_digests)
+    tier.sweep(parts.catalog.unknown_digests, ())
+    assert read(tier) is None
+
+
+def test_images_for_unused_layouts_leave_the_shared_tier_and_every_disk(parts, tmp_path):
+    """One replica at a time looks after what is shared, each after its own disk."""
+    (tmp_path / "image").write_bytes(b"x")
+    replicas = []
+    for name in ("one", "two"):
+        leases, disk = parts.leases(), DiskTier(tmp_path / name / "images", 1 << 20)
+        disk.prepare(KEY, 3).write_bytes(b"xyz")
+        disk.add(KEY)
+        tier, blobs = parts.tier(leases), parts.blobs(name, leases)
+        grace = timedelta(minutes=10)
+        collector = SharedCollector(parts.catalog, blobs, disk, grace, tier, leases)
+        replicas.append((collector, disk, tier))
+    parts.catalog.add_layout(KEY[1], ["base"], {})
+    version = NewVersion(AdapterName("default", "a"), KEY[0], "base", "", 1, (), 1)
+    parts.catalog.register(version)
+    for collector, disk, tier in replicas:
+        tier.publish(KEY, tmp_path / "image")
+        collector.collect()
+        assert collector.forget_layouts() == frozenset()
+        assert (disk.counts.images, read(tier)) == (1, b"x")
+    parts.now += LAYOUT_TTL + timedelta(seconds=1)
+    collector, disk, tier = replicas[0]
+    collector.collect()
+    assert read(tier) is None
+    for collector, disk, _ in replicas:
+        assert collector.forget_layouts() == {KEY[1]}
+        assert disk.counts.images == 0
+    # Again, after its servers were back for a while.
+    parts.catalog.use_layout(KEY[1])
+    tier.publish(KEY, tmp_path / "image")
+    replicas[0][0].collect()
+    assert read(tier) == b"x"
+    parts.now += LAYOUT_TTL + timedelta(seconds=1)
+    replicas[0][0].collect()
     assert read(tier) is None
 
 
@@ -173,5 +215,5 @@ def test_images_of_earlier_compilers_are_swept(parts, tmp_path, monkeypatch):
         monkeypatch.setattr(shared_tier, "COMPILER_REVISION", revision)
         tier.publish(KEY, tmp_path / "image")
     monkeypatch.setattr(shared_tier, "COMPILER_REVISION", 2)
-    tier.sweep(lambda digests: set())
+    tier.sweep(lambda digests: set(), ())
     assert [key.split("/")[1] for key in parts.keys("compiled")] == ["10", "2"]

@@ -87,7 +87,7 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
             store.ahead.want = lambda keys: None  # pulls only
             store.ahead.want_layout = lambda layout_id: None
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            pulls = Pulls(store.images, store.metrics)
+            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
             async with asyncio.timeout(SECONDS * 2):
                 await test(store, pulls, (digest, layout_id), folder)
             store.images.check_integrity()
@@ -349,7 +349,7 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.ahead.idle()
-            pulls = Pulls(store.images, store.metrics)
+            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
             data, _ = await read(pulls.stream((digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
             await store.images.settle()

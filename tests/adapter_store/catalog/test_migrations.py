@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import select
 
 from adapter_store.catalog import Catalog, migrations, schema
 from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState
@@ -32,6 +34,7 @@ def test_a_catalog_of_the_first_release_is_taken_along(tmp_path):
     assert (record.labels, record.rank, record.pinned) == ({"team": "cx"}, 8, True)
     assert (record.files, record.description, record.created_by) == ((), "", "")
     assert record.signature_state is SignatureState.UNSIGNED
+    assert _layout_age_seconds(catalog) < 3600
     kinds = [event.kind for event in catalog.events_since(0, 10)]
     assert kinds == [EventKind.REGISTERED, EventKind.UPDATED, EventKind.PINNED]
     assert catalog.rollback(record.name, 1)[1] == 4
@@ -39,6 +42,12 @@ def test_a_catalog_of_the_first_release_is_taken_along(tmp_path):
     catalog = open_catalog(path)
     assert catalog.revision() == 4
     catalog.close()
+
+
+def _layout_age_seconds(catalog: Catalog) -> float:
+    with catalog._database.read() as conn:
+        last_use = conn.execute(select(schema.layouts.c.last_use_time)).scalar_one()
+    return time.time() - last_use / 1e6
 
 
 def test_the_first_release_refuses_what_it_does_not_know(catalog):

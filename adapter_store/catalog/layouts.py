@@ -1,0 +1,92 @@
+"""Layouts, and which of them are live: a server registered them, or pulled for them, lately.
+
+A layout is never forgotten: a server that comes back after a long pause simply goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+
+from adapter_store.catalog.records import to_micros
+from adapter_store.catalog.schema import images, layout_bases, layouts
+from adapter_store.core import ImageState
+
+USE_PRECISION = timedelta(hours=1)
+"""A use so soon after the recorded one is not recorded."""
+
+
+def precision(ttl: timedelta) -> timedelta:
+    """How exactly the last use is known: to the hour, or to a tenth of a short `ttl`."""
+    return min(USE_PRECISION, ttl / 10) if ttl else USE_PRECISION
+
+
+def live_since(time: datetime, ttl: timedelta) -> int:
+    """Layouts are live whose last use, in microseconds, is not before; without a `ttl`, all."""
+    return max(0, to_micros(time) - ttl // timedelta(microseconds=1)) if ttl else 0
+
+
+def is_live(since: int) -> ColumnElement[bool]:
+    return layouts.c.last_use_time >= since
+
+
+def add(
+    conn: Connection,
+    layout_id: str,
+    base_models: Sequence[str],
+    body: dict[str, Any],
+    time: datetime,
+    ttl: timedelta,
+) -> bool:
+    """Records a layout for its base model and aliases, or its use. False: it was live."""
+    query = select(layouts.c.layout_id).where(layouts.c.layout_id == layout_id)
+    if conn.execute(query).first():
+        return use(conn, layout_id, time, ttl)
+    now = to_micros(time)
+    conn.execute(
+        insert(layouts).values(
+            layout_id=layout_id, body=json.dumps(body), create_time=now, last_use_time=now
+        )
+    )
+    names = sorted(set(base_models))
+    conn.execute(
+        insert(layout_bases), [{"base_model": name, "layout_id": layout_id} for name in names]
+    )
+    return True
+
+
+def use(conn: Connection, layout_id: str, time: datetime, ttl: timedelta) -> bool:
+    """Records the use of a known layout, unless one has been lately. False: it was live."""
+    query = select(layouts.c.last_use_time).where(layouts.c.layout_id == layout_id)
+    last = conn.execute(query).scalar_one()
+    now = to_micros(time)
+    if now - last >= precision(ttl) // timedelta(microseconds=1):
+        where = layouts.c.layout_id == layout_id
+        conn.execute(update(layouts).where(where).values(last_use_time=now))
+    return bool(last < live_since(time, ttl))
+
+
+def body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
+    found = conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
+    return None if found is None else json.loads(found)
+
+
+def live(conn: Connection, since: int) -> list[str]:
+    return list(conn.scalars(select(layouts.c.layout_id).where(is_live(since))))
+
+
+def unused(conn: Connection, since: int) -> frozenset[str]:
+    """Those that are not live."""
+    return frozenset(conn.scalars(select(layouts.c.layout_id).where(~is_live(since))))
+
+
+def forget_images(conn: Connection, since: int) -> int:
+    """Images of unused layouts are pending again; gives their number. What cannot be compiled
+    stays known."""
+    gone = select(layouts.c.layout_id).where(~is_live(since))
+    where = (images.c.state != ImageState.INCOMPATIBLE.value, images.c.layout_id.in_(gone))
+    return conn.execute(delete(images).where(*where)).rowcount

@@ -1,0 +1,141 @@
+"""A layout is live as long as it is used; then it only waits for its servers to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from adapter_store.catalog import Catalog
+from adapter_store.catalog.database import Place
+from adapter_store.catalog.schema import layouts
+from adapter_store.core import AdapterRef, ImageState, LayoutVerdict
+from tests.adapter_store.catalog.conftest import BASE, Clock, Names
+
+DAY = timedelta(days=1)
+TTL = 7 * DAY
+SECOND = timedelta(seconds=1)
+
+
+def open_catalog(place: Place, clock: Clock, ttl: timedelta = TTL) -> Catalog:
+    return Catalog(place, event_retention=1000, layout_ttl=ttl, clock=clock)
+
+
+@pytest.fixture
+def catalog(place, clock) -> Iterator[Catalog]:
+    catalog = open_catalog(place, clock)
+    yield catalog
+    catalog.close()
+
+
+def last_use(catalog: Catalog) -> int:
+    with catalog._database.read() as conn:
+        return conn.execute(layouts.select()).one().last_use_time
+
+
+def states(names: Names, name: str) -> dict[str, ImageState]:
+    return {verdict.layout_id: verdict.state for verdict in names.get(name).verdicts}
+
+
+def test_a_layout_is_live_until_nobody_uses_it_for_longer_than_the_ttl(catalog, clock):
+    assert catalog.add_layout("L1", [BASE], {})
+    clock.now += TTL - SECOND
+    assert catalog.live_layouts() == ["L1"]
+    assert catalog.unused_layouts() == frozenset()
+    assert catalog.counts().layouts == 1
+    clock.now += 2 * SECOND
+    assert catalog.live_layouts() == []
+    assert catalog.unused_layouts() == {"L1"}
+    assert catalog.counts().layouts == 0
+
+
+def test_an_unused_layout_is_kept_and_its_next_registration_makes_it_live(catalog, clock):
+    catalog.add_layout("L1", [BASE], {"x": 1})
+    clock.now += 365 * DAY
+    assert catalog.layout_ids() == ["L1"]
+    assert catalog.layout_body("L1") == {"x": 1}
+    assert catalog.add_layout("L1", [BASE], {"x": 1})  # as if it were new
+    assert not catalog.add_layout("L1", [BASE], {"x": 1})
+    assert catalog.live_layouts() == ["L1"]
+
+
+def test_a_pull_keeps_a_layout_live_or_makes_it_so(catalog, clock):
+    catalog.add_layout("L1", [BASE], {})
+    clock.now += TTL - SECOND
+    assert not catalog.use_layout("L1")
+    clock.now += TTL - SECOND
+    assert catalog.live_layouts() == ["L1"]
+    clock.now += TTL
+    assert catalog.live_layouts() == []
+    assert catalog.use_layout("L1")
+    assert catalog.live_layouts() == ["L1"]
+
+
+def test_a_use_is_recorded_at_most_once_per_hour(catalog, clock, place):
+    catalog.add_layout("L1", [BASE], {})
+    first = last_use(catalog)
+    clock.now += timedelta(minutes=59)
+    other = open_catalog(place, clock)  # as after a restart: it does not know
+    assert other.is_use_due("L1")
+    other.use_layout("L1")
+    assert not other.is_use_due("L1")
+    catalog.add_layout("L1", [BASE], {})
+    assert last_use(catalog) == first
+    clock.now += timedelta(minutes=1)
+    catalog.use_layout("L1")
+    assert last_use(catalog) > first
+    assert not catalog.is_use_due("L1")
+    clock.now += timedelta(hours=1)
+    assert catalog.is_use_due("L1")
+    other.close()
+
+
+def test_a_short_ttl_is_kept_to_a_tenth(place, clock):
+    catalog = open_catalog(place, clock, timedelta(seconds=10))
+    catalog.add_layout("L1", [BASE], {})
+    for _ in range(20):
+        clock.now += 2 * SECOND
+        assert catalog.is_use_due("L1")
+        assert not catalog.use_layout("L1")
+    catalog.close()
+
+
+@pytest.mark.parametrize("ttl", [timedelta(0), timedelta(days=10**8)])
+def test_without_an_end_all_layouts_are_live(place, clock, ttl):
+    catalog = open_catalog(place, clock, ttl)
+    catalog.add_layout("L1", [BASE], {})
+    clock.now += 1000 * DAY
+    assert catalog.live_layouts() == ["L1"]
+    assert catalog.unused_layouts() == frozenset()
+    assert catalog.forget_unused_images() == 0
+    assert not catalog.use_layout("L1")
+    catalog.close()
+
+
+def test_images_for_unused_layouts_are_pending_again(names, catalog, clock):
+    catalog.add_layout("old", [BASE], {})
+    for name in ("ready", "compiling", "incompatible"):
+        names.register(name, name)
+        catalog.set_verdict(name, LayoutVerdict("old", ImageState(name), "why", 1))
+    clock.now += TTL
+    catalog.add_layout("new", [BASE], {})
+    catalog.set_verdict("ready", LayoutVerdict("new", ImageState.READY))
+    assert catalog.forget_unused_images() == 2
+    assert states(names, "ready") == {"old": ImageState.PENDING, "new": ImageState.READY}
+    assert states(names, "compiling")["old"] is ImageState.PENDING
+    assert states(names, "incompatible")["old"] is ImageState.INCOMPATIBLE
+    assert catalog.forget_unused_images() == 0
+    catalog.use_layout("old")
+    assert catalog.unsettled("old", "", 10) == ["compiling", "ready"]
+
+
+def test_only_images_for_live_layouts_are_pinned(names, catalog, clock):
+    catalog.add_layout("old", [BASE], {})
+    clock.now += TTL
+    catalog.add_layout("new", [BASE], {})
+    digest = names.register("a", "d1", pinned=True)[0].digest
+    assert catalog.pinned_keys() == [(digest, "new")]
+    assert catalog.get(AdapterRef(digest=digest))[0].pinned
+    catalog.use_layout("old")
+    assert sorted(catalog.pinned_keys()) == [(digest, "new"), (digest, "old")]

@@ -1,0 +1,187 @@
+"""A store does nothing for layouts that nobody uses, until their servers come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+
+import pytest
+
+from adapter_store import sharing
+from adapter_store.access import OPEN
+from adapter_store.audit import AuditLine
+from adapter_store.catalog import Catalog
+from adapter_store.config import Settings
+from adapter_store.core import AdapterName, AdapterRef, ImageState
+from adapter_store.errors import CatalogUnavailable, NotFound
+from adapter_store.registration import Registration
+from adapter_store.store import Store, open_store
+from tests.adapter_store.catalog.conftest import Clock
+
+TTL = timedelta(days=7)
+WAIT_SECONDS = 60
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def start(tmp_path, clock, monkeypatch):
+    """start(): a store over tmp_path, with the catalog on a clock that tests turn."""
+    monkeypatch.setattr(sharing, "Catalog", partial(Catalog, clock=clock))
+
+    @asynccontextmanager
+    async def start_store():
+        settings = Settings(
+            data_dir=tmp_path / "data",
+            source_roots=(tmp_path,),
+            layout_ttl_seconds=TTL.total_seconds(),
+            collect_seconds=0.05,
+        )
+        async with open_store(settings) as store:
+            yield store
+
+    return start_store
+
+
+async def register(store: Store, folder, name: str, **asked) -> str:
+    registration = Registration(AdapterName("default", name), **asked)
+    line = AuditLine("RegisterAdapter")
+    return (await store.registry.register(OPEN, registration, f"file://{folder}", line))[0].digest
+
+
+async def pull(store: Store, digest: str, layout_id: str) -> None:
+    async for _ in store.registry.pull(OPEN, digest, layout_id, 0, ""):
+        pass
+    await store.registry.layout_uses.settle()
+    await store.ahead.idle()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def state(store: Store, name: str) -> ImageState:
+    record, _ = store.catalog.get(AdapterRef(AdapterName("default", name)))
+    return record.verdicts[0].state
+
+
+def num_images(store: Store) -> tuple[int, int]:
+    """In memory, on disk."""
+    return store.images.memory_counts.images, store.images.disk_counts.images
+
+
+def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adapter, make_layout):
+    a, b, c = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("abc"))
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = await register(store, a, "a", pinned=True)
+            await store.ahead.idle()
+            assert (num_images(store), state(store, "a")) == ((1, 1), ImageState.READY)
+            clock.now += TTL + timedelta(seconds=1)
+            await eventually(lambda: num_images(store) == (0, 0))
+            assert state(store, "a") is ImageState.PENDING
+            assert (await store.registry.status()).catalog.layouts == 0
+
+            await register(store, b, "b")
+            await store.ahead.idle()
+            assert (num_images(store), state(store, "b")) == ((0, 0), ImageState.PENDING)
+        async with start() as store:
+            await store.ahead.idle()
+            assert num_images(store) == (0, 0)
+
+            with pytest.raises(NotFound):
+                await pull(store, "sha256:" + "0" * 64, layout_id)
+            assert (await store.registry.status()).catalog.layouts == 0
+            await pull(store, digest, layout_id)
+            assert (await store.registry.status()).catalog.layouts == 1
+            assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
+            await eventually(lambda: (digest, layout_id) in store.images._pinned)
+            await register(store, c, "c")
+            await store.ahead.idle()
+            assert state(store, "c") is ImageState.READY
+
+    asyncio.run(main())
+
+
+def test_a_layout_comes_back_with_its_registration(start, clock, make_adapter, make_layout):
+    a, b = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("ab"))
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            await register(store, a, "a", pinned=True)
+            await store.ahead.idle()
+            clock.now += 2 * TTL
+            await eventually(lambda: num_images(store) == (0, 0))
+            await register(store, b, "b")
+            assert await store.registry.register_layout(make_layout(), [1]) == (layout_id, 1)
+            await store.ahead.idle()
+            assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
+            await eventually(lambda: num_images(store)[0] >= 1)
+
+    asyncio.run(main())
+
+
+def test_pulls_keep_a_layout_and_write_once_per_hour(
+    start, clock, make_adapter, make_layout, monkeypatch
+):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = await register(store, folder, "a")
+            await store.ahead.idle()
+            recorded: list[str] = []
+            use_layout = store.catalog.use_layout
+
+            def counted(layout_id: str) -> bool:
+                recorded.append(layout_id)
+                return use_layout(layout_id)
+
+            monkeypatch.setattr(store.catalog, "use_layout", counted)
+            for _ in range(3):
+                for _ in range(5):
+                    await pull(store, digest, layout_id)
+                clock.now += TTL - timedelta(minutes=1)
+            assert recorded == [layout_id] * 3
+            assert state(store, "a") is ImageState.READY
+            assert store.catalog.live_layouts() == [layout_id]
+
+    asyncio.run(main())
+
+
+def test_a_use_that_cannot_be_recorded_fails_no_pull(
+    start, clock, make_adapter, make_layout, monkeypatch
+):
+    folder = make_adapter()
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = await register(store, folder, "a")
+
+            def fail(layout_id: str) -> bool:
+                raise CatalogUnavailable("the disk is full")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(store.catalog, "use_layout", fail)
+                await pull(store, digest, layout_id)
+            clock.now += TTL - timedelta(minutes=1)
+            await pull(store, digest, layout_id)
+            clock.now += TTL - timedelta(minutes=1)
+            assert store.catalog.live_layouts() == [layout_id]
+
+    asyncio.run(main())
