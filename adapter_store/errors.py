@@ -13,6 +13,7 @@ StoreError
  │   ├─ QuotaExceeded    a limit of the tenant; `subject` names the quota
  │   └─ Overloaded       this store's memory is in use; asking again later may succeed
  ├─ PullStalled          a reader that took nothing for too long
+ ├─ UploadStalled        a writer that sent nothing for too long
  ├─ RevisionTooOld       the history asked for is gone: list again
  ├─ SourceUnavailable    the source did not answer
  ├─ CatalogUnavailable   the catalog's database does not answer
@@ -99,6 +100,10 @@ class Overloaded(LimitExceeded):
 
 class PullStalled(StoreError):
     reason = "PULL_STALLED"
+
+
+class UploadStalled(StoreError):
+    reason = "UPLOAD_STALLED"
 
 
 class RevisionTooOld(StoreError):

@@ -27,7 +27,7 @@ from adapter_store.core import (
     ImageState,
     Layout,
 )
-from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError
+from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError, UploadStalled
 from adapter_store.image import IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.layout_uses import LayoutUses
@@ -46,6 +46,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_UPLOADS = 64
+UPLOAD_STALL_SECONDS = 60.0
+"""Whoever sends nothing for longer makes room for another upload."""
 
 
 class Registry:
@@ -244,7 +246,7 @@ class Registry:
         opening = self._call(self._registrar.open_upload)
         try:
             upload = await asyncio.shield(opening)
-            async for chunk in chunks:
+            async for chunk in _unless_stalled(chunks):
                 await self._fetch(self._registrar.write_upload, upload, chunk)
         except BaseException:
             # The caller may have gone while its folder was being made: it is removed once there.
@@ -308,3 +310,18 @@ class Registry:
     ) -> asyncio.Future[T]:
         assert not kwargs
         return asyncio.get_running_loop().run_in_executor(self._fetches, function, *args)
+
+
+async def _unless_stalled(chunks: AsyncIterator[FileChunk]) -> AsyncGenerator[FileChunk]:
+    """Raises UploadStalled."""
+    while True:
+        try:
+            async with asyncio.timeout(UPLOAD_STALL_SECONDS):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise UploadStalled(
+                f"the upload has sent nothing for {UPLOAD_STALL_SECONDS:g} seconds"
+            ) from None
+        if chunk is None:
+            return
+        yield chunk

@@ -47,6 +47,7 @@ CODES: dict[type[errors.StoreError], int] = {
     errors.QuotaExceeded: code_pb2.RESOURCE_EXHAUSTED,
     errors.Overloaded: code_pb2.RESOURCE_EXHAUSTED,
     errors.PullStalled: code_pb2.DEADLINE_EXCEEDED,
+    errors.UploadStalled: code_pb2.DEADLINE_EXCEEDED,
     errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
     errors.SourceUnavailable: code_pb2.UNAVAILABLE,
     errors.CatalogUnavailable: code_pb2.UNAVAILABLE,

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from adapter_store import registry as registry_module
 from adapter_store.registration import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -36,6 +37,22 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
     client.stub.GetStoreStatus(pb.GetStoreStatusRequest())  # what the store hears after the cancel
     go_on.set()
     never.set()
+    _until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
+
+
+def test_an_upload_that_sends_nothing_more_is_ended(client, tmp_path, monkeypatch, refused) -> None:
+    monkeypatch.setattr(registry_module, "UPLOAD_STALL_SECONDS", 0.1)
+    over = threading.Event()
+
+    def requests():
+        yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="a"))
+        over.wait(DEADLINE_S)
+
+    try:
+        with refused("DEADLINE_EXCEEDED", "sent nothing"):
+            client.stub.UploadAdapter(requests())
+    finally:
+        over.set()
     _until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
 
 
