@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, or_, select, update
 
 from adapter_store.catalog.database import now_micros
 from adapter_store.catalog.schema import leases
+
+FORGET_MICROS = 3600 * 1_000_000
+"""Rows of owners that have been silent for so long are of no use to anybody."""
 
 
 def acquire(conn: Connection, key: str, owner: str, seconds: float) -> bool:
@@ -19,7 +22,8 @@ def acquire(conn: Connection, key: str, owner: str, seconds: float) -> bool:
     holder = conn.scalar(select(leases.c.expire_time).where(leases.c.key == key))
     if holder is not None and holder > now:
         return False
-    conn.execute(delete(leases).where(leases.c.key == key))
+    dead = leases.c.expire_time < now - FORGET_MICROS
+    conn.execute(delete(leases).where(or_(leases.c.key == key, dead)))
     expire_time = now + int(seconds * 1e6)
     conn.execute(insert(leases).values(key=key, owner=owner, expire_time=expire_time))
     return True

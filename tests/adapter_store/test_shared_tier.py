@@ -14,6 +14,7 @@ from adapter_store.bucket import Bucket
 from adapter_store.catalog import NewVersion
 from adapter_store.collector import SharedCollector
 from adapter_store.core import AdapterName
+from adapter_store.catalog import leases as lease_rows
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.image_plan import ImagePlan
 from adapter_store.shared_tier import SharedTier
@@ -217,3 +218,15 @@ def test_images_of_earlier_compilers_are_swept(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_tier, "COMPILER_REVISION", 2)
     tier.sweep(lambda digests: set(), ())
     assert [key.split("/")[1] for key in parts.keys("compiled")] == ["10", "2"]
+
+
+def test_leases_of_owners_long_dead_leave_no_rows(parts, monkeypatch):
+    catalog = parts.catalog
+    for i in range(3):
+        assert catalog.acquire_lease(f"image:{i}", "dead", 0)
+    assert catalog.acquire_lease("image:alive", "other", 30)
+    monkeypatch.setattr(lease_rows, "FORGET_MICROS", 0)
+    assert catalog.acquire_lease("image:new", "other", 30)
+    with catalog._database.read() as conn:
+        keys = set(conn.exec_driver_sql("SELECT key FROM leases").scalars())
+    assert keys == {"image:alive", "image:new"}
