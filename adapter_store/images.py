@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
@@ -114,9 +114,9 @@ class Images:
         self._memory.shrink()
         return [key for key in self._pinned if key not in self._memory]
 
-    def forget(self, digest: str) -> None:
-        """Drops a collected digest's images from memory."""
-        self._memory.drop_digest(digest)
+    def forget(self, digests: Collection[str]) -> None:
+        """Drops the images of collected digests from memory."""
+        self._memory.drop_digests(frozenset(digests))
 
     def forget_layouts(self, layout_ids: frozenset[str]) -> None:
         """Drops the images for these layouts from memory."""

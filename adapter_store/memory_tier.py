@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -153,10 +153,11 @@ class MemoryTier:
             if entry.holds == 0:
                 self._free(entry)
 
-    def drop_digest(self, digest: str) -> None:
-        self._drop_all(lambda key: key[0] == digest)
+    def drop_digests(self, digests: Set[str]) -> None:
+        """In one pass: whoever collects may have thousands, on the event loop."""
+        self._drop_all(lambda key: key[0] in digests)
 
-    def drop_layouts(self, layout_ids: frozenset[str]) -> None:
+    def drop_layouts(self, layout_ids: Set[str]) -> None:
         self._drop_all(lambda key: key[1] in layout_ids)
 
     def shrink(self) -> None:

@@ -96,15 +96,9 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         ahead = Ahead(catalog, images, calls, settings.compile_workers)
         stack.push_async_callback(ahead.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)
+        sources, limits = _sources(settings), _limits(settings)
         registrar = Registrar(
-            catalog,
-            kept.blobs,
-            verified,
-            _sources(settings),
-            metrics,
-            *_limits(settings),
-            policies,
-            stopping,
+            catalog, kept.blobs, verified, sources, metrics, *limits, policies, stopping
         )
         registry = Registry(
             catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches
@@ -167,8 +161,7 @@ async def _collect_for_ever(
     while True:
         await asyncio.sleep(seconds)
         try:
-            for digest in await loop.run_in_executor(executor, collector.collect):
-                images.forget(digest)
+            images.forget(await loop.run_in_executor(executor, collector.collect))
             unused = await loop.run_in_executor(executor, collector.forget_layouts)
             if unused != known_unused:
                 await registry.refresh_pinned()

@@ -329,10 +329,6 @@ class Catalog:
         with self._database.write() as conn:
             return leftovers.take_blob(conn, digest)
 
-    def drop_blob(self, digest: str) -> bool:
-        """Drops the rows of an unreferenced blob. False: a version points to it again."""
-        return self.take_blob(digest) is not None
-
     def blob(self, digest: str) -> BlobPlace | None:
         """Where a blob is kept. None: there is none."""
         with self._database.read() as conn:

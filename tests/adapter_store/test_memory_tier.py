@@ -90,7 +90,7 @@ def test_what_is_dropped_while_held_takes_its_bytes_until_released():
     tier = memory()
     a = put(tier, "a", 80)
     with tier.hold(a), tier.hold(a):
-        tier.drop_digest("sha256:a")
+        tier.drop_digests({"sha256:a"})
         assert key("a") not in tier
         assert (tier.counts.used_bytes, a.is_freed) == (80, False)
     assert (tier.counts.used_bytes, a.is_freed) == (0, True)
@@ -233,7 +233,7 @@ def test_accounts_are_exact_whatever_happens(steps):
             elif step == "release" and held:
                 held.pop(0).__exit__(None, None, None)
             elif step == "drop":
-                tier.drop_digest(key(name)[0])
+                tier.drop_digests({key(name)[0]})
             alive = {entry for entry in alive if not entry.is_freed}
             taken = sum(room.num_bytes for room in rooms if room.granted.done())
             assert tier.counts.used_bytes == taken + sum(entry.num_bytes for entry in alive)
@@ -253,3 +253,14 @@ def test_accounts_are_exact_whatever_happens(steps):
         tier.check_integrity()
 
     asyncio.run(main())
+
+
+@on_loop
+def test_collected_digests_leave_in_one_pass():
+    tier = memory(1000)
+    for name in "abc":
+        put(tier, name, 10)
+    tier.drop_digests({f"sha256:{name}" for name in "acx"})
+    assert [name for name in "abc" if key(name) in tier] == ["b"]
+    assert tier.counts.used_bytes == 10
+    tier.check_integrity()
