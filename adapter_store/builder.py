@@ -216,7 +216,11 @@ class ImageBuilder:
         if path is not None:
             try:
                 with open_image(path) as file:
-                    image.follow(read_parts(file, build.plan, image.buffer, path.name))
+                    known = self._disk.is_verified(build.key, file.fileno())
+                    plan, buffer = build.plan, image.buffer
+                    image.follow(read_parts(file, plan, buffer, path.name, is_verified=known))
+                    if not known:
+                        self._disk.note_verified(build.key, file.fileno())
                 is_read = True
             except FileNotFoundError:  # evicted a moment ago
                 pass

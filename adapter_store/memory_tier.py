@@ -26,6 +26,7 @@ from adapter_store.workers import Priority
 
 MARGIN_BYTES = 32 << 20
 SPARE_BYTES = 256 << 20
+"""Kept of what came free: an image that takes the place of one of its size finds it all there."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +63,7 @@ class MemoryTier:
         self._margin_bytes = min(MARGIN_BYTES, capacity_bytes // 8)
         self._is_pinned = is_pinned
         self._entries: OrderedDict[ImageKey, MemoryEntry] = OrderedDict()
-        self._pool = BufferPool(min(SPARE_BYTES, capacity_bytes // 8))
+        self._pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
         self._held_bytes = 0
         """Of entries with holds, and of room granted and not taken yet."""
         self._rooms: list[tuple[Priority, int, Room]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,25 @@ class TierCounts:
     evictions: int = 0
 
 
+VERIFIED_SECONDS = 600.0
+"""How long a file that is untouched since every byte of it was checked is read without hashing it:
+readers check each part all the same."""
+
+_FileState = tuple[int, int, int]
+
+
 class DiskTier:
-    """images/<layout>/<digest>.safetensors with its .sha256. Thread-safe; survives restarts."""
+    """images/<layout>/<digest>.safetensors with its .sha256. Thread-safe; survives restarts.
+
+    Files are as old as their atime says: the mtime is left for seeing that one was touched.
+    """
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self.counts = TierCounts(capacity_bytes)
         self._folder = folder
         self._lock = threading.Lock()
         self._sizes: OrderedDict[ImageKey, int] = OrderedDict()
+        self._verified: dict[ImageKey, tuple[_FileState, float]] = {}
         make_folder(folder)
         self._scan()
 
@@ -48,10 +60,24 @@ class DiskTier:
             self._sizes.move_to_end(key)
         path = self.path(key)
         try:
-            os.utime(path)  # the order of use, for the next start
+            # The order of use, for the next start.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
             return None
         return path
+
+    def is_verified(self, key: ImageKey, fd: int) -> bool:
+        """Whether the open file is untouched since `note_verified`, not long ago."""
+        with self._lock:
+            state, since = self._verified.get(key, (None, 0.0))
+        return state == _state(fd) and time.monotonic() - since < VERIFIED_SECONDS
+
+    def note_verified(self, key: ImageKey, fd: int) -> None:
+        """Every byte of the open file was just checked."""
+        state = _state(fd)
+        with self._lock:
+            if key in self._sizes:
+                self._verified[key] = state, time.monotonic()
 
     def count(self, was_hit: bool) -> None:
         """Counts a hit or a miss: only once read is it known whether a file was good."""
@@ -102,6 +128,7 @@ class DiskTier:
             return list(self._sizes)
 
     def _forget(self, key: ImageKey) -> None:
+        self._verified.pop(key, None)
         size = self._sizes.pop(key, None)
         if size is not None:
             self.counts.used_bytes -= size
@@ -126,6 +153,11 @@ class DiskTier:
             path.unlink()
         for path in images:
             key = (f"sha256:{path.stem}", f"sha256:{path.parent.name}")
-            found.append((path.stat().st_mtime_ns, key))
+            found.append((path.stat().st_atime_ns, key))
         for _, key in sorted(found):
             self.add(key)
+
+
+def _state(fd: int) -> _FileState:
+    found = os.fstat(fd)
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -24,6 +24,15 @@ BENCH_200M: Shapes = {
     "mlp.up_proj": (HIDDEN, MLP),
     "mlp.down_proj": (MLP, HIDDEN),
 }
+LLAMA_8B: Shapes = {
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (4096, 1024),
+    "self_attn.v_proj": (4096, 1024),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (4096, 14336),
+    "mlp.up_proj": (4096, 14336),
+    "mlp.down_proj": (14336, 4096),
+}
 assert [path.rpartition(".")[2] for path in BENCH_200M] == TARGETS
 
 

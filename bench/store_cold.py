@@ -28,7 +28,7 @@ from typing import Any
 import boto3
 import torch
 
-from adapter_store.blobs import Blobs
+from adapter_store.blobs import LocalBlobs
 from adapter_store.buffers import allocate_buffer
 from adapter_store.checkpoint import open_checkpoint
 from adapter_store.convert import from_layout
@@ -61,7 +61,7 @@ class Phases:
 def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dict[str, float]:
     """One adapter through the store's own steps, in this process."""
     layout = replace(from_layout(make_layout(BENCH_200M, layers)), image_format=IMAGE_FORMAT)
-    blobs = Blobs(folder)
+    blobs = LocalBlobs(folder)
     phases = Phases()
     with ThreadPoolExecutor(4) as threads:
         with phases.timed("fetch"):

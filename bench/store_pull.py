@@ -1,10 +1,10 @@
 """How fast the store streams an image, against a plain gRPC stream between the same two processes.
 
-One image of about 100 MB in a hundred parts: raw stream, one pull from memory without and with
-checking hashes, one from the disk tier, sixteen at once. Medians of interleaved rounds, and ratios
-of the same run.
+One image of about 100 MB, a rank-16 adapter of an 8B-shaped model with 38 layers: a raw stream,
+one pull from memory without and with checking hashes, one from the disk tier (of a file that this
+process has read before), sixteen at once. Medians of interleaved rounds, ratios of the same run.
 
-    python -m bench.store_pull [--rounds 5] [--layers 100] [--out bench/results/store_pull.json]
+    python -m bench.store_pull [--rounds 5] [--layers 38] [--out bench/results/store_pull.json]
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from bench.store_adapters import Shapes, make_adapter, make_layout
+from bench.store_adapters import LLAMA_8B, make_adapter, make_layout
 from bench.store_process import RAW_BYTES, BenchStore, bench_store
 
-SHAPES: Shapes = {"mlp.up_proj": (16384, 16384)}
-"""One part: A and B of rank 16 in bf16, 1 MiB together."""
-PART_BYTES = 1 << 20
+RANK = 16
+PART_BYTES = sum(RANK * 2 * (num_in + num_out) for num_in, num_out in LLAMA_8B.values())
 CONCURRENT = 16
 GOALS = {
     "pull / raw": 0.6,
@@ -86,14 +85,15 @@ def measure(rounds: int, layers: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(CONCURRENT) as pool:
         folder = Path(name)
         for index in range(2):
-            make_adapter(folder / f"a{index}", SHAPES, layers, dtype=torch.bfloat16, seed=index)
+            adapter = folder / f"a{index}"
+            make_adapter(adapter, LLAMA_8B, layers, dtype=torch.bfloat16, seed=index)
         with (
             bench_store(folder, data_dir=str(folder / "memory")) as memory,
             bench_store(
                 folder, data_dir=str(folder / "disk"), memory_bytes=image_bytes * 5 // 4
             ) as disk,
         ):
-            layout = make_layout(SHAPES, layers)
+            layout = make_layout(LLAMA_8B, layers)
             keys = []
             for store in (memory, disk):
                 layout_id = store.register_layout(layout)
@@ -134,7 +134,7 @@ def summarize(rates: dict[str, list[float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=100)
+    parser.add_argument("--layers", type=int, default=38)
     parser.add_argument("--out", type=Path, default=Path("bench/results/store_pull.json"))
     arguments = parser.parse_args()
     result = summarize(measure(arguments.rounds, arguments.layers))

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
-from adapter_store.tiers import DiskTier
+from adapter_store.tiers import VERIFIED_SECONDS, DiskTier
 
 
 def key(name: str) -> tuple[str, str]:
@@ -80,3 +81,26 @@ def test_a_file_removed_by_hand_is_a_miss(tmp_path):
     assert tier.counts.used_bytes == 10
     tier.clear()
     assert (tier.counts.used_bytes, tier.counts.images) == (0, 0)
+
+
+def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path, 1000)
+    write(tier, "a", 100)
+    path = tier.find(key("a"))
+    with open(path, "rb") as file:
+        assert not tier.is_verified(key("a"), file.fileno())
+        tier.note_verified(key("a"), file.fileno())
+    tier.find(key("a"))  # being used is not being touched
+    with open(path, "rb") as file:
+        assert tier.is_verified(key("a"), file.fileno())
+        now = time.monotonic()
+        monkeypatch.setattr("adapter_store.tiers.time.monotonic", lambda: now + VERIFIED_SECONDS)
+        assert not tier.is_verified(key("a"), file.fileno())
+        monkeypatch.undo()
+    path.write_bytes(b"x" * 100)
+    with open(path, "rb") as file:
+        assert not tier.is_verified(key("a"), file.fileno())
+    tier.remove(key("a"))
+    write(tier, "a", 100)
+    with open(path, "rb") as file:
+        assert not tier.is_verified(key("a"), file.fileno())
