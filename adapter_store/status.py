@@ -27,6 +27,7 @@ from adapter_store.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "adapter_store.loadout"
+GONE_TEXT = "the caller has gone"
 GRPC_PREFIX = "/grpc."
 HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
@@ -191,6 +192,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 extra={"method": method, "code": code, "reason": error.reason, "why": str(error)},
             )
             await abort(context, status)
+        except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
+            code = "CANCELLED"
+            await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
         except Exception:
             code = "INTERNAL"
             logger.exception("call failed", extra={"method": method})

@@ -138,6 +138,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 code = "CANCELLED"
                 raise
+            except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
+                code = "CANCELLED"
+                await context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
                 status = to_status(error)
                 code = _code_name(status.code)

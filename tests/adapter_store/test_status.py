@@ -109,6 +109,16 @@ def test_unknown_exceptions_answer_a_fixed_text_and_are_logged(kind, caplog):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_that_has_gone_is_no_fault_of_ours(kind, caplog):
+    metrics = Metrics()
+    with pytest.raises(grpc.aio.AioRpcError) as caught, caplog.at_level(logging.WARNING):
+        call(kind, failing(grpc.aio.InternalError("execute_batch")), metrics)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert metrics.requests.labels("Do", "CANCELLED")._value.get() == 1
+    assert "call failed" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_abort_of_the_handler_passes_through(kind):
     async def action(context):
         await context.abort(grpc.StatusCode.DATA_LOSS, "as said")
