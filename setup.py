@@ -1,5 +1,7 @@
-"""Compiles the protos before Python packages are collected; the rest is in pyproject.toml."""
+"""Compiles the protos and the native kernels before Python packages are collected; the rest is in
+pyproject.toml."""
 
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -21,9 +23,23 @@ def generate_stubs() -> None:
         raise RuntimeError("protoc failed; see its message above")
 
 
+def compile_kernels() -> None:
+    """Every variant, so that a machine without a compiler has its own. Without one here: at first
+    use, or never; the torch path serves."""
+    sys.path.insert(0, str(ROOT))
+    from kernels.native.build import FLAGS, CompileFailed, ensure
+
+    for variant in FLAGS:
+        try:
+            ensure(variant)
+        except CompileFailed as error:
+            print(f"the native kernels for {variant} do not compile: {error}", file=sys.stderr)
+
+
 class BuildWithStubs(build_py):
     def run(self) -> None:
         generate_stubs()
+        compile_kernels()
         super().run()
 
 

@@ -1,0 +1,115 @@
+"""The compiled library: its operations by name, and programs made of them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kernels.native.build import CompileFailed, ensure, runnable_variants
+
+log = logging.getLogger(__name__)
+
+_COUNTER_BYTES = 64
+
+
+class _Op(ctypes.Structure):
+    _fields_ = (("function", ctypes.c_void_p), ("args", ctypes.c_void_p))
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOp:
+    """One operation with its arguments at a fixed address. `keep` is whatever they point to."""
+
+    name: str
+    args: ctypes.Structure
+    keep: object = None
+
+
+class Library:
+    """The library of one variant ("avx2", "avx512", "avx512_bf16")."""
+
+    def __init__(self, path: Path, variant: str) -> None:
+        self.variant = variant
+        self._dll = ctypes.CDLL(str(path))
+        self._dll.loadout_run.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
+        self._dll.loadout_run.restype = None
+
+    def program(self, ops: Sequence[NativeOp]) -> Program:
+        """Raises AttributeError for an operation that the library does not have."""
+        addresses = [self._address(op.name) for op in ops]
+        table = (_Op * len(ops))()
+        for entry, op, address in zip(table, ops, addresses, strict=True):
+            entry.function, entry.args = address, ctypes.addressof(op.args)
+        return Program(self._dll.loadout_run, tuple(ops), table)
+
+    def run(self, *ops: NativeOp) -> None:
+        """Runs `ops` in order, once, on torch's threads."""
+        self.program(ops).run()
+
+    def _address(self, name: str) -> int:
+        address = ctypes.cast(getattr(self._dll, f"loadout_{name}"), ctypes.c_void_p).value
+        assert address is not None
+        return address
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """Operations that run one after the other, each on all threads. Arguments may change between
+    runs, in place."""
+
+    _function: ctypes._NamedFuncPointer
+    ops: tuple[NativeOp, ...]
+    _table: ctypes.Array[_Op]
+    _counters: ctypes.Array[ctypes.c_char] = field(init=False)
+
+    def __post_init__(self) -> None:
+        raw = ctypes.create_string_buffer(_COUNTER_BYTES * (len(self.ops) + 1))
+        object.__setattr__(self, "_counters", raw)
+
+    def run(self) -> None:
+        self._run(None)
+
+    def profile(self) -> list[tuple[str, float]]:
+        """Runs once; every operation's name and seconds."""
+        seconds = (ctypes.c_double * len(self.ops))()
+        self._run(ctypes.addressof(seconds))
+        return [(op.name, spent) for op, spent in zip(self.ops, seconds, strict=True)]
+
+    def _run(self, seconds: int | None) -> None:
+        # Counters lie on cache lines of their own.
+        counters = -(-ctypes.addressof(self._counters) // _COUNTER_BYTES) * _COUNTER_BYTES
+        table = ctypes.addressof(self._table)
+        self._function(table, len(self.ops), counters, torch.get_num_threads(), seconds)
+
+
+@cache
+def load(variant: str | None = None) -> Library | None:
+    """The library of `variant`, or of the best that this machine executes; compiled at first use.
+
+    None, after one line in the log, where there is none and none can be compiled.
+    """
+    variants = runnable_variants() if variant is None else [variant]
+    if not variants:
+        log.warning("no native kernels for this processor: the torch path serves")
+        return None
+    try:
+        path = ensure(variants[0])
+    except CompileFailed as error:
+        log.warning("the native kernels do not compile, the torch path serves: %s", error)
+        return None
+    if path is None:
+        log.warning("no compiler for the native kernels: the torch path serves")
+        return None
+    return Library(path, variants[0])

@@ -1,0 +1,191 @@
+// Float vectors of the machine's width, and the two storage types: float and bf16.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace loadout {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <typename T>
+inline T from_float(float x);
+
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+template <>
+inline bf16 from_float<bf16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+#if defined(__AVX512F__)
+
+using VF = __m512;
+constexpr int VF_WIDTH = 16;
+
+inline VF vzero() { return _mm512_setzero_ps(); }
+inline VF vset1(float x) { return _mm512_set1_ps(x); }
+inline VF vadd(VF a, VF b) { return _mm512_add_ps(a, b); }
+inline VF vsub(VF a, VF b) { return _mm512_sub_ps(a, b); }
+inline VF vmul(VF a, VF b) { return _mm512_mul_ps(a, b); }
+inline VF vdiv(VF a, VF b) { return _mm512_div_ps(a, b); }
+inline VF vmax(VF a, VF b) { return _mm512_max_ps(a, b); }
+inline VF vmin(VF a, VF b) { return _mm512_min_ps(a, b); }
+inline VF vfma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+inline float reduce_add(VF x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
+
+inline VF widen(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+inline __m256i narrow(VF x) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+
+inline VF vload(const float* p) { return _mm512_loadu_ps(p); }
+inline VF vload(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline void vstore(float* p, VF x) { _mm512_storeu_ps(p, x); }
+inline void vstore(bf16* p, VF x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// The first n lanes (0 < n <= VF_WIDTH); the others read as 0 and are not written.
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline VF vload(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+inline void vstore(float* p, VF x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+inline VF vload(const bf16* p, int n) {
+  uint16_t lanes[16] = {};
+  std::memcpy(lanes, p, n * sizeof(bf16));
+  return widen(_mm256_loadu_si256((const __m256i*)lanes));
+}
+inline void vstore(bf16* p, VF x, int n) {
+  uint16_t lanes[16];
+  _mm256_storeu_si256((__m256i*)lanes, narrow(x));
+  std::memcpy(p, lanes, n * sizeof(bf16));
+}
+
+// 2^n for n rounded to whole numbers in [-126, 127].
+inline VF exponent(VF n) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(whole, 23));
+}
+inline VF vround(VF x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+#else  // AVX2 with FMA
+
+using VF = __m256;
+constexpr int VF_WIDTH = 8;
+
+inline VF vzero() { return _mm256_setzero_ps(); }
+inline VF vset1(float x) { return _mm256_set1_ps(x); }
+inline VF vadd(VF a, VF b) { return _mm256_add_ps(a, b); }
+inline VF vsub(VF a, VF b) { return _mm256_sub_ps(a, b); }
+inline VF vmul(VF a, VF b) { return _mm256_mul_ps(a, b); }
+inline VF vdiv(VF a, VF b) { return _mm256_div_ps(a, b); }
+inline VF vmax(VF a, VF b) { return _mm256_max_ps(a, b); }
+inline VF vmin(VF a, VF b) { return _mm256_min_ps(a, b); }
+inline VF vfma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }  // a * b + c
+
+inline float reduce_add(VF x) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
+}
+inline float reduce_max(VF x) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_shuffle_ps(most, most, 1)));
+}
+
+inline VF widen(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+
+inline __m128i narrow(VF x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan));
+  rounded = _mm256_srli_epi32(rounded, 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+
+inline VF vload(const float* p) { return _mm256_loadu_ps(p); }
+inline VF vload(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+inline void vstore(float* p, VF x) { _mm256_storeu_ps(p, x); }
+inline void vstore(bf16* p, VF x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+
+// The first n lanes (0 < n <= VF_WIDTH); the others read as 0 and are not written.
+template <typename T>
+inline VF vload(const T* p, int n) {
+  T lanes[VF_WIDTH] = {};
+  std::memcpy(lanes, p, n * sizeof(T));
+  return vload(lanes);
+}
+template <typename T>
+inline void vstore(T* p, VF x, int n) {
+  T lanes[VF_WIDTH];
+  vstore(lanes, x);
+  std::memcpy(p, lanes, n * sizeof(T));
+}
+
+inline VF exponent(VF n) {
+  const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(whole, 23));
+}
+inline VF vround(VF x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+#endif
+
+// e^x within 2 units in the last place; below -87.3 the smallest normal number, which sums lose.
+// Range reduction by ln 2 in two parts and the degree-5 polynomial of Cephes' expf.
+inline VF vexp(VF x) {
+  x = vmax(vmin(x, vset1(88.0f)), vset1(-87.3f));
+  const VF n = vround(vmul(x, vset1(1.44269504f)));
+  x = vfma(n, vset1(-0.693359375f), x);
+  x = vfma(n, vset1(2.12194440e-4f), x);
+  VF y = vset1(1.9875691500e-4f);
+  y = vfma(y, x, vset1(1.3981999507e-3f));
+  y = vfma(y, x, vset1(8.3334519073e-3f));
+  y = vfma(y, x, vset1(4.1665795894e-2f));
+  y = vfma(y, x, vset1(1.6666665459e-1f));
+  y = vfma(y, x, vset1(5.0000001201e-1f));
+  y = vadd(vfma(y, vmul(x, x), x), vset1(1.0f));
+  return vmul(y, exponent(n));
+}
+
+}  // namespace loadout

@@ -1,0 +1,109 @@
+"""The library compiles for every instruction set, and runs programs on all threads."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.native import build
+from kernels.native.library import Library, NativeOp, load
+
+
+class SwigluArgs(ctypes.Structure):
+    _fields_ = (
+        ("gate_up", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    )
+
+
+def library(variant: str) -> Library:
+    if variant not in build.runnable_variants():
+        pytest.skip(f"this processor has no {variant}")
+    loaded = load(variant)
+    assert loaded is not None
+    return loaded
+
+
+def swiglu(gate_up: torch.Tensor, out: torch.Tensor, num_tokens: ctypes.c_int32) -> NativeOp:
+    address = ctypes.addressof(num_tokens)
+    args = SwigluArgs(gate_up.data_ptr(), out.data_ptr(), address, out.shape[1])
+    name = "swiglu_bf16" if out.dtype == torch.bfloat16 else "swiglu_float"
+    return NativeOp(name, args, keep=(gate_up, out, num_tokens))
+
+
+@pytest.mark.parametrize("variant", build.FLAGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_operation_computes_what_torch_does(variant: str, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(17, 2 * 101) * 20).to(dtype)
+    out = torch.full((17, 101), torch.nan, dtype=dtype)
+    library(variant).run(swiglu(gate_up, out, ctypes.c_int32(16)))
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    torch.testing.assert_close(out[:16], (F.silu(gate) * up).to(dtype)[:16])
+    assert out[16].isnan().all(), "a row beyond num_tokens was written"
+
+
+def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
+    loaded = load()
+    assert loaded is not None
+    first, second = torch.ones(4, 64), torch.empty(4, 32)
+    third, num_tokens = torch.empty(4, 16), ctypes.c_int32(4)
+    program = loaded.program([swiglu(first, second, num_tokens), swiglu(second, third, num_tokens)])
+    for value in (1.0, 2.0):
+        first.fill_(value)
+        program.run()
+        inner = F.silu(torch.tensor(value)) * value
+        torch.testing.assert_close(third, (F.silu(inner) * inner).expand(4, 16))
+    profile = program.profile()
+    assert [name for name, _ in profile] == ["swiglu_float", "swiglu_float"]
+    assert all(seconds > 0 for _, seconds in profile)
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    loaded = load()
+    assert loaded is not None
+    with pytest.raises(AttributeError, match="loadout_nothing"):
+        loaded.program([NativeOp("nothing", SwigluArgs())])
+
+
+def test_without_a_compiler_there_is_no_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert build.ensure("avx2") is None
+
+
+def test_sources_that_do_not_compile_say_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.cpp").write_text("int broken = nonsense;")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    with pytest.raises(build.CompileFailed, match="nonsense"):
+        build.ensure("avx2")
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "empty.cpp").write_text("int nothing;")
+    (tmp_path / "lib").write_text("a file where the folder should be")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    path = build.ensure("avx2")
+    assert path is not None
+    assert path.exists()
+
+
+def test_a_processor_without_vectors_has_no_variant(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu sse2 avx\n")
+    assert build.runnable_variants(tmp_path / "cpuinfo") == []
+    (tmp_path / "cpuinfo").write_text("flags : fpu avx2 fma f16c\n")
+    assert build.runnable_variants(tmp_path / "cpuinfo") == ["avx2"]
