@@ -31,6 +31,11 @@ class NativeOp:
     keep: object = None
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """How the library's symbols name a storage type. Raises KeyError for one it has not."""
+    return {torch.float32: "float", torch.bfloat16: "bf16"}[dtype]
+
+
 class Library:
     """The library of one variant ("avx2", "avx512", "avx512_bf16")."""
 

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -170,6 +171,48 @@ inline VF vround(VF x) {
 }
 
 #endif
+
+// How many lanes of a vector count: all, or the first n at the end of a row.
+struct AllLanes {};
+struct FirstLanes {
+  int n;
+};
+template <typename T>
+inline VF vload(const T* p, AllLanes) {
+  return vload(p);
+}
+template <typename T>
+inline VF vload(const T* p, FirstLanes lanes) {
+  return vload(p, lanes.n);
+}
+template <typename T>
+inline void vstore(T* p, VF x, AllLanes) {
+  vstore(p, x);
+}
+template <typename T>
+inline void vstore(T* p, VF x, FirstLanes lanes) {
+  vstore(p, x, lanes.n);
+}
+
+// Calls body(index, lanes) for a row of `size` elements, vector by vector.
+template <typename Body>
+inline void for_vectors(int64_t size, Body body) {
+  int64_t at = 0;
+  for (; at + VF_WIDTH <= size; at += VF_WIDTH) body(at, AllLanes{});
+  if (at < size) body(at, FirstLanes{static_cast<int>(size - at)});
+}
+
+// x as a T holds it.
+template <typename T>
+inline VF rounded(VF x);
+template <>
+inline VF rounded<float>(VF x) {
+  return x;
+}
+template <>
+inline VF rounded<bf16>(VF x) {
+  return widen(narrow(x));
+}
 
 // e^x within 2 units in the last place; below -87.3 the smallest normal number, which sums lose.
 // Range reduction by ln 2 in two parts and the degree-5 polynomial of Cephes' expf.

@@ -9,51 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.elementwise import swiglu_op
 from kernels.native import build
-from kernels.native.library import Library, NativeOp, load
-
-
-class SwigluArgs(ctypes.Structure):
-    _fields_ = (
-        ("gate_up", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-    )
-
-
-def library(variant: str) -> Library:
-    if variant not in build.runnable_variants():
-        pytest.skip(f"this processor has no {variant}")
-    loaded = load(variant)
-    assert loaded is not None
-    return loaded
-
-
-def swiglu(gate_up: torch.Tensor, out: torch.Tensor, num_tokens: ctypes.c_int32) -> NativeOp:
-    address = ctypes.addressof(num_tokens)
-    args = SwigluArgs(gate_up.data_ptr(), out.data_ptr(), address, out.shape[1])
-    name = "swiglu_bf16" if out.dtype == torch.bfloat16 else "swiglu_float"
-    return NativeOp(name, args, keep=(gate_up, out, num_tokens))
-
-
-@pytest.mark.parametrize("variant", build.FLAGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_operation_computes_what_torch_does(variant: str, dtype: torch.dtype) -> None:
-    gate_up = (torch.randn(17, 2 * 101) * 20).to(dtype)
-    out = torch.full((17, 101), torch.nan, dtype=dtype)
-    library(variant).run(swiglu(gate_up, out, ctypes.c_int32(16)))
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    torch.testing.assert_close(out[:16], (F.silu(gate) * up).to(dtype)[:16])
-    assert out[16].isnan().all(), "a row beyond num_tokens was written"
+from kernels.native.library import NativeOp, load
 
 
 def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
     loaded = load()
     assert loaded is not None
     first, second = torch.ones(4, 64), torch.empty(4, 32)
-    third, num_tokens = torch.empty(4, 16), ctypes.c_int32(4)
-    program = loaded.program([swiglu(first, second, num_tokens), swiglu(second, third, num_tokens)])
+    third, count = torch.empty(4, 16), torch.tensor([4], dtype=torch.int32)
+    program = loaded.program([swiglu_op(first, second, count), swiglu_op(second, third, count)])
     for value in (1.0, 2.0):
         first.fill_(value)
         program.run()
@@ -65,10 +31,13 @@ def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
 
 
 def test_an_unknown_operation_is_refused() -> None:
+    class NoArgs(ctypes.Structure):
+        _fields_ = ()
+
     loaded = load()
     assert loaded is not None
     with pytest.raises(AttributeError, match="loadout_nothing"):
-        loaded.program([NativeOp("nothing", SwigluArgs())])
+        loaded.program([NativeOp("nothing", NoArgs())])
 
 
 def test_without_a_compiler_there_is_no_library(

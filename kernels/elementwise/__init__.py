@@ -1,0 +1,9 @@
+"""What the decoder computes between its projections, in C++.
+
+The definitions are the decoder's own torch modules (`inference_svc.model.layers`); these round
+where those round.
+"""
+
+from kernels.elementwise.native import embed_op, rms_norm_op, swiglu_op
+
+__all__ = ["embed_op", "rms_norm_op", "swiglu_op"]

@@ -1,0 +1,81 @@
+"""The native operations against the decoder's torch modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_svc.model.layers import RMSNorm, swiglu
+from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
+from kernels.native import build
+from kernels.native.library import Library, load
+
+DTYPES = [torch.float32, torch.bfloat16]
+SIZES = [1, 16, 101, 256]
+
+
+@pytest.fixture(params=build.FLAGS)
+def library(request: pytest.FixtureRequest) -> Library:
+    if request.param not in build.runnable_variants():
+        pytest.skip(f"this processor has no {request.param}")
+    loaded = load(request.param)
+    assert loaded is not None
+    return loaded
+
+
+def count(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def rows(number: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(number * size)
+    return (torch.randn(number, size) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_swiglu(library: Library, dtype: torch.dtype, size: int) -> None:
+    gate_up, out = rows(17, 2 * size, dtype, 20), torch.full((17, size), torch.nan, dtype=dtype)
+    library.run(swiglu_op(gate_up, out, count(16)))
+    torch.testing.assert_close(out[:16], swiglu(gate_up)[:16])
+    assert out[16].isnan().all(), "a row beyond the count was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_rms_norm_adds_first(library: Library, dtype: torch.dtype, size: int) -> None:
+    hidden, delta, weight = (rows(n, size, dtype, 3) for n in (17, 18, 1))
+    delta, out, norm = delta[:17], torch.zeros(17, size, dtype=dtype), RMSNorm(weight[0], 1e-5)
+    expected = hidden + delta
+    library.run(rms_norm_op(hidden, delta, weight[0], out, count(17), eps=1e-5))
+    assert torch.equal(hidden, expected)
+    torch.testing.assert_close(out, norm(expected))
+    library.run(rms_norm_op(hidden, None, weight[0], out, count(17), eps=1e-5))
+    assert torch.equal(hidden, expected)
+    torch.testing.assert_close(out, norm(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_chosen_rows_leaves_the_rest(library: Library, dtype: torch.dtype) -> None:
+    hidden, delta, weight = rows(9, 64, dtype), rows(9, 64, dtype), rows(1, 64, dtype)[0]
+    before, chosen = hidden.clone(), torch.tensor([7, 0, 3, 8])
+    out = torch.full((4, 64), torch.nan, dtype=dtype)
+    library.run(rms_norm_op(hidden, delta, weight, out, count(3), eps=1e-6, rows=chosen))
+    torch.testing.assert_close(out[:3], RMSNorm(weight, 1e-6)((hidden + delta)[chosen[:3]]))
+    assert torch.equal(hidden, before)
+    assert out[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed(library: Library, dtype: torch.dtype) -> None:
+    embedding, token_ids = rows(50, 33, dtype), torch.tensor([49, 0, 7, 7])
+    hidden = torch.full((4, 33), torch.nan, dtype=dtype)
+    library.run(embed_op(embedding, hidden, token_ids, count(3)))
+    assert torch.equal(hidden[:3], embedding[token_ids[:3]])
+    assert hidden[3].isnan().all()
+
+
+def test_no_rows_are_no_work(library: Library) -> None:
+    out = torch.full((2, 8), torch.nan)
+    library.run(swiglu_op(torch.ones(2, 16), out, count(0)))
+    assert out.isnan().all()
