@@ -25,6 +25,7 @@ from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.attention import KVCache, page_bytes
@@ -55,7 +56,7 @@ def build_engine(
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     geometry = load_geometry(config.model_dir)
     layout = build_layout(geometry, config.base_model, config.aliases, dtype)
-    weights = load_weights(config.model_dir, geometry, dtype, device)
+    weights = load_weights(config.model_dir, geometry, dtype, device, Linear)
     kv_cache = _allocate_kv_cache(config, geometry, dtype, device)
     host = _allocate_host_tier(config, device)
     slab = None if host is None else host.slab

@@ -18,6 +18,10 @@ class Linear:
     weight: Tensor
     bias: Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] -> [T, out]."""
         return F.linear(x, self.weight, self.bias)

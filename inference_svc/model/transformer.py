@@ -31,7 +31,7 @@ class _Step:
 
 
 class Transformer:
-    def __init__(self, geometry: ModelGeometry, weights: ModelWeights) -> None:
+    def __init__(self, geometry: ModelGeometry, weights: ModelWeights[Linear]) -> None:
         self.geometry = geometry
         self.weights = weights
         self._rotary = RotaryEmbedding(geometry.rope, geometry.head_dim, weights.embedding.device)
@@ -53,7 +53,7 @@ class Transformer:
             hidden += self._mlp(index, layer, layer.post_attention_norm(hidden), step)
         return self._logits(hidden.index_select(0, inputs.logit_rows), lora)
 
-    def _attention(self, index: int, layer: LayerWeights, x: Tensor, step: _Step) -> Tensor:
+    def _attention(self, index: int, layer: LayerWeights[Linear], x: Tensor, step: _Step) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         g = self.geometry
         qkv = _project(layer.qkv, x, step.lora, f"layers.{index}.qkv")
@@ -75,7 +75,7 @@ class Transformer:
         )
         return _project(layer.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, step: _Step) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights[Linear], x: Tensor, step: _Step) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         gate_up = _project(layer.gate_up, x, step.lora, f"layers.{index}.gate_up")
         return _project(layer.down, swiglu(gate_up), step.lora, f"layers.{index}.down")

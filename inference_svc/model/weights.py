@@ -7,9 +7,10 @@ Projections that read the same input lie in one buffer: q, k and v in `qkv`, gat
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,98 +23,136 @@ from inference_svc.model.layers import Linear, RMSNorm
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
+class Projection(Protocol):
+    """A weight in whatever form it is computed with."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Projection)
+
+
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[P]):
     input_norm: RMSNorm
-    qkv: Linear
+    qkv: P
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    o: Linear
+    o: P
     post_attention_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
+    gate_up: P
+    down: P
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """`embedding` is [vocab_size, hidden_size]; a tied `head` shares its memory."""
+class ModelWeights(Generic[P]):
+    """`embedding` is [vocab_size, hidden_size]. `num_bytes` counts what lies in memory: a tied head
+    that shares the embedding's is counted once."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[P], ...]
     norm: RMSNorm
-    head: Linear
+    head: P
     num_bytes: int
 
 
 def load_weights(
-    model_dir: Path, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> ModelWeights:
+    model_dir: Path,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    make_projection: Callable[[Tensor, Tensor | None], P],
+) -> ModelWeights[P]:
     """Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, cast to `dtype`.
 
-    Never holds more than the weights and one tensor of a file. Raises UnsupportedModel naming a
-    missing, unexpected or misshapen tensor, before anything large is allocated.
+    `make_projection` makes each projection of its weight [out, in] and bias [out], as soon as they
+    are read; what it does not keep is freed. Never holds more than the weights, one projection and
+    one tensor of a file. Raises UnsupportedModel naming a missing, unexpected or misshapen tensor,
+    before anything large is allocated.
     """
     files = _tensor_files(model_dir)
-    layout = _Buffers(geometry, dtype, torch.device("meta"))
-    _check(files, layout)
-    buffers = _Buffers(geometry, dtype, torch.device(device))
-    for name, destination in buffers.places.items():
+    places: dict[str, Tensor] = {}
+    _Loader(geometry, dtype, torch.device("meta"), places.__setitem__, Linear).load()
+    _check(files, places)
+
+    def read(name: str, destination: Tensor) -> None:
         # Opened for each tensor anew: pages of a mapping that stays open would count as ours
         # until the whole file had been read.
         with safe_open(files[name], framework="pt") as file:
             destination.copy_(file.get_tensor(name))
-    return buffers.weights()
+
+    return _Loader(geometry, dtype, torch.device(device), read, make_projection).load()
 
 
-class _Buffers:
-    """Allocates the final buffers; `places` maps every tensor's name to its part of one."""
+class _Loader(Generic[P]):
+    """Allocates buffers one after the other; `fill` gets every tensor's name and its part."""
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: Callable[[str, Tensor], None],
+        make_projection: Callable[[Tensor, Tensor | None], P],
+    ) -> None:
         self._geometry, self._dtype, self._device = geometry, dtype, device
-        self.places: dict[str, Tensor] = {}
+        self._fill, self._make_projection = fill, make_projection
         self._num_bytes = 0
-        hidden = geometry.hidden_size
-        self._embedding = self._allocate({"model.embed_tokens.weight": geometry.vocab_size}, hidden)
-        self._layers = tuple(self._layer(index) for index in range(geometry.num_layers))
-        self._norm = self._rms_norm("model.norm", hidden)
-        self._head = Linear(self._embedding)
-        if not geometry.tie_word_embeddings:
-            self._head = self._linear("", {"lm_head": geometry.vocab_size}, hidden, bias=False)
 
-    def weights(self) -> ModelWeights:
-        return ModelWeights(self._embedding, self._layers, self._norm, self._head, self._num_bytes)
+    def load(self) -> ModelWeights[P]:
+        g = self._geometry
+        embedding = self._keep({"model.embed_tokens.weight": g.vocab_size}, g.hidden_size)
+        layers = tuple(self._layer(index) for index in range(g.num_layers))
+        norm = self._rms_norm("model.norm", g.hidden_size)
+        if g.tie_word_embeddings:
+            head = self._make_projection(embedding, None)
+            if not isinstance(head, Linear):
+                self._num_bytes += head.num_bytes
+        else:
+            head = self._projection("", {"lm_head": g.vocab_size}, g.hidden_size, bias=False)
+        return ModelWeights(embedding, layers, norm, head, self._num_bytes)
 
-    def _layer(self, index: int) -> LayerWeights:
+    def _layer(self, index: int) -> LayerWeights[P]:
         g, prefix = self._geometry, f"model.layers.{index}."
         qkv = {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size}
         gate_up = {"gate_proj": g.intermediate_size, "up_proj": g.intermediate_size}
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return LayerWeights(
             input_norm=self._rms_norm(prefix + "input_layernorm", g.hidden_size),
-            qkv=self._linear(attention, qkv, g.hidden_size, bias=g.qkv_bias),
+            qkv=self._projection(attention, qkv, g.hidden_size, bias=g.qkv_bias),
             q_norm=self._rms_norm(attention + "q_norm", g.head_dim) if g.qk_norm else None,
             k_norm=self._rms_norm(attention + "k_norm", g.head_dim) if g.qk_norm else None,
-            o=self._linear(attention, {"o_proj": g.hidden_size}, g.q_size, bias=g.o_bias),
+            o=self._projection(attention, {"o_proj": g.hidden_size}, g.q_size, bias=g.o_bias),
             post_attention_norm=self._rms_norm(prefix + "post_attention_layernorm", g.hidden_size),
-            gate_up=self._linear(mlp, gate_up, g.hidden_size, bias=g.mlp_bias),
-            down=self._linear(
+            gate_up=self._projection(mlp, gate_up, g.hidden_size, bias=g.mlp_bias),
+            down=self._projection(
                 mlp, {"down_proj": g.hidden_size}, g.intermediate_size, bias=g.mlp_bias
             ),
         )
 
-    def _linear(self, prefix: str, outs: dict[str, int], in_size: int, *, bias: bool) -> Linear:
+    def _projection(self, prefix: str, outs: dict[str, int], in_size: int, *, bias: bool) -> P:
         weights = {f"{prefix}{name}.weight": size for name, size in outs.items()}
         biases = {f"{prefix}{name}.bias": size for name, size in outs.items()}
-        return Linear(self._allocate(weights, in_size), self._allocate(biases) if bias else None)
+        made = self._make_projection(
+            self._read(weights, in_size), self._read(biases) if bias else None
+        )
+        self._num_bytes += made.num_bytes
+        return made
 
     def _rms_norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._allocate({name + ".weight": size}), self._geometry.rms_norm_eps)
+        return RMSNorm(self._keep({name + ".weight": size}), self._geometry.rms_norm_eps)
 
-    def _allocate(self, sizes: dict[str, int], *inner: int) -> Tensor:
+    def _keep(self, sizes: dict[str, int], *inner: int) -> Tensor:
+        buffer = self._read(sizes, *inner)
+        self._num_bytes += buffer.nbytes
+        return buffer
+
+    def _read(self, sizes: dict[str, int], *inner: int) -> Tensor:
         """One buffer for tensors that lie below each other."""
         buffer = torch.empty(sum(sizes.values()), *inner, dtype=self._dtype, device=self._device)
-        self.places.update(zip(sizes, buffer.split(list(sizes.values())), strict=True))
-        self._num_bytes += buffer.numel() * buffer.element_size()
+        for name, part in zip(sizes, buffer.split(list(sizes.values())), strict=True):
+            self._fill(name, part)
         return buffer
 
 
@@ -149,8 +188,8 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _check(files: dict[str, Path], layout: _Buffers) -> None:
-    wanted = layout.places.keys()
+def _check(files: dict[str, Path], places: dict[str, Tensor]) -> None:
+    wanted = places.keys()
     missing = sorted(wanted - files.keys())
     unexpected = sorted(name for name in files.keys() - wanted if not _is_spare(name))
     for what, names in (("missing", missing), ("unexpected", unexpected)):
@@ -160,7 +199,7 @@ def _check(files: dict[str, Path], layout: _Buffers) -> None:
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             for name in wanted & set(file.keys()):
-                _check_tensor(name, file.get_slice(name), layout.places[name])
+                _check_tensor(name, file.get_slice(name), places[name])
 
 
 def _check_tensor(name: str, found: Any, place: Tensor) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inference_svc import core
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
@@ -130,7 +131,7 @@ def load_decoder() -> Callable[..., Decoder]:
             head_dim=geometry.head_dim,
             dtype=dtype,
         )
-        weights = load_weights(folder, geometry, dtype)
+        weights = load_weights(folder, geometry, dtype, "cpu", Linear)
         return Decoder(geometry, Transformer(geometry, weights), cache)
 
     return load

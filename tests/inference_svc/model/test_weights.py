@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.geometry import load_geometry
+from inference_svc.model.layers import Linear
 from inference_svc.model.weights import ModelWeights, load_weights
 
 
@@ -21,11 +22,11 @@ def model_dir(random_model, save_model):
     return save_model(random_model("Qwen3", head_dim=8, attention_bias=True))
 
 
-def load(model_dir, dtype=torch.float32) -> ModelWeights:
-    return load_weights(model_dir, load_geometry(model_dir), dtype)
+def load(model_dir, dtype=torch.float32) -> ModelWeights[Linear]:
+    return load_weights(model_dir, load_geometry(model_dir), dtype, "cpu", Linear)
 
 
-def tensors(weights: ModelWeights) -> list[torch.Tensor]:
+def tensors(weights: ModelWeights[Linear]) -> list[torch.Tensor]:
     found = [weights.embedding, weights.norm.weight, weights.head.weight]
     for layer in weights.layers:
         assert layer.q_norm is not None
@@ -126,7 +127,7 @@ def test_faulty_tensors(fault, message, model_dir):
 def test_missing_layers_are_counted(model_dir):
     geometry = replace(load_geometry(model_dir), num_layers=9)
     with pytest.raises(UnsupportedModel, match=r"missing tensors: .* and \d+ more"):
-        load_weights(model_dir, geometry, torch.float32)
+        load_weights(model_dir, geometry, torch.float32, "cpu", Linear)
 
 
 def test_no_files(model_dir):
@@ -163,6 +164,7 @@ MEASURE = """
 import re, sys, torch
 from pathlib import Path
 from inference_svc.model.geometry import load_geometry
+from inference_svc.model.layers import Linear
 from inference_svc.model.weights import load_weights
 def peak():
     status = Path("/proc/self/status").read_text()
@@ -173,7 +175,7 @@ geometry = load_geometry(folder)
 torch.zeros(8).bfloat16().float()  # whatever torch loads at first use
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
 before = peak()
-weights = load_weights(folder, geometry, getattr(torch, sys.argv[2]))
+weights = load_weights(folder, geometry, getattr(torch, sys.argv[2]), "cpu", Linear)
 print(peak() - before, weights.num_bytes)
 """
 
