@@ -120,6 +120,10 @@ class Config(BaseSettings):
     """Bytes of pinned host memory that keeps adapters one copy away from the arena. Unset: 1GiB;
     always 0 on CPU, where the arena is the host tier."""
 
+    memory_limit: ByteSize | None = Field(default=None, gt=0)
+    """Bytes that all of it may take together on the device that computes; more is refused at start.
+    Unset: on CPU what the machine and its container leave, on CUDA what the device has."""
+
     max_loras: int = Field(default=64, ge=1)
     """Most adapters resident at once."""
 

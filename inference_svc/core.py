@@ -270,8 +270,9 @@ class ResidentAdapter:
 class EngineStatus:
     """A picture of the engine for GetServerInfo, `loadout top` and metrics.
 
-    `memory` maps what ("weights", "kv_pages", "arena", "host_tier") to (used, capacity) bytes;
-    `counters` are monotonic.
+    `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
+    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `counters` are
+    monotonic.
     """
 
     num_running: int
@@ -280,3 +281,4 @@ class EngineStatus:
     running_digests: tuple[str, ...]
     memory: dict[str, tuple[int, int]]
     counters: dict[str, float]
+    memory_limit_bytes: int = 0

@@ -186,6 +186,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 max_sequences=facts.max_sequences,
                 max_batch_tokens=facts.max_batch_tokens,
                 max_queue=facts.max_queue,
+                memory_bytes=status.memory_limit_bytes,
             ),
             memory=convert.to_memory(status.memory),
             versions=facts.versions,

@@ -52,7 +52,10 @@ def _machine(config: Config) -> Machine:
     if config.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
     weights_bytes = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))
-    return Machine(has_cuda=True, free_bytes=torch.cuda.mem_get_info()[0] - weights_bytes)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    if config.memory_limit is not None:
+        free_bytes = min(free_bytes, config.memory_limit - (total_bytes - free_bytes))
+    return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)
 
 
 def _model_facts(geometry: ModelGeometry) -> ModelFacts:
@@ -82,6 +85,7 @@ def _engine_config(config: Config) -> EngineConfig:
         kv_bytes=int(config.kv_memory),
         arena_bytes=int(config.adapter_memory),
         host_bytes=int(config.host_memory),
+        memory_limit_bytes=int(config.memory_limit or 0),
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
         adapter_wait_s=config.adapter_wait_seconds,

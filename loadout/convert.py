@@ -253,6 +253,7 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
             max_sequences=limits.max_sequences,
             max_batch_tokens=limits.max_batch_tokens,
             max_queue=limits.max_queue,
+            memory_bytes=limits.memory_bytes,
         ),
         memory=tuple(
             types.MemoryUse(use.name, use.used_bytes, use.capacity_bytes) for use in message.memory

@@ -301,6 +301,8 @@ class ServerLimits:
     max_sequences: int
     max_batch_tokens: int
     max_queue: int
+    memory_bytes: int = 0
+    """What all of it may take together on the device that computes; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

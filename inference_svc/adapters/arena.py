@@ -14,6 +14,7 @@ from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.slots import Resident
+from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableEntry
 
 
@@ -34,11 +35,14 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.device = device
-        num_elements = num_bytes // GRANULE_BYTES * GRANULE_BYTES // layout.dtype.itemsize
-        self.flat = torch.zeros(num_elements, dtype=layout.dtype, device=device)
+        whole_bytes = num_bytes // GRANULE_BYTES * GRANULE_BYTES
+        if device.type == "cpu":
+            self._bytes = allocate_host(whole_bytes)
+        else:
+            self._bytes = torch.zeros(whole_bytes, dtype=torch.uint8, device=device)
+        self.flat = self._bytes.view(layout.dtype)
         num_targets = len(layout.targets)
         self.table = LoraTable.create(max_loras, num_targets, self.flat, device, max_rank)
-        self._bytes = self.flat.view(torch.uint8)
         self._slab = slab
         self._copied: torch.cuda.Event | None = None
 

@@ -15,6 +15,7 @@ from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
+from inference_svc.engine.budget import check_budgets
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.engine import Engine
@@ -55,6 +56,7 @@ def build_engine(
         torch.set_num_threads(config.num_threads)
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     geometry = load_geometry(config.model_dir)
+    budget = check_budgets(config, geometry)
     layout = build_layout(geometry, config.base_model, config.aliases, dtype)
     weights = load_weights(config.model_dir, geometry, dtype, device, Linear)
     kv_cache = _allocate_kv_cache(config, geometry, dtype, device)
@@ -84,7 +86,7 @@ def build_engine(
         Sampler(geometry.eos_token_ids),
     )
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
-    describe = Describe(scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes)
+    describe = Describe(scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes, budget)
     commands = Commands(residency, describe, config.adapter_wait_s)
     engine = Engine(
         scheduler, runner, settler, residency, commands, config.max_queue, config.adapter_wait_s

@@ -11,6 +11,8 @@ class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
+    `memory_limit_bytes` 0: on CPU what the machine leaves, on CUDA what the device has.
+    `frontend_bytes` is what the process takes that the engine serves from a process of its own.
     """
 
     model_dir: Path
@@ -27,6 +29,8 @@ class EngineConfig:
     kv_bytes: int = 256 << 20
     arena_bytes: int = 256 << 20
     host_bytes: int = 0
+    memory_limit_bytes: int = 0
+    frontend_bytes: int = 0
     max_loras: int = 256
     max_lora_rank: int = 64
     adapter_wait_s: float = 10.0

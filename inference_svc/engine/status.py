@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import EngineStatus
+from inference_svc.engine.budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
+from inference_svc.memory import resident_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Describe:
     runner: Runner
     weights_bytes: int
     kv_bytes: int
+    budget: Budget
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -29,17 +32,26 @@ class Describe:
             running_digests=tuple({s.request.digest for s in scheduler.running} - {""}),
             memory=self._memory(),
             counters=self._counters(),
+            memory_limit_bytes=self.budget.limit_bytes or 0,
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
+        """What is allocated counts as capacity whole, and `process` is the rest of what is resident
+        in this process: Python, libraries, buffers."""
         pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
         kv_used = self.kv_bytes * pages.num_used // pages.num_pages
-        return {
+        workspace_bytes = self.budget.bytes_of("workspace")
+        on_device = {
             "weights": (self.weights_bytes, self.weights_bytes),
             "kv_pages": (kv_used, self.kv_bytes),
             "arena": (device.used_bytes, device.capacity),
-            "host_tier": (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity),
+            "workspace": (workspace_bytes, workspace_bytes),
         }
+        is_on_host = self.budget.place == "host"
+        host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)
+        in_process = [host_tier, *(on_device.values() if is_on_host else ())]
+        rest = max(0, resident_bytes() - sum(capacity for _, capacity in in_process))
+        return {**on_device, "host_tier": host_tier, "process": (rest, rest)}
 
     def _counters(self) -> dict[str, float]:
         counters, device = self.residency.counters, self.residency.device

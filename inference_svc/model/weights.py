@@ -85,6 +85,12 @@ def load_weights(
     return _Loader(geometry, dtype, torch.device(device), read, make_projection).load()
 
 
+def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """What `load_weights` will take with plain projections. Allocates nothing."""
+    meta = torch.device("meta")
+    return _Loader(geometry, dtype, meta, lambda name, place: None, Linear).load().num_bytes
+
+
 class _Loader(Generic[P]):
     """Allocates buffers one after the other; `fill` gets every tensor's name and its part."""
 

@@ -7,10 +7,13 @@ neighbouring cells; cell c of page p is number `p * page_size + c`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.host_memory import allocate_host
 
 
 def page_bytes(
@@ -45,9 +48,11 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> KVCache:
         shape = (num_layers, num_pages * page_size, 2 * num_kv_heads * head_dim)
-        return cls(
-            torch.zeros(shape, dtype=dtype, device=device), page_size, num_kv_heads, head_dim
-        )
+        if torch.device(device).type == "cpu":
+            data = allocate_host(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        else:
+            data = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(data, page_size, num_kv_heads, head_dim)
 
     @property
     def num_pages(self) -> int:

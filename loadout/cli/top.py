@@ -32,6 +32,8 @@ Examples:
 
 TIMEOUT_S = 3.0
 MAX_ROWS = 20
+HOST_MEMORY = ("host_tier", "process")
+"""What lies on the host also when a GPU computes."""
 
 T = TypeVar("T")
 
@@ -128,6 +130,15 @@ def _server(server: ServerInfo) -> RenderableType:
         share = use.used_bytes / use.capacity_bytes if use.capacity_bytes else 0.0
         table.add_row(
             use.name, f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}", f"{share:.0%}"
+        )
+    if limit_bytes := server.limits.memory_bytes:
+        is_cpu = server.device == "cpu"
+        counted = [use for use in server.memory if is_cpu or use.name not in HOST_MEMORY]
+        total_bytes = sum(use.capacity_bytes for use in counted)
+        table.add_row(
+            "total",
+            f"{decimal(total_bytes)} of at most {decimal(limit_bytes)}",
+            f"{total_bytes / limit_bytes:.0%}",
         )
     return Group(title, table)
 

@@ -280,7 +280,7 @@ class FakeEngine:
             running = tuple({r.digest for r, _ in self._running.values()} - {""})
             memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
             counters = {"slot_hits": 3.0, "pulls": 2.0, "load_seconds": 0.5}
-            status = EngineStatus(len(self._running), 7, (), running, memory, counters)
+            status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)
             return Reply(call.call_id, status)
         if call.command is Command.LIST_RESIDENT:
             return Reply(call.call_id, tuple(self.resident.values()))

@@ -134,3 +134,18 @@ def test_a_start_that_fails_says_why_in_one_line(
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith(message)
     assert "Traceback" not in done.stderr
+
+
+def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) -> None:
+    done = subprocess.run(
+        command(model, "--memory-limit", "600MiB"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_SECONDS,
+    )
+    assert done.returncode == 1
+    assert "error: the host memory does not suffice" in done.stderr
+    names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
+    areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "process"]
+    assert names == [*areas, "needed", "limit"]

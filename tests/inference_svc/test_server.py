@@ -468,6 +468,7 @@ def test_server_info(serve) -> None:
         )
         assert info.layout_id == ""
         assert (info.limits.max_model_len, info.limits.max_queue) == (MAX_MODEL_LEN, 16)
+        assert info.limits.memory_bytes == 1000
         memory = {use.name: (use.used_bytes, use.capacity_bytes) for use in info.memory}
         assert memory == {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
         assert info.versions["loadout"] == "0"

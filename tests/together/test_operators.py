@@ -126,7 +126,8 @@ def test_describe_says_where_the_memory_is(start: Callable) -> None:
     status: EngineStatus = running.call(Command.DESCRIBE).result
     assert status.num_running == 1
     assert status.running_digests == (running.digests["r16"],)
-    assert set(status.memory) == {"weights", "kv_pages", "arena", "host_tier"}
+    on_device = {"weights", "kv_pages", "arena", "workspace"}
+    assert set(status.memory) == {*on_device, "host_tier", "process"}
     for used, capacity in status.memory.values():
         assert 0 <= used <= capacity
     assert status.memory["kv_pages"][0] > 0

@@ -274,7 +274,12 @@ def running_system(fake_store, fake_inference):
     fake_store.on("GetStoreStatus", status)
     arena = inference_pb.MemoryUse(name="arena", used_bytes=50, capacity_bytes=200)
     info = inference_pb.GetServerInfoResponse(
-        base_model="llama", dtype="float32", device="cpu", layout_id="sha256:00", memory=[arena]
+        base_model="llama",
+        dtype="float32",
+        device="cpu",
+        layout_id="sha256:00",
+        limits=inference_pb.ServerLimits(memory_bytes=1000),
+        memory=[arena],
     )
     fake_inference.on("GetServerInfo", info)
     resident = inference_pb.ResidentAdapter(
@@ -293,7 +298,8 @@ def test_top_once(run, running_system, metrics_address):
     assert (code, err) == (0, "")
     for text in (
         "llama  float32 on cpu\n",
-        "arena  50 bytes of 200 bytes  25%",
+        "arena  50 bytes of 200 bytes        25%",
+        "total  200 bytes of at most 1.0 kB  20%",
         "requests  2 running, 1 waiting",
         "default/a@1",
         "store  7 adapters, 0 layouts, revision 12",

@@ -1,0 +1,134 @@
+"""The memory budget: what the engine will take, line by line, and whether it fits.
+
+Checked before anything large is allocated, so that a server that starts never runs out later.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from inference_svc.engine.config import EngineConfig
+from inference_svc.memory import available_bytes, resident_bytes
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.weights import weights_bytes
+
+log = logging.getLogger(__name__)
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`change` says what makes it smaller; empty: nothing does."""
+
+    name: str
+    num_bytes: int
+    change: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What lies in one memory, "device" or "host", and its limit. `limit_bytes` None: unknown."""
+
+    place: str
+    lines: tuple[Line, ...]
+    limit_bytes: int | None
+    limit_change: str
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(line.num_bytes for line in self.lines)
+
+    def bytes_of(self, name: str) -> int:
+        return sum(line.num_bytes for line in self.lines if line.name == name)
+
+    def check(self) -> None:
+        """Raises ValueError with the whole arithmetic when the lines exceed the limit."""
+        if self.limit_bytes is None or self.needed_bytes <= self.limit_bytes:
+            return
+        missing = self.needed_bytes - self.limit_bytes
+        raise ValueError(
+            f"the {self.place} memory does not suffice: {human(missing)} are missing\n{self}"
+        )
+
+    def __str__(self) -> str:
+        """A table: a line each, their sum, the limit."""
+        total = Line("needed", self.needed_bytes)
+        limit = Line("limit", self.limit_bytes or 0, self.limit_change)
+        rows = (*self.lines, total, limit)
+        return "\n".join(
+            f"  {row.name:<10} {row.num_bytes:>16,} bytes {human(row.num_bytes):>11}"
+            f"  {row.change}".rstrip()
+            for row in rows
+        )
+
+
+def human(num_bytes: int) -> str:
+    """Such as "1.5 GiB"."""
+    size, unit = float(num_bytes), 0
+    while size >= 1024 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.1f} {UNITS[unit]}"
+
+
+def check_budgets(config: EngineConfig, geometry: ModelGeometry) -> Budget:
+    """The budget of the device. Raises ValueError with the arithmetic of one that does not fit."""
+    budgets = plan_budgets(config, geometry)
+    for budget in budgets:
+        budget.check()
+        log.info("memory of the %s:\n%s", budget.place, budget)
+    return budgets[0]
+
+
+def plan_budgets(config: EngineConfig, geometry: ModelGeometry) -> tuple[Budget, ...]:
+    """The device's budget first; on CUDA the host has one of its own. Nothing is allocated."""
+    dtype = getattr(torch, config.dtype)
+    on_device = (
+        Line("weights", weights_bytes(geometry, dtype), "a smaller model or --dtype"),
+        Line("kv_pages", config.kv_bytes, "--kv-memory"),
+        Line("arena", config.arena_bytes, "--adapter-memory"),
+        Line(
+            "workspace",
+            workspace_bytes(config, geometry),
+            "--max-batch-tokens, --max-sequences, --max-model-len",
+        ),
+    )
+    on_host = (
+        Line("host_tier", config.host_bytes, "--host-memory"),
+        Line("process", resident_bytes() + config.frontend_bytes),
+    )
+    if config.device == "cpu":
+        return (_budget("host", (*on_device, *on_host), config.memory_limit_bytes),)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(torch.device(config.device))
+    limit_bytes = config.memory_limit_bytes or total_bytes
+    in_use = Line("in use", total_bytes - free_bytes, "other programs on the device")
+    change = "--memory-limit, or a larger device"
+    return (
+        Budget("device", (*on_device, in_use), limit_bytes, change),
+        _budget("host", on_host, 0),
+    )
+
+
+def _budget(place: str, lines: tuple[Line, ...], limit_bytes: int) -> Budget:
+    """Of the host. Without a limit it is what this process has and what is left to it."""
+    if limit_bytes:
+        return Budget(place, lines, limit_bytes, "--memory-limit")
+    left_bytes = available_bytes()
+    limit = None if left_bytes is None else left_bytes + lines[-1].num_bytes
+    return Budget(place, lines, limit, "what the machine and its container leave")
+
+
+def workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """What the widest step computes with: activations of `max_batch_tokens`, the keys and values
+    of one longest sequence side by side, logits and the sampler's copies of `max_sequences`."""
+    item_bytes = getattr(torch, config.dtype).itemsize
+    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
+    attention = 3 * geometry.q_size + 4 * geometry.kv_size
+    per_token = (3 * hidden + max(attention, 3 * intermediate)) * item_bytes
+    per_token += 2 * hidden * 4  # norms, in fp32
+    gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
+    logits = config.max_sequences * geometry.vocab_size * 4
+    return config.max_batch_tokens * per_token + gathered + 3 * logits

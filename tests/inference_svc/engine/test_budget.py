@@ -1,0 +1,133 @@
+"""The memory budget: its arithmetic, and that a real process keeps to it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inference_svc.engine.budget import Budget, Line, human, plan_budgets
+from inference_svc.engine.build import build_engine
+from inference_svc.engine.config import EngineConfig
+from inference_svc.model.geometry import load_geometry
+from inference_svc.store_client import NoStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """A model of 24 MiB of weights."""
+    folder = tmp_path_factory.mktemp("model") / "wide"
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    return EngineConfig(
+        folder,
+        "wide",
+        max_model_len=1024,
+        max_sequences=4,
+        max_batch_tokens=512,
+        max_prefill_chunk=512,
+        kv_bytes=96 * MIB,
+        arena_bytes=64 * MIB,
+        num_threads=1,
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_whole_arithmetic() -> None:
+    lines = (Line("weights", 3 << 30, "a smaller model"), Line("kv_pages", 1536 * MIB, "--kv"))
+    Budget("host", lines, 4608 * MIB, "--memory-limit").check()
+    with pytest.raises(ValueError, match=r"512\.0 MiB are missing") as refused:
+        Budget("host", lines, 4096 * MIB, "--memory-limit").check()
+    assert str(refused.value).splitlines() == [
+        "the host memory does not suffice: 512.0 MiB are missing",
+        "  weights       3,221,225,472 bytes     3.0 GiB  a smaller model",
+        "  kv_pages      1,610,612,736 bytes     1.5 GiB  --kv",
+        "  needed        4,831,838,208 bytes     4.5 GiB",
+        "  limit         4,294,967,296 bytes     4.0 GiB  --memory-limit",
+    ]
+
+
+def test_a_limit_that_nobody_knows_refuses_nothing() -> None:
+    Budget("host", (Line("weights", 1 << 60),), None, "").check()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
+)
+def test_units(num_bytes: int, text: str) -> None:
+    assert human(num_bytes) == text
+
+
+def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> None:
+    geometry = load_geometry(config.model_dir)
+    changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
+    (budget,) = plan_budgets(changed, geometry)
+    assert budget.place == "host"
+    assert budget.limit_bytes == 1 << 30
+    assert budget.bytes_of("kv_pages") == 96 * MIB
+    assert budget.bytes_of("arena") == 64 * MIB
+    assert budget.bytes_of("host_tier") == 8 * MIB
+    num_parameters = 2 * 2048 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
+    assert budget.bytes_of("weights") == 4 * num_parameters
+    wider = replace(changed, max_batch_tokens=1024)
+    (wider_budget,) = plan_budgets(wider, geometry)
+    assert wider_budget.bytes_of("workspace") > budget.bytes_of("workspace")
+
+
+def test_an_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
+    limited = replace(config, memory_limit_bytes=100 * MIB)
+    with pytest.raises(ValueError, match=r"the host memory does not suffice.*\n  weights"):
+        build_engine(limited, NoStore(), lambda event: None)
+
+
+MEASURE = """
+import json, sys, time
+from pathlib import Path
+from inference_svc.core import Request, SamplingParams, Submit
+from inference_svc.engine.build import build_engine
+from inference_svc.engine.config import EngineConfig
+from inference_svc.memory import resident_bytes
+from inference_svc.store_client import NoStore
+fields = json.loads(sys.argv[1])
+config = EngineConfig(**fields | {"model_dir": Path(fields["model_dir"])})
+before = resident_bytes()
+built = build_engine(config, NoStore(), lambda event: None)
+sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+for number in range(4):
+    request = Request(str(number), tuple(range(3, 131)), sampling, arrival_s=time.monotonic())
+    built.engine.turn([Submit(request)])
+status = built.engine.commands.describe()
+print(json.dumps([before, resident_bytes(), status.memory, status.memory_limit_bytes]))
+built.puller.close()
+"""
+
+
+def test_a_process_takes_what_its_budget_says(config: EngineConfig) -> None:
+    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    given = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in fields.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, given], capture_output=True, text=True, check=True
+    )
+    before, after, memory, limit_bytes = json.loads(done.stdout)
+    allocated = {name: capacity for name, (_, capacity) in memory.items()}
+    fixed = allocated["weights"] + allocated["kv_pages"] + allocated["arena"]
+    growth = after - before
+    assert growth >= 0.98 * fixed, "memory that was promised is not there yet"
+    # Code that is run for the first time and thread stacks are beside it.
+    assert growth <= fixed + allocated["workspace"] + 64 * MIB
+    assert abs(allocated["process"] - before) < 64 * MIB, "the rest is what was there before"
+    assert limit_bytes > after
