@@ -5,7 +5,7 @@ CUDA). `KVCache` owns the cells, `AttentionPlan` says for one step which queries
 """
 
 from kernels.attention.cpu import attend
-from kernels.attention.kv_cache import KVCache, page_bytes
+from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
 
-__all__ = ["AttentionPlan", "KVCache", "attend", "page_bytes"]
+__all__ = ["AttentionPlan", "KVCache", "attend", "can_tile", "page_bytes"]

@@ -28,6 +28,7 @@ def make_case() -> Callable[..., Case]:
         head_dim: int = 8,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        is_tiled: bool = False,
     ) -> Case:
         torch.manual_seed(seed)
         contexts = [first + count for first, count in rows]
@@ -39,6 +40,7 @@ def make_case() -> Callable[..., Case]:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
+            is_tiled=is_tiled,
         )
         cache.data.fill_(float("nan"))
         pages = torch.randperm(cache.num_pages)[: sum(counts)].split(counts)
@@ -46,7 +48,8 @@ def make_case() -> Callable[..., Case]:
         for context, own in zip(contexts, pages, strict=True):
             positions = torch.arange(context)
             cells = own[positions // page_size] * page_size + positions % page_size
-            cache.write(1, cells, torch.randn(context, cache.data.shape[-1]).to(dtype))
+            kv = torch.randn(context, 2 * num_kv_heads * head_dim)
+            cache.write(1, cells, kv.to(dtype))
         num_queries = sum(count for _, count in rows)
         # A view into something wider, as the decoder's fused projection gives.
         q = torch.randn(num_queries, num_heads + 3, head_dim)[:, :num_heads].to(dtype)

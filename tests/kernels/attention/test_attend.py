@@ -78,7 +78,8 @@ def test_a_row_is_the_same_beside_any_other(make_case, assert_close):
             cells = [
                 int(p.page_table[row, position // 4]) * 4 + position % 4 for p in (plan, crowd)
             ]
-            crowd_cache.data[1, cells[1]] = cache.data[1, cells[0]]
+            kv = torch.stack(cache.gather(1, torch.tensor(cells[:1])), dim=1).flatten(1)
+            crowd_cache.write(1, torch.tensor(cells[1:]), kv)
     crowd_q[: len(q)] = q
     together = attend(crowd_q, crowd_cache, 1, crowd, scale=0.3)
     assert_close("rows", alone, together[: len(q)], 1e-6)
@@ -87,7 +88,7 @@ def test_a_row_is_the_same_beside_any_other(make_case, assert_close):
 def test_a_poisoned_row_poisons_only_itself(make_case):
     """One row's values overflowed: the rows padded to its length stay finite."""
     q, cache, plan = make_case([(30, 1), (28, 1), (29, 1)])
-    cache.data[1, plan.cells[0]] = float("inf")
+    cache.write(1, plan.cells[:1], torch.full((1, 2 * 2 * 8), float("inf")))
     out = attend(q, cache, 1, plan, scale=0.3)
     assert not out[0].isfinite().all()
     assert out[1:].isfinite().all()
@@ -129,17 +130,53 @@ def test_page_bytes_is_what_the_cache_takes():
         assert cache.num_bytes == cache.data.untyped_storage().nbytes()
 
 
-def test_write_then_gather():
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "head_dim", "is_tiled"),
+    [
+        (torch.float32, 2, 3, False),
+        (torch.bfloat16, 16, 16, False),
+        (torch.float32, 16, 32, True),
+        (torch.bfloat16, 32, 48, True),
+    ],
+)
+def test_write_then_gather(dtype, page_size, head_dim, is_tiled):
     cache = KVCache.allocate(
-        num_layers=2, num_pages=3, page_size=2, num_kv_heads=2, head_dim=3, dtype=torch.float32
+        num_layers=2,
+        num_pages=3,
+        page_size=page_size,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        dtype=dtype,
+        is_tiled=is_tiled,
     )
-    kv = torch.randn(3, 12)
-    cache.write(1, torch.tensor([4, 0, 3]), kv)
-    k, v = cache.gather(1, torch.tensor([[0, 4], [3, 0]]))
-    assert torch.equal(k.flatten(2), kv[[1, 0, 2, 1], :6].view(2, 2, 6))
-    assert torch.equal(v.flatten(2), kv[[1, 0, 2, 1], 6:].view(2, 2, 6))
+    kv = torch.randn(3, 2 * 2 * head_dim).to(dtype)
+    cells = torch.tensor([2 * page_size, 0, 2 * page_size - 1])
+    cache.write(1, cells, kv)
+    k, v = cache.gather(1, cells[[1, 0, 2, 1]].view(2, 2))
+    wanted = kv[[1, 0, 2, 1]].view(2, 2, 2, 2, head_dim)
+    assert torch.equal(k, wanted[:, :, 0])
+    assert torch.equal(v, wanted[:, :, 1])
     assert not cache.data[0].any()
-    assert not cache.data[1, [1, 2, 5]].any()
+    assert cache.data.count_nonzero() == kv.count_nonzero(), "another cell was written"
+
+
+def test_a_tile_holds_pairs_of_keys_and_of_values():
+    cache = KVCache.allocate(
+        num_layers=1,
+        num_pages=2,
+        page_size=16,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        is_tiled=True,
+    )
+    kv = torch.randn(1, 2 * 2 * 16).to(torch.bfloat16)
+    cache.write(0, torch.tensor([16 + 5]), kv)
+    k, v = kv.view(2, 2, 16)
+    tiles = cache.data[0, 1].view(2, 2, 256)  # [num_kv_heads, keys and values, elements]
+    for head, dim in ((0, 0), (1, 7), (1, 14)):
+        assert tiles[head, 0].view(8, 16, 2)[dim // 2, 5, dim % 2] == k[head, dim]
+        assert tiles[head, 1].view(8, 16, 2)[5 // 2, dim, 5 % 2] == v[head, dim]
 
 
 def _generator() -> torch.Generator:
