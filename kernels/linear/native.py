@@ -1,0 +1,62 @@
+"""The projection in C++: for programs, at fixed addresses, and over tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.linear.pack import PackedLinear
+from kernels.native.library import Library, NativeOp, dtype_name
+
+
+class _LinearArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+    )
+
+
+def linear_op(x: Tensor, packed: PackedLinear, out: Tensor, num_tokens: Tensor) -> NativeOp:
+    """out[t] = x[t] @ weight^T + bias for t < num_tokens (int32 [1], read when the program runs).
+
+    x: [T, in_features] of the weights' dtype; out: [T, out_features] of the same, or of float32.
+    Rows may be further apart than they are long.
+    """
+    assert num_tokens.dtype == torch.int32
+    assert x.dtype == packed.dtype
+    assert x.shape[1] == packed.in_features
+    assert out.shape[1] == packed.out_features
+    assert x.stride(1) == out.stride(1) == 1
+    args = _LinearArgs(
+        x.data_ptr(),
+        packed.weights.data_ptr(),
+        None if packed.bias is None else packed.bias.data_ptr(),
+        out.data_ptr(),
+        num_tokens.data_ptr(),
+        x.stride(0),
+        out.stride(0),
+        packed.in_features,
+        packed.out_features,
+    )
+    name = "linear_" + dtype_name(x.dtype)
+    if out.dtype != x.dtype:
+        name += "_" + dtype_name(out.dtype)
+    return NativeOp(name, args, (x, packed, out, num_tokens))
+
+
+def linear(
+    library: Library, x: Tensor, packed: PackedLinear, dtype: torch.dtype | None = None
+) -> Tensor:
+    """See `reference.linear`. x: [T, in_features] -> [T, out_features] of `dtype`, or of x's."""
+    out = torch.empty(len(x), packed.out_features, dtype=dtype or x.dtype)
+    library.run(linear_op(x, packed, out, torch.tensor([len(x)], dtype=torch.int32)))
+    return out

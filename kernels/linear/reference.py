@@ -1,0 +1,18 @@
+"""The definition of a base projection: plain torch, fp32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """out[t] = x[t] @ weight^T + bias, summed in fp32 and rounded once, to `dtype` (x's if None).
+
+    x: [T, in], weight: [out, in], bias: [out]; returns [T, out].
+    """
+    sums = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return sums.to(dtype or x.dtype)

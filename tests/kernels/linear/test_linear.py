@@ -1,0 +1,88 @@
+"""The native projection against its definition, for every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear import PackedLinear, linear, linear_op
+from kernels.linear.reference import linear as definition
+from kernels.native import build
+from kernels.native.library import Library, load
+
+DTYPES = [torch.float32, torch.bfloat16]
+NUM_TOKENS = [0, 1, 2, 5, 6, 7, 13, 14, 15, 16, 17, 29, 64, 100]
+SIZES = [(64, 64), (1, 1), (2, 33), (101, 47), (96, 16), (255, 129)]
+
+
+@pytest.fixture(params=build.FLAGS)
+def library(request: pytest.FixtureRequest) -> Library:
+    if request.param not in build.runnable_variants():
+        pytest.skip(f"this processor has no {request.param}")
+    loaded = load(request.param)
+    assert loaded is not None
+    return loaded
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def ratio(dtype: torch.dtype) -> float:
+    """What rounding once to `dtype` and summing in another order can cost."""
+    return 3e-3 if dtype == torch.bfloat16 else 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_in", "size_out"), SIZES)
+def test_any_size(library, assert_close, dtype, size_in, size_out) -> None:
+    weight = numbers(size_out, size_in, dtype=dtype)
+    packed = PackedLinear.pack(weight)
+    for num_tokens in NUM_TOKENS:
+        x = numbers(num_tokens, size_in, dtype=dtype)
+        got = linear(library, x, packed)
+        if num_tokens:
+            assert_close(f"T={num_tokens}", definition(x, weight), got, ratio(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_a_block(library, assert_close, dtype) -> None:
+    weight = numbers(70, 2000, dtype=dtype)
+    x = numbers(1000, 2000, dtype=dtype)
+    got = linear(library, x, PackedLinear.pack(weight))
+    assert_close("T=1000", definition(x, weight), got, ratio(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_fp32_out(library, assert_close, dtype) -> None:
+    weight, bias = numbers(50, 40, dtype=dtype), numbers(50, dtype=dtype)
+    x = numbers(19, 40, dtype=dtype)
+    packed = PackedLinear.pack(weight, bias)
+    assert packed.num_bytes == 64 * 40 * dtype.itemsize + 50 * 4
+    assert_close("own", definition(x, weight, bias), linear(library, x, packed), ratio(dtype))
+    got = linear(library, x, packed, torch.float32)
+    assert_close("fp32", definition(x, weight, bias, torch.float32), got, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(library, dtype) -> None:
+    packed = PackedLinear.pack(numbers(80, 300, dtype=dtype))
+    x = numbers(40, 300, dtype=dtype)
+    alone = torch.cat([linear(library, row, packed) for row in x.split(1)])
+    for num_tokens in range(2, 41):
+        assert torch.equal(linear(library, x[:num_tokens], packed), alone[:num_tokens])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_wider_tensors_and_nothing_beside_them(library, assert_close, dtype) -> None:
+    weight, num_tokens = numbers(37, 21, dtype=dtype), torch.tensor([5], dtype=torch.int32)
+    wide_x = torch.full((8, 64), torch.nan, dtype=dtype)
+    x = wide_x[:, 7:28]
+    x.copy_(numbers(8, 21, dtype=dtype))
+    wide_out = torch.full((8, 100), torch.nan, dtype=dtype)
+    out = wide_out[:, 11:48]
+    library.run(linear_op(x, PackedLinear.pack(weight), out, num_tokens))
+    assert_close("out", definition(x, weight)[:5], out[:5], ratio(dtype))
+    out[:5] = torch.nan
+    assert wide_out.isnan().all(), "something beside the rows was written"
