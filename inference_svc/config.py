@@ -145,6 +145,9 @@ class Config(BaseSettings):
     grace_seconds: float = Field(default=30.0, ge=0)
     """After SIGTERM, how long running requests may take to finish."""
 
+    engine: Literal["process", "thread"] = "process"
+    """Where the engine runs: in a process of its own, or in a thread beside the gRPC server."""
+
     num_threads: int = Field(default=0, ge=0)
     """Threads that compute on CPU. 0: one per core."""
 

@@ -4,7 +4,8 @@ Every key has an order of the replicas that follows from their addresses alone, 
 services agree on it, and each replica's memory holds its share of the images. When a replica
 leaves, its keys move to the next in their own order, and no other key moves.
 
-Policy only: no transport, and no thread. All methods may be called from any thread.
+Policy only: no transport, and no thread. All methods may be called from any thread. Where images
+are pulled in another process, each process has its own, and they tell each other what they learn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 8.0
 FORGET_S = 60.0
@@ -75,12 +77,30 @@ class Replicas:
         self._clock = clock
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
+        self._tell: Callable[[Any], None] = lambda news: None
         self.num_failovers = 0
-        self.replace(endpoints)
+        self._replace(tuple(endpoints))
 
     @classmethod
     def at(cls, *addresses: str) -> Replicas:
         return cls(map(Endpoint, addresses))
+
+    def share(self, tell: Callable[[Any], None]) -> None:
+        """From now on `tell` gets news, which pickle, for the `hear` of a counterpart."""
+        self._tell = tell
+
+    def hear(self, news: Any) -> None:
+        """What a counterpart has learnt holds here, too."""
+        what, *arguments = news
+        changes: dict[str, Callable[..., object]] = {
+            "replace": self._replace,
+            "fail": self._fail,
+            "recover": self._recover,
+            "admit": self._admit,
+            "count_pull": self._count_pull,
+            "count_failover": self._count_failover,
+        }
+        changes[what](*arguments)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -89,6 +109,11 @@ class Replicas:
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
         """From now on these. What is known of those that stay is kept."""
+        endpoints = tuple(endpoints)
+        self._replace(endpoints)
+        self._tell(("replace", endpoints))
+
+    def _replace(self, endpoints: tuple[Endpoint, ...]) -> None:
         with self._lock:
             known = self._replicas
             self._replicas = {}
@@ -108,17 +133,31 @@ class Replicas:
 
     def failed(self, address: str) -> None:
         """It cannot be reached, or serves nobody. Failures while it is out count once."""
+        if self._fail(address):
+            self._tell(("fail", address))
+
+    def _fail(self, address: str) -> bool:
+        """Whether that puts it out."""
         with self._lock:
             replica = self._replicas.get(address)
-            if replica is not None and self._clock() >= replica.back_at_s:
-                self._put_out(replica)
+            if replica is None or self._clock() < replica.back_at_s:
+                return False
+            self._put_out(replica)
+            return True
 
     def answered(self, address: str) -> None:
         """It did what it was asked to."""
+        if self._recover(address):
+            self._tell(("recover", address))
+
+    def _recover(self, address: str) -> bool:
+        """Whether that is new."""
         with self._lock:
             replica = self._replicas.get(address)
-            if replica is not None:
-                replica.num_failures, replica.back_at_s = 0, float("-inf")
+            if replica is None or not replica.num_failures:
+                return False
+            replica.num_failures, replica.back_at_s = 0, float("-inf")
+            return True
 
     def take_due(self) -> list[Endpoint]:
         """Those that are out and should be probed now; each ends with `probed`."""
@@ -143,12 +182,23 @@ class Replicas:
             if replica is None:
                 return
             replica.is_probed = False
-            if is_well:
-                replica.back_at_s = self._clock()
-            else:
+            if not is_well:
                 self._put_out(replica)
+        if is_well:
+            self._admit(address)
+            self._tell(("admit", address))
+
+    def _admit(self, address: str) -> None:
+        with self._lock:
+            replica = self._replicas.get(address)
+            if replica is not None:
+                replica.back_at_s = self._clock()
 
     def count_pull(self, address: str, result: str, num_bytes: int) -> None:
+        self._count_pull(address, result, num_bytes)
+        self._tell(("count_pull", address, result, num_bytes))
+
+    def _count_pull(self, address: str, result: str, num_bytes: int) -> None:
         with self._lock:
             replica = self._replicas.get(address)
             if replica is not None:
@@ -156,6 +206,10 @@ class Replicas:
                 replica.pulled_bytes += num_bytes
 
     def count_failover(self) -> None:
+        self._count_failover()
+        self._tell(("count_failover",))
+
+    def _count_failover(self) -> None:
         with self._lock:
             self.num_failovers += 1
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeAlias
 
 import torch
 
 from inference_svc.config import Config, Machine, ModelFacts, resolve
+from inference_svc.core import StoreNews
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.handle_process import EngineProcess
 from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.replicas import Replicas
 from inference_svc.server import InferenceServer
 from inference_svc.servicer import ServerFacts
-from inference_svc.store_access import read_store_access
+from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import ImageClient, NoStore
+from inference_svc.store_recipe import ImageClientRecipe
 from inference_svc.text.tokenizer import Tokenizer
 
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
@@ -36,14 +43,38 @@ async def serve(config: Config) -> int:
     if config.policy_file or config.tls_cert_file or config.audit_file:
         # Else a terminal that closes ends the server, as ever.
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-    images = ImageClient(server.replicas, access) if config.store else NoStore()
+    make_engine = _in_process if config.engine == "process" else _in_thread
+    with make_engine(config, server.replicas, access) as load:
+        try:
+            text = await asyncio.to_thread(Tokenizer, config.model)
+            engine = await asyncio.to_thread(load)
+            await server.start(engine, text, _facts(config, geometry))
+            return await server.run(stop)
+        finally:
+            await server.close()
+
+
+Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
+"""Returns the engine when its model is loaded."""
+
+
+@contextmanager
+def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
+    """The child has its own access to the store. It begins to load at once."""
+    engine = EngineProcess(_engine_config(config), ImageClientRecipe(config), replicas.hear)
+    replicas.share(lambda news: engine.send(StoreNews(news)))
     try:
-        text = await asyncio.to_thread(Tokenizer, config.model)
-        engine = await asyncio.to_thread(EngineThread, _engine_config(config), images)
-        await server.start(engine, text, _facts(config, geometry))
-        return await server.run(stop)
+        yield engine.load
     finally:
-        await server.close()
+        engine.stop()
+
+
+@contextmanager
+def _in_thread(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
+    images = ImageClient(replicas, access) if config.store else NoStore()
+    try:
+        yield lambda: EngineThread(_engine_config(config), images)
+    finally:
         images.close()
 
 

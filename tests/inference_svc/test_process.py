@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from loadout.inference.v1 import inference_pb2 as pb
@@ -47,9 +49,10 @@ def command(model: Path, *args: str) -> list[str]:
 
 
 class Process:
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, engine: str) -> None:
         ready_file = folder / "ready.json"
         args = ["--ready-file", str(ready_file), "--num-threads", "1", "--kv-memory", "64MiB"]
+        args += ["--engine", engine]
         self.popen = subprocess.Popen(
             command(model, *args, "--grace-seconds", "20"), stderr=subprocess.PIPE, text=True
         )
@@ -60,15 +63,21 @@ class Process:
             time.sleep(0.05)
         self.address: str = json.loads(ready_file.read_text())["grpc"]
 
+    @property
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.popen.pid).children()
+
 
 @pytest.fixture
-def process(model: Path, tmp_path: Path) -> Iterator[Process]:
-    process = Process(model, tmp_path)
+def process(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
+    """With its engine in a process of its own, or in what the test asks for."""
+    process = Process(model, tmp_path, getattr(request, "param", "process"))
     yield process
     process.popen.kill()
     process.popen.communicate()
 
 
+@pytest.mark.parametrize("process", ["process", "thread"], indirect=True)
 def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) -> None:
     params = pb.SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
     with grpc.insecure_channel(process.address) as channel:
@@ -78,7 +87,9 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
             for i in range(8)
         ]
         firsts = [next(call) for call in calls]
-        process.popen.send_signal(signal.SIGTERM)
+        children = process.children
+        for each in (process.popen, *children):  # as a whole group or cgroup may be told
+            each.send_signal(signal.SIGTERM)
         for first, call in zip(firsts, calls, strict=True):
             responses = [first, *call]
             assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
@@ -86,6 +97,31 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
     _, stderr = process.popen.communicate(timeout=30)
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
+    assert not any(child.is_running() for child in children)
+
+
+def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process: Process) -> None:
+    params = pb.SamplingParams(max_tokens=3000, temperature=0, ignore_eos=True)
+    with grpc.insecure_channel(process.address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        calls = [
+            stub.Generate(pb.GenerateRequest(text=f"the dog {i}", sampling=params))
+            for i in range(4)
+        ]
+        for call in calls:
+            next(call)
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        (engine,) = process.children
+        engine.kill()
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    _, stderr = process.popen.communicate(timeout=30)
+    assert process.popen.returncode == 1
+    assert "was ended by SIGKILL" in stderr
 
 
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:

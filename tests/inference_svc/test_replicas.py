@@ -1,6 +1,9 @@
 """The policy: even shares, nothing moves that need not, what fails is passed over for a time."""
 
+import pickle
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -167,6 +170,36 @@ def test_what_is_said_of_replicas_that_are_gone_is_ignored() -> None:
     assert replicas.endpoints == [Endpoint("b:1", "store"), Endpoint("c:1", "store")]
     (b, c) = replicas.statuses()
     assert (b.pulls, b.pulled_bytes, c.pulls) == ({"done": 1}, 10, {})
+
+
+def test_counterparts_tell_each_other_what_they_learn() -> None:
+    """Each hears the other's news through a pickle, and repeats none."""
+    ours, clock = make("a:1", "b:1")
+    theirs, _ = make("a:1", "b:1")
+    told: list[str] = []
+
+    def tell(news: Any, hear: Callable[[Any], None]) -> None:
+        told.append(news[0])
+        hear(pickle.loads(pickle.dumps(news)))
+
+    ours.share(lambda news: tell(news, theirs.hear))
+    theirs.share(lambda news: tell(news, ours.hear))
+    theirs.failed("a:1")
+    theirs.failed("a:1")
+    assert not ours.statuses()[0].is_in
+    clock.now_s += FIRST_BACKOFF_S * 0.6
+    assert ours.take_due() == [Endpoint("a:1")], "whoever probes hears of who pulls"
+    ours.probed("a:1", True)
+    assert theirs.statuses()[0].is_in
+    theirs.answered("a:1")
+    theirs.answered("a:1")
+    theirs.count_pull("b:1", "done", 10)
+    theirs.count_failover()
+    ours.replace([Endpoint("b:1", "store")])
+    assert ours.statuses() == theirs.statuses()
+    assert ours.statuses()[0].pulls == {"done": 1}
+    assert ours.num_failovers == 1
+    assert told == ["fail", "admit", "recover", "count_pull", "count_failover", "replace"]
 
 
 @pytest.mark.parametrize("key", ["", "x" * 1000, "\u00e9\n"])

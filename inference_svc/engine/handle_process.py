@@ -1,0 +1,171 @@
+"""The engine's door when it lives in a process of its own: the same messages, through a socket.
+
+The child is spawned, not forked: neither gRPC nor OpenMP survives a fork. It leads a process group
+of its own, so that what is meant for us (Ctrl-C) does not end it before we have drained; when we
+die, it reads the end of the socket, and goes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.core import Message, StepOutputs, Stop, StoreNews
+from inference_svc.engine.child import Ready, StoreRecipe, encode
+from inference_svc.engine.config import EngineConfig
+from inference_svc.errors import EngineFailed
+from inference_svc.model.geometry import ModelGeometry
+
+log = logging.getLogger(__name__)
+
+END_S = 30.0
+"""For a child that was told to stop; one that hangs is killed."""
+# Our own path, so that the child finds what we found, and nothing from where we happen to stand.
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from inference_svc.engine.child import main; main()"
+
+
+class EngineProcess:
+    """The child begins to load the model when this is made; serves from `start` to `stop`.
+
+    `recipe` makes the store in the child, where pulls run; `on_store_news` hears, in a thread of
+    ours, what that store has to say. `layout` and `geometry` are there after `load`.
+    """
+
+    layout: ModelLayout
+    geometry: ModelGeometry
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        recipe: StoreRecipe,
+        on_store_news: Callable[[Any], None] = lambda news: None,
+    ) -> None:
+        self._on_store_news = on_store_news
+        self._on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
+        self._outbox: queue.SimpleQueue[Message | StoreNews] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="loadout-engine-in", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="loadout-engine-out", daemon=True)
+        self._is_stopping = False
+        self._failed = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            program = _PROGRAM.format(path=sys.path)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program], stdin=theirs.fileno(), process_group=0
+            )
+        self._door = Connection(os.dup(self._socket.fileno()))
+        with contextlib.suppress(OSError):  # it is dead already: `load` tells
+            self._door.send_bytes(encode((config, recipe)))
+
+    def load(self) -> Self:
+        """Waits until the model is loaded. Raises what the engine raises, UnsupportedModel or
+        ValueError; EngineFailed if the child dies."""
+        try:
+            while isinstance(answer := pickle.loads(self._door.recv_bytes()), StoreNews):
+                self._on_store_news(answer.content)
+        except (EOFError, OSError):
+            raise EngineFailed(f"the engine's process {self._wait_for_end()}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, Ready)
+        self.layout, self.geometry = answer.layout, answer.geometry
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes requests: started, not stopped, not failed."""
+        return self._reader.is_alive() and not self._failed
+
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
+        """`on_outputs` is called in a thread of the door's own, at most once per turn; it must not
+        block."""
+        self._on_outputs = on_outputs
+        self._reader.start()
+        self._writer.start()
+
+    def send(self, message: Message | StoreNews) -> None:
+        """Never blocks; may be called from any thread."""
+        self._outbox.put(message)
+
+    def stop(self) -> None:
+        """Ends what still runs with Draining, and the child. Idempotent."""
+        if self._door.closed:
+            return
+        self._is_stopping = True
+        if self._reader.ident is not None:
+            self.send(Stop())
+            self._reader.join(END_S)
+        self._end()
+
+    def _end(self) -> None:
+        """No child and no thread is left."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            # Closing alone would not wake a thread of ours that reads.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        log.debug("the engine's process %s", self._wait_for_end())
+        for thread in (self._reader, self._writer):
+            if thread.ident is not None:
+                thread.join()
+        self._door.close()
+        self._socket.close()
+
+    def _wait_for_end(self) -> str:
+        """How the child ended."""
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with status {code}"
+
+    # In threads of our own.
+
+    def _write(self) -> None:
+        """Whatever has come together goes in one write."""
+        while True:
+            messages = [self._outbox.get()]
+            while not self._outbox.empty():
+                messages.append(self._outbox.get())
+            try:
+                self._door.send_bytes(encode(messages))
+            except OSError:
+                return  # the reader finds out why
+            if any(isinstance(message, Stop) for message in messages):
+                return
+
+    def _read(self) -> None:
+        try:
+            while True:
+                said = pickle.loads(self._door.recv_bytes())
+                if isinstance(said, StepOutputs):
+                    self._failed |= said.failure is not None
+                    self._on_outputs(said)
+                else:
+                    self._on_store_news(said.content)
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            log.exception("what the engine said cannot be read")
+            self._process.kill()
+        if not self._is_stopping:
+            self._failed = True
+            log.error("the engine's process %s", self._wait_for_end())
+            self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))
