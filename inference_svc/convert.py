@@ -80,6 +80,7 @@ class GenerateCall:
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
             cache_seed=f"{home_tenant}/{tenant}/{self.cache_salt}",
+            tenant=home_tenant,
             priority=self.priority,
             arrival_s=now_s,
             deadline_s=None if remaining_s is None else now_s + remaining_s,

@@ -48,6 +48,7 @@ class Request:
     """What the engine is asked to do.
 
     `digest` is "" for the base model. `cache_seed` separates prefix caches (tenants and salt).
+    `tenant` is the caller's: tenants share the machine in equal parts.
     Times are `time.monotonic()` seconds, which processes of one machine share.
     """
 
@@ -56,6 +57,7 @@ class Request:
     sampling: SamplingParams
     digest: str = ""
     cache_seed: str = ""
+    tenant: str = ""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
@@ -72,7 +74,8 @@ class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
-    in `page_ids`. Its adapter's slot is held while it runs.
+    in `page_ids`. Its adapter's slot is held while it runs. `is_aged` once it started after it had
+    waited for long; `is_charged` once its tenant's account was.
     """
 
     request: Request
@@ -88,6 +91,8 @@ class Sequence:
     started_s: float | None = None
     first_token_s: float | None = None
     num_preemptions: int = 0
+    is_aged: bool = False
+    is_charged: bool = False
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"

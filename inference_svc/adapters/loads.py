@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 from inference_svc.adapters.pull_job import PullJob
 from inference_svc.adapters.store import ImageHeader
@@ -70,6 +73,78 @@ class Load:
         assert self.room_wait_since_s is not None
         self.store_wait_since_s += now_s - self.room_wait_since_s
         self.state, self.room_wait_since_s = LoadState.PULLING, None
+
+
+@dataclass
+class Loads:
+    """All loads by digest; those that need room, and those that lost their waiters, at hand."""
+
+    by_digest: dict[str, Load] = field(default_factory=dict)
+    short: dict[LoadState, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _unwanted: set[str] = field(default_factory=set)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self.by_digest
+
+    def __getitem__(self, digest: str) -> Load:
+        return self.by_digest[digest]
+
+    def get(self, digest: str) -> Load | None:
+        return self.by_digest.get(digest)
+
+    def begin(self, digest: str, now_s: float) -> Load:
+        assert digest not in self.by_digest
+        load = self.by_digest[digest] = Load(now_s, now_s)
+        return load
+
+    def end(self, digest: str) -> None:
+        load = self.by_digest.pop(digest)
+        self.short[load.state].discard(digest)
+        self._unwanted.discard(digest)
+
+    def wait_for_room(self, digest: str, state: LoadState, now_s: float) -> None:
+        self.by_digest[digest].wait_for_room(state, now_s)
+        self.short[state].add(digest)
+
+    def got_pull_room(self, digest: str, now_s: float) -> None:
+        self.by_digest[digest].got_pull_room(now_s)
+        self.short[LoadState.NEEDS_PULL_ROOM].remove(digest)
+
+    def is_short(self, digest: str) -> bool:
+        """Whether nothing but room keeps it from going on."""
+        load = self.by_digest.get(digest)
+        return load is not None and load.needs_room and not load.is_cancelled
+
+    def num_short(self) -> dict[LoadState, int]:
+        """How many need room, by the kind of it."""
+        return {state: len(digests) for state, digests in self.short.items()}
+
+    def unordered(self) -> Iterator[tuple[str, bool]]:
+        """What needs room, none of it aged: for those that no request waits for."""
+        for digest in list(chain.from_iterable(self.short.values())):
+            yield digest, False
+
+    def keep_unwanted(self, digest: str) -> None:
+        """It goes on although nobody waits for it."""
+        self._unwanted.add(digest)
+
+    def orphans(self, waiters: Collection[str]) -> list[str]:
+        """Loads that nobody waits for and nobody has cancelled."""
+        return [
+            digest
+            for digest in self._unwanted
+            if digest not in waiters and not self.by_digest[digest].is_cancelled
+        ]
+
+    def check_integrity(self, waiters: Collection[str]) -> None:
+        for digest, load in self.by_digest.items():
+            assert (load.room_wait_since_s is not None) == load.needs_room
+            assert (digest in self.short[load.state]) == load.needs_room
+            assert digest in waiters or load.is_cancelled or digest in self._unwanted
+        assert sum(map(len, self.short.values())) == sum(
+            load.needs_room for load in self.by_digest.values()
+        )
+        assert self._unwanted <= set(self.by_digest)
 
 
 @dataclass

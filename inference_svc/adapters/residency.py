@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear, TableWrite
+from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.loads import Load, LoadCounters, LoadState
+from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
 from inference_svc.adapters.pull_job import (
     ImageSink,
     PullDone,
@@ -48,13 +50,16 @@ class Residency:
     layout_id: str = ""
     counters: LoadCounters = field(default_factory=LoadCounters)
     _waiters: Counter[str] = field(default_factory=Counter)
-    _loads: dict[str, Load] = field(default_factory=dict)
+    _loads: Loads = field(default_factory=Loads)
     _changes: list[ResidencyChange] = field(default_factory=list)
     _copying: list[str] = field(default_factory=list)
-    _ready: list[str] = field(default_factory=list)
+    _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
+    _drains: Drains = field(init=False)
+
     def __post_init__(self) -> None:
+        self._drains = Drains(self.device)
         self.device.on_evict = self._on_evict
 
     # What requests ask for.
@@ -70,7 +75,7 @@ class Residency:
         """Starts the load of an adapter that is neither resident nor on its way."""
         if digest in self.device or digest in self._loads:
             return
-        load = self._loads[digest] = Load(now_s, now_s)
+        load = self._loads.begin(digest, now_s)
         if self._in_host(digest) is not None:
             self._wait_for_device_room(digest, load, now_s)
         elif self.layout_id:
@@ -84,6 +89,7 @@ class Residency:
         if load is None or self._waiters[digest]:
             return
         if expired and load.state is LoadState.PULLING and load.header is not None:
+            self._loads.keep_unwanted(digest)
             return
         self._abandon(digest, load)
 
@@ -91,6 +97,10 @@ class Residency:
         """Whether `acquire` may be called."""
         resident = self.device.get(digest)
         return resident is not None and resident.ready and not resident.draining
+
+    def may_start(self, digest: str) -> bool:
+        """Whether one more should use it: no, if it is to make room for one that waited longer."""
+        return self.can_run(digest) and digest not in self._drains
 
     def acquire(self, digest: str) -> int:
         """The slot of a ready adapter, held until `release`, for one that waited."""
@@ -103,14 +113,6 @@ class Residency:
         resident = self.device.release(digest)
         if resident.draining and resident.users == 0:
             self._drop(digest)
-
-    def room_waits(self) -> dict[str, float]:
-        """The adapters that only wait for memory which others use or pin, and since when."""
-        return {
-            digest: load.room_wait_since_s
-            for digest, load in self._loads.items()
-            if load.room_wait_since_s is not None
-        }
 
     def store_wait_since_s(self, digest: str) -> float | None:
         """When the wait for the store began; None while it waits for nothing of the store."""
@@ -149,7 +151,7 @@ class Residency:
     def set_layout(self, layout_id: str) -> None:
         """Pulls may begin; what waited for this begins now."""
         self.layout_id = layout_id
-        for digest, load in self._loads.items():
+        for digest, load in self._loads.by_digest.items():
             if load.state is LoadState.NEEDS_LAYOUT:
                 self._pull(digest, load)
 
@@ -163,31 +165,37 @@ class Residency:
         else:
             self._on_failed(event, now_s)
 
-    def advance(self, now_s: float, queue_order: Callable[[], Sequence[str]]) -> None:
+    def advance(self, now_s: float, in_order: Callable[[], Iterable[tuple[str, bool]]]) -> None:
         """Gives room to what waits for it, as far as room goes; gives up pulls that nobody waits
         for and that stand still.
 
-        `queue_order` names the digests that requests wait for, in order of service: room is given
-        in this order, and what comes before a digest is never evicted for its sake.
+        `in_order` names the digests that requests wait for, in order of service, and whether the
+        request is aged: room is given in this order, or small images would starve large ones. An
+        aged one takes it from all that come after it; what is in use drains for it. Any other
+        takes it only from what nobody waits for.
         """
         self._give_up_orphans(now_s)
-        if not any(load.needs_room for load in self._loads.values()):
-            return
-        order = list(queue_order())
-        wanted = set(order)
-        order += [digest for digest in self._loads if digest not in wanted]
-        full: set[LoadState] = set()  # strictly in order, or small images would starve large ones
-        for place, digest in enumerate(order):
+        self._news += self._drains.end(self._loads.is_short)
+        left = self._loads.num_short()
+        ahead: set[str] = set()
+        for digest, is_aged in chain(in_order(), self._loads.unordered()):
+            if not any(left.values()):
+                break
             load = self._loads.get(digest)
-            if load is None or load.is_cancelled or not load.needs_room or load.state in full:
-                continue
-            state = load.state
-            if not self._give_room(digest, load, set(order[:place]), wanted, now_s):
-                full.add(state)
+            if load is not None and left.get(load.state) and digest not in ahead:
+                left[load.state] -= 1
+                keep = ahead if is_aged else self._waiters
+                if not load.is_cancelled and not self._give_room(digest, load, keep, now_s):
+                    left[load.state] = 0
+                    if is_aged and (self.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM):
+                        assert load.header is not None
+                        self._news += self._drains.start(digest, load.header, ahead)
+            ahead.add(digest)
+        self._news += self._drains.end(self._loads.is_short)
 
     def next_expiry_s(self) -> float | None:
         """When a pull that nobody waits for would be given up."""
-        moments = [self.last_progress_s(digest) for digest in self._orphans()]
+        moments = [self.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)]
         return min((m + self.stall_s for m in moments if m is not None), default=None)
 
     def take_changes(self) -> tuple[ResidencyChange, ...]:
@@ -195,10 +203,10 @@ class Residency:
         changes, self._changes = tuple(self._changes), []
         return changes
 
-    def take_ready(self) -> list[str]:
-        """Adapters that have become ready since the last call."""
-        ready, self._ready = self._ready, []
-        return ready
+    def take_news(self) -> list[str]:
+        """Adapters of which `may_start` may have changed since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def take_failures(self) -> list[tuple[str, InferenceError]]:
         """Digests that cannot be loaded, each once: their waiters are to be ended."""
@@ -219,10 +227,10 @@ class Residency:
     @property
     def num_loading(self) -> int:
         """Pulls whose threads may still write."""
-        return sum(load.job is not None for load in self._loads.values())
+        return sum(load.job is not None for load in self._loads.by_digest.values())
 
     def cancel_all(self) -> None:
-        for load in self._loads.values():
+        for load in self._loads.by_digest.values():
             if load.job is not None:
                 self.puller.cancel(load.job)
 
@@ -232,9 +240,9 @@ class Residency:
         self.device.check_integrity()
         for resident in self.device.residents():
             assert resident.ready or resident.digest in self._loads, "a half-loaded image"
+        self._loads.check_integrity(waiters)
         held = Counter(self._copying)
-        for digest, load in self._loads.items():
-            assert (load.room_wait_since_s is not None) == load.needs_room
+        for digest, load in self._loads.by_digest.items():
             held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
         if self.host is None:
             assert not +held
@@ -271,6 +279,7 @@ class Residency:
     def _on_evict(self, resident: Resident) -> None:
         log.debug("evicted %s", resident.digest)
         self._changes.append(TableClear(resident.slot))
+        self._news.append(resident.digest)
 
     def _pull(self, digest: str, load: Load) -> None:
         load.pull(PullJob(digest, self.layout_id))
@@ -280,29 +289,21 @@ class Residency:
     def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
         """The host image is held until it is copied or the load abandoned."""
         assert self.host is not None
-        self.host.slots.acquire(digest, time.time())
+        load.header = self.host.slots.acquire(digest, time.time()).header
         load.job = None
-        load.wait_for_room(LoadState.NEEDS_DEVICE_ROOM, now_s)
+        self._loads.wait_for_room(digest, LoadState.NEEDS_DEVICE_ROOM, now_s)
 
     def _abandon(self, digest: str, load: Load) -> None:
         if load.job is not None:
             self.puller.cancel(load.job)
             return
-        del self._loads[digest]
+        self._loads.end(digest)
         if load.state is LoadState.NEEDS_DEVICE_ROOM:
             assert self.host is not None
             self.host.slots.release(digest)
 
-    def _orphans(self) -> list[str]:
-        """Loads that nobody waits for and nobody has cancelled."""
-        return [
-            digest
-            for digest, load in self._loads.items()
-            if not self._waiters[digest] and not load.is_cancelled
-        ]
-
     def _give_up_orphans(self, now_s: float) -> None:
-        for digest in self._orphans():
+        for digest in self._loads.orphans(self._waiters):
             since_s = self.last_progress_s(digest)
             if since_s is not None and now_s >= since_s + self.stall_s:
                 self._abandon(digest, self._loads[digest])
@@ -312,7 +313,7 @@ class Residency:
         if digest in self._pull_slots:
             self._pull_slots.remove(digest)
         load.header = event.header
-        load.wait_for_room(LoadState.NEEDS_PULL_ROOM, now_s)
+        self._loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
         reason = self._inadmissible(event.header)
         if reason is not None:
             error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
@@ -326,27 +327,25 @@ class Residency:
             return f"{header.total_bytes} bytes, more than the memory for adapters can give"
         return None
 
-    def _give_room(
-        self, digest: str, load: Load, keep: set[str], wanted: set[str], now_s: float
-    ) -> bool:
+    def _give_room(self, digest: str, load: Load, keep: Collection[str], now_s: float) -> bool:
         if load.state is LoadState.NEEDS_DEVICE_ROOM:
-            return self._give_device_room(digest, keep, wanted)
+            return self._give_device_room(digest, keep)
         assert load.header is not None
         assert load.job is not None
-        resident = self._pull_slots.reserve(load.header, keep, wanted)
+        resident = self._pull_slots.reserve(load.header, keep, self._waiters)
         if resident is None:
             return False
-        load.got_pull_room(now_s)
+        self._loads.got_pull_room(digest, now_s)
         load.job.last_progress_s = now_s
         if load.job.grant(ImageSink(self.pulled_into, resident.extents)):
             self.puller.start(load.job)
         return True
 
-    def _give_device_room(self, digest: str, keep: set[str], wanted: set[str]) -> bool:
+    def _give_device_room(self, digest: str, keep: Collection[str]) -> bool:
         """Moves a host image into the arena; the copy rides in the next batch."""
         hosted = self._in_host(digest)
         assert hosted is not None, "the load holds it"
-        resident = self.device.reserve(hosted.header, keep, wanted)
+        resident = self.device.reserve(hosted.header, keep, self._waiters)
         if resident is None:
             return False
         self._copying.append(digest)
@@ -358,8 +357,8 @@ class Residency:
         resident.ready = True
         resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
-        self._ready.append(resident.digest)
-        del self._loads[resident.digest]
+        self._news.append(resident.digest)
+        self._loads.end(resident.digest)
 
     def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
         resident = self._pull_slots.get(job.digest)
@@ -376,13 +375,13 @@ class Residency:
         if self._waiters[job.digest]:
             self._wait_for_device_room(job.digest, load, now_s)
         else:
-            del self._loads[job.digest]
+            self._loads.end(job.digest)
 
     def _on_failed(self, event: PullFailed, now_s: float) -> None:
         digest = event.job.digest
         if digest in self._pull_slots:
             self._pull_slots.remove(digest)
-        del self._loads[digest]
+        self._loads.end(digest)
         if event.error is not None:
             log.warning("adapter %s cannot be loaded: %s", digest, event.error.message)
             self.counters.pulls_failed += 1

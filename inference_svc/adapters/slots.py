@@ -140,23 +140,35 @@ class Slots:
         self._by_digest[header.digest] = resident
         return resident
 
+    def to_drain(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
+        """The images in use that must be given up for room for this one: of few users first. None
+        if that makes no room, either."""
+        idle_first = sorted(self._by_digest.values(), key=lambda resident: resident.users)
+        planned = [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
+        victims = self._until_room(header.total_bytes, target_cuts(header), planned)
+        return None if victims is None else [victim for victim in victims if victim.users]
+
     def _victims(
         self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]
     ) -> list[Resident] | None:
         """The images whose eviction makes room; None if no eviction does."""
-        planned = self.extents.copy()
-        victims: list[Resident] = []
         evictable = [r for r in self._by_digest.values() if self._may_evict(r, keep)]
         evictable.sort(key=lambda resident: resident.digest in wanted)
-        while True:
-            has_row = bool(self._free_slots or victims)
+        return self._until_room(num_bytes, cuts, evictable)
+
+    def _until_room(
+        self, num_bytes: int, cuts: list[int], evictable: list[Resident]
+    ) -> list[Resident] | None:
+        """The first of `evictable` whose eviction makes room; None if that of all does not."""
+        planned = self.extents.copy()
+        for num_victims in range(len(evictable) + 1):
+            if num_victims:
+                planned.free(evictable[num_victims - 1].extents)
             # `planned` changes only when it fits, and then it has served its purpose.
+            has_row = bool(self._free_slots or num_victims)
             if has_row and planned.allocate(num_bytes, cuts) is not None:
-                return victims
-            if not evictable:
-                return None
-            victims.append(evictable.pop(0))
-            planned.free(victims[-1].extents)
+                return evictable[:num_victims]
+        return None
 
     def _may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         if resident.pinned or resident.users or not resident.ready:

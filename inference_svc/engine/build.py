@@ -15,6 +15,7 @@ from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
+from inference_svc.engine.admission import Admission
 from inference_svc.engine.budget import check_budgets
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig
@@ -71,7 +72,8 @@ def build_engine(
         config.max_sequences,
         config.max_batch_tokens,
         config.max_prefill_chunk,
-        config.max_overtake_s,
+        config.fair_quantum,
+        config.fair_ageing_s,
     )
     puller = Puller(store, config.pull_workers, post, layout.check_header)
     residency = Residency(
@@ -88,8 +90,9 @@ def build_engine(
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     describe = Describe(scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes, budget)
     commands = Commands(residency, describe, config.adapter_wait_s)
+    admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
-        scheduler, runner, settler, residency, commands, config.max_queue, config.adapter_wait_s
+        scheduler, runner, settler, residency, commands, admission, config.adapter_wait_s
     )
     return BuiltEngine(engine, residency, puller, layout, geometry)
 

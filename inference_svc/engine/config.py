@@ -25,6 +25,7 @@ class EngineConfig:
     max_batch_tokens: int = 1024
     max_prefill_chunk: int = 1024
     max_queue: int = 1024
+    max_tenant_queue: int = 1024
     page_size: int = 16
     kv_bytes: int = 256 << 20
     arena_bytes: int = 256 << 20
@@ -34,7 +35,8 @@ class EngineConfig:
     max_loras: int = 256
     max_lora_rank: int = 64
     adapter_wait_s: float = 10.0
-    max_overtake_s: float = 2.0
+    fair_quantum: int = 1024
+    fair_ageing_s: float = 2.0
     pull_workers: int = 4
     prefix_cache: bool = True
     num_threads: int = 0

@@ -19,12 +19,16 @@ from inference_svc.core import (
     Message,
     Output,
     Reply,
+    Request,
     Sequence,
+    SequenceState,
     StepOutputs,
     Stop,
     Submit,
 )
+from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
+from inference_svc.engine.expiries import Expiries
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
@@ -33,11 +37,7 @@ from inference_svc.errors import (
     Draining,
     DuplicateRequest,
     InferenceError,
-    QueueFull,
 )
-
-SCAN_S = 0.01
-"""How often deadlines and waits are looked at."""
 
 
 @dataclass
@@ -49,12 +49,13 @@ class Engine:
     settler: Settler
     residency: Residency
     commands: Commands
-    max_queue: int
+    admission: Admission
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
     num_steps: int = 0
-    _next_scan_s: float = 0.0
+    _deadlines: Expiries = field(default_factory=Expiries)
+    _adapter_waits: Expiries = field(default_factory=Expiries)
     _outputs: list[Output] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
@@ -78,7 +79,10 @@ class Engine:
         if batch is None:
             return False
         sampled = self.runner.run(batch)
-        outputs = self.settler.settle(batch, sampled, time.monotonic())
+        settled_s = time.monotonic()
+        outputs = self.settler.settle(batch, sampled, settled_s)
+        is_busy = bool(self.scheduler.running)
+        self.admission.pace.note(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:
             if output.is_last:
                 del self.sequences[output.request_id]
@@ -93,8 +97,7 @@ class Engine:
 
     def next_expiry_s(self) -> float | None:
         """When, on the monotonic clock, a waiting sequence or load would expire."""
-        expiries = [s.request.deadline_s for s in self.sequences.values()]
-        expiries += [self._adapter_expiry_s(s) for s in self.scheduler.all_waiting()]
+        expiries = [self._deadlines.next_s(), self._adapter_waits.next_s()]
         expiries += [self.commands.next_expiry_s(), self.residency.next_expiry_s()]
         return min((e for e in expiries if e is not None), default=None)
 
@@ -118,27 +121,25 @@ class Engine:
 
     def _submit(self, message: Submit, now_s: float) -> None:
         request = message.request
-        error = self._refusal(message)
+        error = self._refusal(request, now_s)
         if error is not None:
             self._outputs.append(Output(request.request_id, error=error))
             return
         sequence = Sequence(request)
         self.sequences[request.request_id] = sequence
+        if request.deadline_s is not None:
+            self._deadlines.add(sequence, request.deadline_s)
+        if request.digest:
+            self._adapter_waits.add(sequence, now_s + self.adapter_wait_s)
         self.scheduler.add(sequence, now_s)
 
-    def _refusal(self, message: Submit) -> InferenceError | None:
-        request_id, digest = message.request.request_id, message.request.digest
+    def _refusal(self, request: Request, now_s: float) -> InferenceError | None:
+        request_id = request.request_id
         if self.is_stopping:
             return Draining("the server is shutting down")
         if request_id in self.sequences:
             return DuplicateRequest(f"request {request_id} is running", subject="request_id")
-        if digest and not self.residency.can_run(digest):  # apart: they must not keep others out
-            is_full = self.scheduler.num_parked >= self.max_queue + self.scheduler.num_places
-        else:
-            is_full = len(self.scheduler.waiting) >= self.max_queue + self.scheduler.num_places
-        if is_full:
-            return QueueFull(f"{self.max_queue} requests are waiting", retry_after_s=1.0)
-        return None
+        return self.admission.refusal(request, now_s)
 
     def _cancel(self, request_id: str, now_s: float) -> None:
         sequence = self.sequences.get(request_id)
@@ -151,27 +152,26 @@ class Engine:
         """Ends what has expired or failed, then lets loads go on."""
         for digest, error in self.residency.take_failures():
             self._fail_adapter(digest, error, now_s)
-        if now_s >= self._next_scan_s:
-            self._end_expired(now_s)
-            self._next_scan_s = now_s + SCAN_S
-        self.residency.advance(now_s, self.scheduler.queue_order)
+        self._end_expired(now_s)
+        self.residency.advance(now_s, lambda: self.scheduler.queue.in_order(now_s))
 
     def _end_expired(self, now_s: float) -> None:
-        for sequence in list(self.sequences.values()):
-            deadline_s = sequence.request.deadline_s
-            if deadline_s is not None and now_s >= deadline_s:
-                self._end(sequence, now_s, reason=FinishReason.ABORTED)
-        for sequence in self.scheduler.all_waiting():
+        for sequence in self._deadlines.due(now_s):
+            self._end(sequence, now_s, reason=FinishReason.ABORTED)
+        for sequence in self._adapter_waits.due(now_s):
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
                 self._end(sequence, now_s, error=self._unavailable(sequence), expired=True)
+            else:  # it may wait for the store later, again
+                again_s = now_s + self.adapter_wait_s / 4
+                self._adapter_waits.add(sequence, again_s if expiry_s is None else expiry_s)
 
     def _adapter_expiry_s(self, sequence: Sequence) -> float | None:
         """Waiting for the store is bounded; waiting for memory that others use is queueing."""
-        if not sequence.request.digest:
+        if sequence.state is not SequenceState.WAITING or sequence.adapter_wanted_s is None:
             return None
         since_s = self.residency.store_wait_since_s(sequence.request.digest)
-        if since_s is None or sequence.adapter_wanted_s is None:
+        if since_s is None:
             return None
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
 
@@ -183,7 +183,7 @@ class Engine:
 
     def _fail_adapter(self, digest: str, error: InferenceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
-        for sequence in list(self.scheduler.parked.get(digest, [])):
+        for sequence in self.scheduler.queue.of_digest(digest):
             self._end(sequence, now_s, error=error)
 
     def _end(
@@ -220,7 +220,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Asserts that queues, pages, pins, memory and waiters agree."""
         self.scheduler.check_integrity()
-        all_waiting = self.scheduler.all_waiting()
+        all_waiting = list(self.scheduler.queue)
         waiters = Counter(s.request.digest for s in all_waiting if s.request.digest)
         self.residency.check_integrity(waiters + Counter(self.commands.loading))
         queued = self.scheduler.running + all_waiting

@@ -12,22 +12,25 @@ from typing import Any, Protocol
 
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
 from inference_svc.engine.pages import PagePool, page_key, root_key
+from inference_svc.engine.queue import FairQueue
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batch_tokens` per step, at least `max_sequences`; `max_prefill_chunk` per sequence and
-    step; `max_overtake_s`: how long requests for resident adapters may pass one that waits for
-    memory."""
+    step; `fair_quantum` tokens per turn of a tenant or an adapter; `fair_ageing_s`: how long what
+    came later may pass a request, for its priority or because its adapter is there."""
 
     max_sequences: int
     max_batch_tokens: int
     max_prefill_chunk: int
-    max_overtake_s: float = 2.0
+    fair_quantum: int = 1024
+    fair_ageing_s: float = 2.0
 
     def __post_init__(self) -> None:
         assert 0 < self.max_sequences <= self.max_batch_tokens
         assert self.max_prefill_chunk > 0
+        assert self.fair_quantum > 0
 
 
 class AdapterView(Protocol):
@@ -36,55 +39,45 @@ class AdapterView(Protocol):
     def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
     def unwant(self, digest: str, *, expired: bool = False) -> None: ...
     def ensure(self, digest: str, now_s: float) -> None: ...
-    def can_run(self, digest: str) -> bool: ...
+    def may_start(self, digest: str) -> bool: ...
     def acquire(self, digest: str) -> int: ...
     def release(self, digest: str) -> None: ...
-    def room_waits(self) -> dict[str, float]: ...
-    def take_ready(self) -> list[str]: ...
+    def take_news(self) -> list[str]: ...
     def take_changes(self) -> tuple[Any, ...]: ...
 
 
-def _order(sequence: Sequence) -> tuple[int, float]:
-    """Higher priority first, then first come; a preempted sequence keeps its place."""
-    return -sequence.request.priority, sequence.request.arrival_s
+def _rank(sequence: Sequence) -> tuple[int, int, float]:
+    """Of running sequences: the last is preempted first."""
+    request = sequence.request
+    return not sequence.is_aged, 0 if sequence.is_aged else -request.priority, request.arrival_s
 
 
 @dataclass
 class Scheduler:
-    """All queues are in order of service. `waiting` may run as far as adapters go; `parked` wait
-    for an adapter that is not resident, by digest, and cost a step nothing."""
+    """`running` is in order of rank; all others are in `queue`. Those whose adapter is not there
+    are parked in it."""
 
     limits: Limits
     pages: PagePool
     adapters: AdapterView
-    waiting: list[Sequence] = field(default_factory=list)
+    queue: FairQueue = field(init=False)
     running: list[Sequence] = field(default_factory=list)
-    parked: dict[str, list[Sequence]] = field(default_factory=dict)
     num_preemptions: int = 0
+    _is_short: bool = False
+
+    def __post_init__(self) -> None:
+        self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
 
     # Sequences come and go.
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) + self.num_parked
-
-    @property
-    def num_parked(self) -> int:
-        return sum(map(len, self.parked.values()))
 
     @property
     def num_places(self) -> int:
         """How many more could run, for all that sequences say."""
         return self.limits.max_sequences - len(self.running)
 
-    def all_waiting(self) -> list[Sequence]:
-        """Waiting and parked, in order of service."""
-        parked = [sequence for queue in self.parked.values() for sequence in queue]
-        return sorted(self.waiting + parked, key=_order)
-
-    def queue_order(self) -> list[str]:
-        """The digests that sequences wait for, each at its first waiter's place."""
-        return list(dict.fromkeys(s.request.digest for s in self.all_waiting() if s.request.digest))
+    def may_start(self, digest: str) -> bool:
+        """Whether the adapter, "" for none, is there for one more."""
+        return not digest or self.adapters.may_start(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
@@ -94,41 +87,36 @@ class Scheduler:
         self._enqueue(sequence, now_s)
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
-        digest = sequence.request.digest
-        if digest and not self.adapters.can_run(digest):
+        self.queue.add(sequence)
+        if sequence.request.digest:
+            self._look_at(sequence.request.digest, now_s)
+            if not self.queue.is_parked(sequence.request.digest):
+                _note_ready(sequence, now_s)
+
+    def _look_at(self, digest: str, now_s: float) -> None:
+        """Parks what waits for this adapter, or lets it go on."""
+        if self.adapters.may_start(digest):
+            if self.queue.is_parked(digest):
+                self.queue.unpark(digest)
+                for sequence in self.queue.of_digest(digest):
+                    _note_ready(sequence, now_s)
+        elif self.queue.has(digest):
             self.adapters.ensure(digest, now_s)
-            bisect.insort(self.parked.setdefault(digest, []), sequence, key=_order)
-            return
-        if digest and sequence.adapter_ready_s is None:
-            sequence.adapter_ready_s = now_s
-        bisect.insort(self.waiting, sequence, key=_order)
+            if not self.queue.is_parked(digest):
+                self.queue.park(digest)
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
-        """Takes a sequence out of its queue and gives back all that it holds."""
+        """Takes a sequence out of where it is and gives back all that it holds."""
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._give_back(sequence)
         else:
-            self._dequeue(sequence)
+            self.queue.remove(sequence)
             if digest:
                 self.adapters.unwant(digest, expired=expired)
+        self.queue.ended(sequence)
         sequence.state = SequenceState.FINISHED
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        digest = sequence.request.digest
-        queue = self.parked.get(digest, [])
-        if sequence not in queue:
-            self.waiting.remove(sequence)
-            return
-        queue.remove(sequence)
-        if not queue:
-            del self.parked[digest]
-
-    def _unpark(self, now_s: float) -> None:
-        for digest in self.adapters.take_ready():
-            for sequence in self.parked.pop(digest, []):
-                self._enqueue(sequence, now_s)
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pages.release(sequence.page_ids)
@@ -142,28 +130,50 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch | None:
         """The next step's work, or None when there is none.
 
-        Decodes always run; prefills share what is left of the token budget, those that run before
-        those that wait. When pages run out, the last in order of service is preempted.
+        Decodes always run; prefills share what is left of the token budget. When pages run out,
+        the last in rank is preempted.
         """
-        self._unpark(now_s)
-        budget = self.limits.max_batch_tokens - sum(s.num_uncomputed == 1 for s in self.running)
-        rows: list[BatchRow] = []
+        for digest in self.adapters.take_news():
+            self._look_at(digest, now_s)
         num_preemptions = self.num_preemptions
+        grants = self._grants()
+        rows: list[BatchRow] = []
         for sequence in list(self.running):
+            num_tokens = grants.get(id(sequence), 0)
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted just now for one before it
-            is_decode = sequence.num_uncomputed == 1
-            num_tokens = 1 if is_decode else self._chunk(sequence, budget)
             if num_tokens and self._make_room(sequence, num_tokens, now_s):
                 rows.append(_row(sequence, num_tokens))
-                budget -= 0 if is_decode else num_tokens
         if num_preemptions == self.num_preemptions:
-            self._admit(rows, budget, now_s)
+            self._admit(rows, self.limits.max_batch_tokens - sum(grants.values()), now_s)
         changes = self.adapters.take_changes()
         if not rows and not changes:
             return None
         rows.sort(key=lambda row: (row.slot, not row.is_decode))
         return Batch(tuple(rows), changes)
+
+    def _grants(self) -> dict[int, int]:
+        """How many tokens of each running sequence to compute, by the sequence's id().
+
+        Decodes first. Of what is left, up to a quarter is kept for those that wait; the first in
+        rank gets up to half, so that it goes on whatever comes; then the shortest go first, so
+        that no prompt waits for the end of a much longer one.
+        """
+        grants = {id(s): 1 for s in self.running if s.num_uncomputed == 1}
+        budget = self.limits.max_batch_tokens - len(grants)
+        if len(grants) == len(self.running):
+            return grants
+        if self.num_places and not self._is_short:
+            budget -= min(budget // 4, self.queue.ready_tokens)
+        first, *others = [s for s in self.running if s.num_uncomputed > 1]
+        others.sort(key=lambda sequence: sequence.num_uncomputed)
+        grants[id(first)] = self._chunk(first, -(-budget // 2))
+        budget -= grants[id(first)]
+        for sequence in others:
+            grants[id(sequence)] = self._chunk(sequence, budget)
+            budget -= grants[id(sequence)]
+        grants[id(first)] = self._chunk(first, grants[id(first)] + budget)
+        return grants
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncomputed, budget, self.limits.max_prefill_chunk)
@@ -193,18 +203,17 @@ class Scheduler:
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
         """Starts waiting sequences in order of service."""
-        held_after = self._held_after(now_s)
-        for sequence in list(self.waiting):
-            if len(self.running) >= self.limits.max_sequences or budget <= 0:
+        self._is_short = False
+        while self.num_places > 0 and budget > 0:
+            sequence = self.queue.first(now_s)
+            if sequence is None:
                 return
             digest = sequence.request.digest
-            if digest and not self.adapters.can_run(digest):  # evicted, or draining
-                self.waiting.remove(sequence)
-                self._enqueue(sequence, now_s)
-                continue
-            if digest and held_after is not None and _order(sequence) > held_after:
+            if not self.may_start(digest):  # it has begun to drain
+                self._look_at(digest, now_s)
                 continue
             if not self._start(sequence, now_s):
+                self._is_short = True
                 return  # pages are short: whoever is next in order must not be passed
             num_tokens = self._chunk(sequence, budget)
             sequence.page_ids += self.pages.allocate(
@@ -213,34 +222,25 @@ class Scheduler:
             rows.append(_row(sequence, num_tokens))
             budget -= num_tokens
 
-    def _held_after(self, now_s: float) -> tuple[int, float] | None:
-        """The place of the first sequence whose adapter has waited for memory too long: those with
-        adapters behind it must wait, so that what they would hold on to is given up."""
-        overdue_s = now_s - self.limits.max_overtake_s
-        places = [
-            _order(self.parked[digest][0])
-            for digest, since_s in self.adapters.room_waits().items()
-            if since_s < overdue_s and digest in self.parked
-        ]
-        return min(places, default=None)
-
     def _start(self, sequence: Sequence, now_s: float) -> bool:
         """Moves to running with its cached prefix, if its known tokens fit the free pages."""
         cached = self.pages.match(self._prefix_keys(sequence))
         needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
         if not self.pages.can_allocate(needed + self.pages.num_free_among(cached)):
             return False
-        self.waiting.remove(sequence)
+        num_cached = len(cached) * self.pages.page_size
+        self.queue.start(sequence, sequence.num_uncomputed - num_cached)
         self.pages.share(cached)
         sequence.page_ids = cached
-        sequence.num_computed = len(cached) * self.pages.page_size
+        sequence.num_computed = num_cached
         if sequence.request.digest:
             sequence.slot = self.adapters.acquire(sequence.request.digest)
         sequence.state = SequenceState.RUNNING
+        sequence.is_aged = self.queue.is_aged(sequence, now_s)
         if sequence.started_s is None:
             sequence.started_s = now_s
             sequence.num_cached = sequence.num_computed
-        bisect.insort(self.running, sequence, key=_order)
+        bisect.insort(self.running, sequence, key=_rank)
         return True
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
@@ -254,18 +254,20 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that queues, pages and states agree."""
         self.pages.check_integrity([s.page_ids for s in self.running])
-        assert self.waiting == sorted(self.waiting, key=_order)
-        for digest, queue in self.parked.items():
-            assert queue == sorted(queue, key=_order)
-            assert queue, "an empty queue"
-            assert all(sequence.request.digest == digest for sequence in queue)
-        for sequence in self.all_waiting():
+        self.queue.check_integrity()
+        assert self.running == sorted(self.running, key=_rank)
+        for sequence in self.queue:
             assert sequence.state is SequenceState.WAITING
             assert not sequence.page_ids
         for sequence in self.running:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.num_uncomputed > 0
             assert len(sequence.page_ids) >= self.pages.pages_for(sequence.num_computed)
+
+
+def _note_ready(sequence: Sequence, now_s: float) -> None:
+    if sequence.adapter_ready_s is None:
+        sequence.adapter_ready_s = now_s
 
 
 def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:

@@ -27,8 +27,8 @@ class Describe:
         scheduler = self.scheduler
         return EngineStatus(
             num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            waiting_digests=tuple(scheduler.queue_order()),
+            num_waiting=len(scheduler.queue),
+            waiting_digests=tuple(scheduler.queue.digests()),
             running_digests=tuple({s.request.digest for s in scheduler.running} - {""}),
             memory=self._memory(),
             counters=self._counters(),

@@ -39,7 +39,7 @@ class Loop:
     def turn(self, timeout_s: float = 0.02) -> None:
         with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
-        self.residency.advance(time.monotonic(), lambda: self.queue)
+        self.residency.advance(time.monotonic(), lambda: [(digest, True) for digest in self.queue])
         self.failures += self.residency.take_failures()
         self.arena.apply(self.residency.take_changes())
         self.residency.copied()
@@ -83,6 +83,10 @@ def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
             start = segment.offset // 4
             expected = values[start : start + view.numel()].view(view.shape)
             assert torch.equal(view, expected), (target, kind)
+
+
+def needing_room(loop: Loop) -> list[str]:
+    return [d for d, load in loop.residency._loads.by_digest.items() if load.needs_room]
 
 
 def test_a_pull_becomes_a_row(loop: Loop, store) -> None:
@@ -175,7 +179,7 @@ def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
     for digest in ("aaaa", "bbbb"):
         loop.load(digest)
     loop.residency.want("cccc", 0.0)
-    loop.until(lambda: "cccc" in loop.residency.room_waits())
+    loop.until(lambda: needing_room(loop) == ["cccc"])
     assert loop.residency.store_wait_since_s("cccc") is None
     loop.residency.release("aaaa")
     loop.until(lambda: loop.residency.can_run("cccc"))
@@ -241,7 +245,7 @@ def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
     waiting = ("cccc", "dddd", "eeee")
     for digest in waiting:
         loop.residency.want(digest, 0.0)
-    loop.until(lambda: len(loop.residency.room_waits()) == 3)
+    loop.until(lambda: len(needing_room(loop)) == 3)
     loop.residency.want("missing", 0.0)
     loop.until(lambda: loop.failures)
     loop.residency.unwant("missing")

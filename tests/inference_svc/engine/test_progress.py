@@ -77,7 +77,7 @@ class World:
         memory = memoryview(bytearray(16 * KIB))
         self.residency = Residency(slots, host, memory, self.puller, 64, 1e9)
         self.residency.set_layout("layout")
-        self.scheduler = Scheduler(Limits(2, 16, 16, 2.0), PagePool(64, 4), self.residency)
+        self.scheduler = Scheduler(Limits(2, 16, 16, 32, 2.0), PagePool(64, 4), self.residency)
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=64)
         self.now_s = 0.0
         self.live: dict[str, Sequence] = {}
@@ -109,7 +109,7 @@ class World:
             self.residency.on_pull_event(event, self.now_s)
         assert not self.residency.take_failures()
         self.residency.copied()
-        self.residency.advance(self.now_s, self.scheduler.queue_order)
+        self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
         batch = self.scheduler.schedule(self.now_s)
         if batch is not None:
             sampled = [SampledToken(7) for row in batch.rows if row.samples]
@@ -127,7 +127,7 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
-        waiting = Counter(s.request.digest for s in self.scheduler.all_waiting())
+        waiting = Counter(s.request.digest for s in self.scheduler.queue)
         del waiting[""]
         self.residency.check_integrity(waiting + Counter(self.loads))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -23,9 +24,9 @@ class TwoAdapterRows:
     resident: list[str] = field(default_factory=list)
     users: dict[str, int] = field(default_factory=dict)
     waiters: dict[str, int] = field(default_factory=dict)
-    ready: list[str] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)
     loading: set[str] = field(default_factory=set)
-    room_waits_since_s: dict[str, float] = field(default_factory=dict)
+    drains: set[str] = field(default_factory=set)
 
     def want(self, digest: str, now_s: float, count: bool = True) -> None:
         self.waiters[digest] = self.waiters.get(digest, 0) + 1
@@ -39,8 +40,8 @@ class TwoAdapterRows:
         self.waiters[digest] -= 1
         assert self.waiters[digest] >= 0
 
-    def can_run(self, digest: str) -> bool:
-        return digest in self.resident
+    def may_start(self, digest: str) -> bool:
+        return digest in self.resident and digest not in self.drains
 
     def acquire(self, digest: str) -> int:
         assert digest in self.resident
@@ -52,17 +53,14 @@ class TwoAdapterRows:
         self.users[digest] -= 1
         assert self.users[digest] >= 0
 
-    def room_waits(self) -> dict[str, float]:
-        return self.room_waits_since_s
-
-    def take_ready(self) -> list[str]:
-        ready, self.ready = self.ready, []
-        return ready
+    def take_news(self) -> list[str]:
+        news, self.news = self.news, []
+        return news
 
     def take_changes(self) -> tuple[str, ...]:
         return ()
 
-    def load_one(self, order: list[str]) -> None:
+    def load_one(self, order: Iterable[str]) -> None:
         """Loads the first in order of service, if there is a row for it."""
         for digest in order:
             if digest in self.loading:
@@ -75,7 +73,7 @@ class TwoAdapterRows:
         for row in (free + idle)[:1]:
             self.resident[row : row + 1] = [digest]
             self.loading.discard(digest)
-            self.ready.append(digest)
+            self.news.append(digest)
 
 
 def make(request_id: str, prompt: list[int], max_tokens: int, digest: str = "") -> Sequence:
@@ -128,13 +126,13 @@ def test_every_request_is_served_within_its_limits(
         for due, sequence in pending:
             if due == step:
                 scheduler.add(sequence, float(step))
-        view.load_one(scheduler.queue_order())
+        view.load_one([digest for digest, _ in scheduler.queue.in_order(float(step))])
         batch = scheduler.schedule(float(step))
         scheduler.check_integrity()
         if batch is not None:
             check_batch(scheduler, batch, chunk, budget)
             settle(scheduler, batch)
-        if step > 30 and not scheduler.num_waiting and not scheduler.running:
+        if step > 30 and not len(scheduler.queue) and not scheduler.running:
             break
     for sequence, (_prompt, max_tokens, _digest, _step) in zip(sequences, requests, strict=True):
         assert sequence.num_output == max_tokens
@@ -178,20 +176,17 @@ def test_a_missing_adapter_holds_up_nobody() -> None:
     assert len(scheduler.schedule(0.0).rows) == 1 + 1
 
 
-def test_requests_for_resident_adapters_pass_only_for_a_while() -> None:
-    """After max_overtake_s without room, the arena is let run dry for the one that waits."""
+def test_nobody_new_uses_an_adapter_that_drains() -> None:
     scheduler, view = scheduler_of(64)
     view.resident = ["a", "b"]
-    view.users = {"a": 1, "b": 1}
-    view.room_waits_since_s = {"big": 0.0}
-    scheduler.add(make("0", [1], 2, "big"), 0.0)
-    scheduler.add(make("1", [1], 2, "a"), 0.0)
-    assert len(scheduler.schedule(1.0).rows) == 1
-    scheduler.add(make("2", [1], 2, "b"), 3.0)
-    scheduler.add(make("3", [1], 2), 3.0)
-    started = {row.sequence.request.request_id for row in scheduler.schedule(3.0).rows}
-    assert "2" not in started
-    assert "3" in started
+    scheduler.add(make("0", [1], 9, "a"), 0.0)
+    scheduler.schedule(0.0)
+    view.drains = {"a"}
+    scheduler.add(make("1", [1], 2, "a"), 1.0)
+    scheduler.add(make("2", [1], 2, "b"), 1.0)
+    assert {row.sequence.request.request_id for row in scheduler.schedule(1.0).rows} == {"0", "2"}
+    view.drains, view.news = set(), ["a"]
+    assert len(scheduler.schedule(2.0).rows) == 3
 
 
 def test_the_last_in_order_is_preempted_and_recomputed() -> None:

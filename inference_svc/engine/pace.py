@@ -1,0 +1,61 @@
+"""How fast the engine has worked lately."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from inference_svc.core import Batch, Output
+
+WINDOW_S = 10.0
+"""Busy seconds after which a measurement counts for 1/e."""
+ENOUGH = 4.0
+"""Requests that must have ended, so counted, before anything is said."""
+
+
+class Pace:
+    """Tokens and requests per busy second, and what a request generates, weighted exponentially.
+
+    Busy is the time between two steps of which the first left something to run.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._ended = 0.0
+        self._generated = 0.0
+        self._last_s = math.inf
+
+    def note(self, batch: Batch, outputs: Iterable[Output], now_s: float, *, is_busy: bool) -> None:
+        """A step has been accounted for. `is_busy`: something still runs."""
+        elapsed_s = max(0.0, now_s - self._last_s)
+        self._last_s = now_s if is_busy else math.inf
+        if elapsed_s:
+            kept = math.exp(-elapsed_s / WINDOW_S)
+            self._seconds = self._seconds * kept + elapsed_s
+            self._tokens *= kept
+            self._ended *= kept
+            self._generated *= kept
+        self._tokens += sum(row.num_tokens for row in batch.rows)
+        ended = [output.usage for output in outputs if output.usage is not None]
+        self._ended += len(ended)
+        self._generated += sum(usage.completion_tokens for usage in ended)
+
+    @property
+    def is_known(self) -> bool:
+        return self._ended >= ENOUGH and self._seconds > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and generated tokens, only if `is_known`."""
+        return self._tokens / self._seconds
+
+    @property
+    def requests_per_s(self) -> float:
+        """That end, only if `is_known`."""
+        return self._ended / self._seconds
+
+    @property
+    def generated_per_request(self) -> float:
+        """In tokens, only if `is_known`."""
+        return self._generated / self._ended

@@ -1,0 +1,206 @@
+"""All that waits: tenants take turns by tokens, each starts its own in its own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from inference_svc.core import Sequence
+from inference_svc.engine.tenant_queue import Flow, TenantQueue
+from inference_svc.engine.turns import Turns
+
+GENERATED_WEIGHT = 2
+"""A generated token's share of a step in prompt tokens: it alone reads weights and pages."""
+
+
+class FairQueue:
+    """Sequences that do not run. A step looks at those that it starts, never at all.
+
+    Those whose adapter is not there are parked, by digest: they cost a step nothing. `quantum`
+    tokens is what a tenant, and within it an adapter, may take in one turn; what a sequence may
+    generate is charged when it starts, and given back where it ends earlier. After `ageing_s` a
+    sequence is aged, and goes before all of its tenant that are not.
+    """
+
+    def __init__(self, quantum: int, ageing_s: float) -> None:
+        self._quantum = quantum
+        self._ageing_s = ageing_s
+        self._tenants: dict[str, TenantQueue] = {}  # those that waited longest for a start first
+        self._turns = Turns(quantum)  # of tenants with something ready
+        self._flows: dict[str, set[Flow]] = {}  # by digest
+        self._parked: set[str] = set()
+        self.num_ready = 0
+        self.num_parked = 0
+        self.ready_tokens = 0
+
+    def __len__(self) -> int:
+        return self.num_ready + self.num_parked
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for tenant in self._tenants.values():
+            yield from tenant
+
+    @property
+    def num_tenants(self) -> int:
+        return len(self._tenants)
+
+    def tenant(self, name: str) -> TenantQueue | None:
+        """What the tenant has waiting; None if nothing."""
+        return self._tenants.get(name)
+
+    def digests(self) -> list[str]:
+        """The adapters that sequences wait for, in no order."""
+        return [digest for digest in self._flows if digest]
+
+    def of_digest(self, digest: str) -> list[Sequence]:
+        """Everything that waits for this adapter or to use it."""
+        return [s for flow in self._flows.get(digest, ()) for s in flow.sequences]
+
+    def has(self, digest: str) -> bool:
+        """Whether something waits for this adapter or to use it."""
+        return digest in self._flows
+
+    def is_parked(self, digest: str) -> bool:
+        return digest in self._parked
+
+    def is_aged(self, sequence: Sequence, now_s: float) -> bool:
+        return sequence.request.arrival_s <= now_s - self._ageing_s
+
+    # Sequences come and go.
+
+    def add(self, sequence: Sequence) -> None:
+        name, digest = sequence.request.tenant, sequence.request.digest
+        if name not in self._tenants:
+            self._tenants[name] = TenantQueue(name, self._quantum)
+        tenant = self._tenants[name]
+        with _Recount(self, tenant):
+            flow = tenant.add(sequence, self.is_parked(digest))
+        self._flows.setdefault(digest, set()).add(flow)
+
+    def remove(self, sequence: Sequence) -> None:
+        tenant = self._tenants[sequence.request.tenant]
+        with _Recount(self, tenant):
+            flow = tenant.remove(sequence)
+        if not flow.sequences:
+            self._forget(flow)
+        if not tenant:
+            del self._tenants[tenant.name]
+
+    def _forget(self, flow: Flow) -> None:
+        flows = self._flows[flow.digest]
+        flows.remove(flow)
+        if not flows:
+            del self._flows[flow.digest]
+            self._parked.discard(flow.digest)
+
+    def park(self, digest: str) -> None:
+        """Nothing of this adapter may start before `unpark`. Something must wait for it."""
+        self._parked.add(digest)
+        self._move(digest)
+
+    def unpark(self, digest: str) -> None:
+        self._parked.discard(digest)
+        self._move(digest)
+
+    def _move(self, digest: str) -> None:
+        for flow in self._flows.get(digest, ()):
+            if flow.is_parked != self.is_parked(digest):
+                tenant = self._tenants[flow.tenant]
+                with _Recount(self, tenant):
+                    tenant.move(flow, not flow.is_parked)
+
+    # Order.
+
+    def first(self, now_s: float) -> Sequence | None:
+        """Who is to start next."""
+        name = self._turns.first()
+        return None if name is None else self._tenants[name].first(now_s - self._ageing_s)
+
+    def start(self, sequence: Sequence, num_tokens: int) -> None:
+        """Takes out one that starts; `num_tokens` of what it knows are to be computed."""
+        tenant = self._tenants[sequence.request.tenant]
+        if not sequence.is_charged:
+            sequence.is_charged = True
+            charge = num_tokens + GENERATED_WEIGHT * _num_to_come(sequence)
+            tenant.started(sequence, charge)
+            self._turns.charge(tenant.name, charge)
+        self.remove(sequence)
+        if tenant:
+            self._tenants[tenant.name] = self._tenants.pop(tenant.name)  # to the end
+
+    def ended(self, sequence: Sequence) -> None:
+        """Gives back what it was charged for and has not generated."""
+        if sequence.is_charged:
+            unused = GENERATED_WEIGHT * _num_to_come(sequence)
+            self._turns.charge(sequence.request.tenant, -unused)
+            tenant = self._tenants.get(sequence.request.tenant)
+            if tenant is not None:
+                tenant.charge(sequence, -unused)
+
+    def in_order(self, now_s: float) -> Iterator[tuple[str, bool]]:
+        """The digests that sequences wait for, in the order in which their adapters are due, and
+        whether the sequence is aged that waits for it there: the aged ones of all tenants in
+        turn, then all others. May name one twice. Nothing may change meanwhile."""
+        aged_s = now_s - self._ageing_s
+        for digest in self._in_turn(lambda tenant: tenant.aged_digests(aged_s)):
+            yield digest, True
+        for digest in self._in_turn(lambda tenant: tenant.young_digests(aged_s)):
+            yield digest, False
+
+    def _in_turn(self, digests: Callable[[TenantQueue], Iterator[str]]) -> Iterator[str]:
+        """One of each tenant, then the next of each."""
+        turn: Iterator[Iterator[str]] = map(digests, self._tenants.values())
+        while True:
+            further = []
+            for found in turn:
+                for digest in found:
+                    further.append(found)
+                    if digest:
+                        yield digest
+                    break
+            if not further:
+                return
+            turn = iter(further)
+
+    def check_integrity(self) -> None:
+        """Asserts that tenants, flows and counts agree."""
+        flows = [flow for found in self._flows.values() for flow in found]
+        assert {id(s) for flow in flows for s in flow.sequences} == {id(s) for s in self}
+        assert self._parked <= set(self._flows)
+        assert all(flow.is_parked == (flow.digest in self._parked) for flow in flows)
+        for name, tenant in self._tenants.items():
+            tenant.check_integrity()
+            assert len(tenant) > 0, "a tenant with nothing that waits"
+            assert (name in self._turns) == (tenant.num_ready > 0)
+        tenants = self._tenants.values()
+        assert self.num_ready == sum(tenant.num_ready for tenant in tenants)
+        assert self.num_parked == sum(tenant.num_parked for tenant in tenants)
+        assert self.ready_tokens == sum(tenant.ready_tokens for tenant in tenants)
+
+
+class _Recount:
+    """Keeps the sums over tenants, and who takes turns, while one tenant changes."""
+
+    def __init__(self, queue: FairQueue, tenant: TenantQueue) -> None:
+        self._queue = queue
+        self._tenant = tenant
+
+    def __enter__(self) -> None:
+        self._add(-1)
+
+    def __exit__(self, *error: object) -> None:
+        self._add(1)
+        turns, name = self._queue._turns, self._tenant.name
+        if self._tenant.num_ready:
+            turns.enter(name)
+        elif name in turns:
+            turns.leave(name)
+
+    def _add(self, sign: int) -> None:
+        self._queue.num_ready += sign * self._tenant.num_ready
+        self._queue.num_parked += sign * self._tenant.num_parked
+        self._queue.ready_tokens += sign * self._tenant.ready_tokens
+
+
+def _num_to_come(sequence: Sequence) -> int:
+    """How many tokens it may still generate."""
+    return max(0, sequence.request.sampling.max_tokens - sequence.num_output)

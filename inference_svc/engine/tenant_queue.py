@@ -1,0 +1,212 @@
+"""What one tenant has waiting: aged requests first, then by priority, then adapters in turn."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from inference_svc.core import Sequence
+from inference_svc.engine.turns import Turns
+
+_serials = itertools.count()
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """A tenant's waiting sequences of one priority and one adapter, first come first.
+
+    A parked one may not start: its adapter is not there for it.
+    """
+
+    tenant: str
+    priority: int
+    digest: str
+    is_parked: bool
+    sequences: list[Sequence] = field(default_factory=list)
+    serial: int = field(default_factory=lambda: next(_serials))
+    arrival_s: float = 0.0
+    """Of the first, as of the last time that it was filed."""
+
+    @property
+    def by_age(self) -> tuple[float, int, Flow]:
+        return self.arrival_s, self.serial, self
+
+    @property
+    def by_rank(self) -> tuple[int, float, int, Flow]:
+        return -self.priority, self.arrival_s, self.serial, self
+
+
+def arrival_s(sequence: Sequence) -> float:
+    return sequence.request.arrival_s
+
+
+class TenantQueue:
+    """Flows in every order that is asked for. Each operation is logarithmic in their number.
+
+    The aged go first in order of arrival, but while somebody of a higher priority waits they get
+    half of the tokens: a backlog of low priority neither starves nor keeps others waiting.
+    """
+
+    def __init__(self, name: str, quantum: int) -> None:
+        self.name = name
+        self._quantum = quantum
+        self._flows: dict[tuple[int, str], Flow] = {}
+        self._by_age: list[tuple[float, int, Flow]] = []
+        self._by_rank: list[tuple[int, float, int, Flow]] = []
+        self._ready_by_age: list[tuple[float, int, Flow]] = []
+        self._levels: dict[int, Turns] = {}  # of ready flows; the members are digests
+        self._priorities: list[int] = []  # of the levels, ascending
+        self._aged_lead = 0  # tokens, over those of higher priority, while both wait
+        self._aged_sign = 0  # of what starts next in that lead
+        self.num_ready = 0
+        self.num_parked = 0
+        self.ready_tokens = 0
+
+    def __len__(self) -> int:
+        return self.num_ready + self.num_parked
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for flow in self._flows.values():
+            yield from flow.sequences
+
+    @property
+    def lowest_priority(self) -> int | None:
+        """Of what is ready."""
+        return self._priorities[0] if self._priorities else None
+
+    def add(self, sequence: Sequence, is_parked: bool) -> Flow:
+        request = sequence.request
+        key = request.priority, request.digest
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(self.name, *key, is_parked)
+        else:
+            self._take_out(flow)
+        assert flow.is_parked == is_parked
+        bisect.insort(flow.sequences, sequence, key=arrival_s)
+        self._count(flow, [sequence], 1)
+        self._file(flow)
+        return flow
+
+    def remove(self, sequence: Sequence) -> Flow:
+        request = sequence.request
+        flow = self._flows[request.priority, request.digest]
+        self._take_out(flow)
+        place = bisect.bisect_left(flow.sequences, request.arrival_s, key=arrival_s)
+        del flow.sequences[flow.sequences.index(sequence, place)]
+        self._count(flow, [sequence], -1)
+        if flow.sequences:
+            self._file(flow)
+        else:
+            del self._flows[request.priority, request.digest]
+            if not flow.is_parked:
+                self._leave_level(flow)
+        return flow
+
+    def move(self, flow: Flow, is_parked: bool) -> None:
+        """Parks a flow, or makes it ready."""
+        self._take_out(flow)
+        self._count(flow, flow.sequences, -1)
+        flow.is_parked = is_parked
+        self._count(flow, flow.sequences, 1)
+        if is_parked:
+            self._leave_level(flow)
+        self._file(flow)
+
+    def first(self, aged_s: float) -> Sequence | None:
+        """Who is to start next. Aged is what arrived at `aged_s` or before."""
+        if not self._ready_by_age:
+            return None
+        since_s, _serial, flow = self._ready_by_age[0]
+        is_aged = since_s <= aged_s
+        priority = self._priorities[-1]
+        if not is_aged or flow.priority == priority:
+            self._aged_lead = self._aged_sign = 0
+        else:
+            self._aged_sign = -1 if self._aged_lead > 0 else 1
+        if is_aged and self._aged_sign >= 0:
+            return flow.sequences[0]
+        digest = self._levels[priority].first()
+        assert digest is not None
+        return self._flows[priority, digest].sequences[0]
+
+    def started(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence that `first` named starts, and is charged."""
+        self._aged_lead += self._aged_sign * num_tokens
+        self.charge(sequence, num_tokens)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """To the account of its adapter."""
+        level = self._levels.get(sequence.request.priority)
+        if level is not None:
+            level.charge(sequence.request.digest, num_tokens)
+
+    def aged_digests(self, aged_s: float) -> Iterator[str]:
+        """Of flows whose first is aged, parked or not, in order of arrival."""
+        for since_s, _serial, flow in self._by_age:
+            if since_s > aged_s:
+                return
+            yield flow.digest
+
+    def young_digests(self, aged_s: float) -> Iterator[str]:
+        """Of all other flows, by priority, then in order of arrival."""
+        for _rank, since_s, _serial, flow in self._by_rank:
+            if since_s > aged_s:
+                yield flow.digest
+
+    def _count(self, flow: Flow, sequences: list[Sequence], sign: int) -> None:
+        if flow.is_parked:
+            self.num_parked += sign * len(sequences)
+        else:
+            self.num_ready += sign * len(sequences)
+            self.ready_tokens += sign * sum(sequence.num_uncomputed for sequence in sequences)
+
+    def _take_out(self, flow: Flow) -> None:
+        """Of all lists, before its first may change."""
+        del self._by_age[bisect.bisect_left(self._by_age, flow.by_age)]
+        del self._by_rank[bisect.bisect_left(self._by_rank, flow.by_rank)]
+        if not flow.is_parked:
+            del self._ready_by_age[bisect.bisect_left(self._ready_by_age, flow.by_age)]
+
+    def _file(self, flow: Flow) -> None:
+        flow.arrival_s = flow.sequences[0].request.arrival_s
+        bisect.insort(self._by_age, flow.by_age)
+        bisect.insort(self._by_rank, flow.by_rank)
+        if flow.is_parked:
+            return
+        bisect.insort(self._ready_by_age, flow.by_age)
+        if flow.priority not in self._levels:
+            self._levels[flow.priority] = Turns(self._quantum)
+            bisect.insort(self._priorities, flow.priority)
+        self._levels[flow.priority].enter(flow.digest)
+
+    def _leave_level(self, flow: Flow) -> None:
+        level = self._levels[flow.priority]
+        level.leave(flow.digest)
+        if not level:
+            del self._levels[flow.priority]
+            self._priorities.remove(flow.priority)
+
+    def check_integrity(self) -> None:
+        """Asserts that all orders agree with the flows."""
+        flows = list(self._flows.values())
+        ready = [flow for flow in flows if not flow.is_parked]
+        assert sorted(flow.by_age for flow in flows) == self._by_age
+        assert sorted(flow.by_rank for flow in flows) == self._by_rank
+        assert sorted(flow.by_age for flow in ready) == self._ready_by_age
+        assert {(p, d) for p, d in self._flows} == {(f.priority, f.digest) for f in flows}
+        assert sorted({flow.priority for flow in ready}) == self._priorities == sorted(self._levels)
+        for priority, level in self._levels.items():
+            members = [flow.digest for flow in ready if flow.priority == priority]
+            assert len(level) == len(members)
+            assert all(digest in level for digest in members)
+        for flow in flows:
+            assert flow.sequences == sorted(flow.sequences, key=arrival_s), "not in order"
+            assert flow.sequences, "an empty flow"
+            assert flow.arrival_s == flow.sequences[0].request.arrival_s
+        assert self.num_ready == sum(len(flow.sequences) for flow in ready)
+        assert len(self) == sum(len(flow.sequences) for flow in flows)
+        tokens = sum(s.num_uncomputed for flow in ready for s in flow.sequences)
+        assert self.ready_tokens == tokens
