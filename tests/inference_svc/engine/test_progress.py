@@ -154,7 +154,7 @@ actions = st.one_of(
 
 
 @pytest.mark.parametrize("host_kib", [0, 10, 32], ids=["arena", "small-host", "host"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(actions, max_size=40))
 def test_everything_ends(host_kib: int, asked: list[tuple]) -> None:
     world = World(host_kib)
