@@ -8,7 +8,7 @@ PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
 
-.PHONY: demo up test check format lint-protos bench soak fuzz clean
+.PHONY: demo up test check format lint-protos bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -36,8 +36,14 @@ format: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-fuzz
 	$(BIN)/python -m fuzz $(FUZZ)
 
+# Ours, quick. Each is a command of its own with more to ask for: see bench/README.md.
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m bench.w1
+	$(BIN)/python -m bench.w1 --rounds 3
+
+# The peers in environments of their own under .bench, then the same work on all, taking turns.
+bench-peers: $(VENV)/.installed-bench
+	$(BIN)/python -m bench.peers.install
+	$(BIN)/python -m bench.w1 --sides ours,ours-grpc,vllm,peft --out bench/results/w1_peers.json
 
 # The store killed 200 times at random moments, over SQLite, and one of two replicas over
 # PostgreSQL and S3; `make test` has some of them. Give a printed seed again by SOAK="--seed N".
@@ -55,5 +61,5 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build .tools .loadout *.egg-info
+	rm -rf $(VENV) build .bench .tools .loadout *.egg-info
 	find . -name '*_pb2*' -not -path './$(VENV)/*' -delete

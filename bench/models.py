@@ -1,45 +1,113 @@
-"""The benchmark's model and adapters: real shapes, random weights, made where they are needed."""
+"""The models and adapters of the benchmarks: real shapes, random weights, made once in `.bench`."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 NAME = "bench-200m"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SHAPES: dict[str, dict[str, Any]] = {
+    NAME: {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    # The shape of TinyLlama.
+    "bench-1b": {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+}
+"""bench-200m has 197 M parameters, bench-1b 1.1 G."""
+RANK = 16
+ROOT = Path(".bench/models")
 
 
-def make_model(folder: Path) -> None:
-    """bench-200m: Llama architecture, bf16, 197 M parameters."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model on disk, and adapters of it by name: "0", "1", and so on."""
+
+    name: str
+    model_dir: Path
+    adapters: dict[str, Path]
+
+    @property
+    def vocab(self) -> int:
+        return int(SHAPES[self.name]["vocab_size"])
+
+
+def prepare(name: str, num_adapters: int) -> Prepared:
+    """Makes what is not there yet."""
+    root = (ROOT / name).resolve()
+    model_dir = root / "model"
+    if not model_dir.is_dir():
+        shutil.rmtree(root, ignore_errors=True)
+        partial = root / "model.partial"
+        make_model(partial, name)
+        partial.rename(model_dir)
+    adapters = {str(index): root / f"adapter-{index}" for index in range(num_adapters)}
+    for number, folder in adapters.items():
+        if not folder.is_dir():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            make_adapter(model_dir, partial, seed=int(number), name=name)
+            partial.rename(folder)
+    return Prepared(name, model_dir, adapters)
+
+
+def make_model(folder: Path, name: str = NAME) -> None:
+    """A Llama in bf16, with a tokenizer whose tokens are numbers."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        **SHAPES[name],
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         dtype=torch.bfloat16,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        LlamaForCausalLM(config).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(before)
+    vocab = {f"{token} ": token for token in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0 "))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 
-def make_adapter(model_dir: Path, folder: Path, seed: int, rank: int = 16) -> None:
+def make_adapter(
+    model_dir: Path, folder: Path, seed: int, rank: int = RANK, name: str = NAME
+) -> None:
     """A PEFT adapter over all seven projections, alpha 2 * rank, bf16 files."""
     torch.manual_seed(seed)
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=TARGETS, base_model_name_or_path=NAME
+        r=rank, lora_alpha=2 * rank, target_modules=TARGETS, base_model_name_or_path=name
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(model_dir))
         inject_adapter_in_model(config, model)
-    state = get_peft_model_state_dict(model)
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {
         f"base_model.model.{name}": (torch.randn(value.shape) * 0.02).to(torch.bfloat16)
         for name, value in state.items()
@@ -50,6 +118,22 @@ def make_adapter(model_dir: Path, folder: Path, seed: int, rank: int = 16) -> No
     config.save_pretrained(folder)
 
 
-def prompts(count: int, length: int, vocab: int = 8192) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
+def make_variants(original: Path, root: Path) -> Iterator[Path]:
+    """Folders of other digests: they differ in the lowest bits of some of their values."""
+    data = bytearray((original / "adapter_model.safetensors").read_bytes())
+    last = bytes(data[-64:])
+    number = 0
+    while True:
+        for bit in range(16):
+            data[4 * bit - 64] = last[4 * bit] ^ (number + 1) >> bit & 1
+        folder = root / f"variant-{number}"
+        folder.mkdir(parents=True)
+        shutil.copy(original / "adapter_config.json", folder)
+        (folder / "adapter_model.safetensors").write_bytes(data)
+        yield folder
+        number += 1
+
+
+def prompts(count: int, length: int, vocab: int = 8192, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab, (count, length), generator=generator).tolist()

@@ -1,153 +1,184 @@
-"""W1: 16 requests at once, 64 tokens in, 32 out, greedy; output tokens per second.
+"""W1: requests at once, 64 tokens in, 32 out, greedy; output tokens per second.
 
-Ours, transformers (base) and PEFT (adapters) in one process, interleaved, two threads, bf16; our
-prefix cache is off and nobody stops at an end token. Medians over the rounds and their ratios.
+    python -m bench.w1 [--model bench-200m] [--sides ours,ours-grpc,vllm,peft] [--rounds 5]
+                       [--num-out 32] [--requests 16] [--out FILE]
 
-    python -m bench.w1 [--rounds 5] [--out bench/results/w1.json]
+Every side runs in a process of its own with two threads and times itself; they take turns within
+a round, one computing at a time, on the same prompts, model folder and adapters, and the floor is
+measured in every round as well. Prefix caches are off, nobody stops at an end token. Medians over
+the rounds after a first that warms up, and ratios of medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from peft import PeftModel
-from rich.console import Console
-from rich.table import Table
 
-from bench.models import NAME, make_adapter, make_model, prompts
-from inference_svc.core import Command, LayoutAccepted
-from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
-from tests.together.engines import CompilingStore, Running
+from bench.floor import THREADS, ModelFloor
+from bench.machine import compute_path
+from bench.models import RANK, SHAPES, Prepared, prepare, prompts
+from bench.plots import plot_w1
+from bench.results import FOLDER, median, show, write
+from bench.sides.child import KINDS, Child
+from bench.sides.protocol import Ask, Job, Spec
 
-NUM_REQUESTS, NUM_IN, NUM_OUT = 16, 64, 32
-ADAPTER_COUNTS = (0, 1, 4, 16)
-THREADS = 2
+NUM_IN = 64
+MAX_LEN = 512
+NUM_ADAPTERS = 16
 
 
-def start_ours(model_dir: Path, adapter_dirs: list[Path]) -> Running:
-    """Our engine with every adapter resident."""
-    store = CompilingStore()
-    digests = {str(i): store.register(folder) for i, folder in enumerate(adapter_dirs)}
-    config = EngineConfig(
-        model_dir,
-        NAME,
-        dtype="bfloat16",
-        max_sequences=NUM_REQUESTS,
-        max_batch_tokens=NUM_REQUESTS * NUM_IN,
-        prefix_cache=False,
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`resident` adapters are there, requests take the first `asked` in turn."""
+
+    name: str
+    num_requests: int
+    asked: int
+    resident: int
+    only_ours: bool = False
+
+
+ROWS = (
+    Row("base", 16, 0, 0),
+    Row("1 adapter", 16, 1, 1),
+    Row("4 adapters", 16, 4, 4),
+    Row("16 adapters", 16, 16, 16),
+    Row("base, 16 adapters idle", 16, 0, 16, only_ours=True),
+    Row("4 requests, base", 4, 0, 0),
+    Row("4 requests, 4 adapters", 4, 4, 4),
+    Row("64 requests, base", 64, 0, 0),
+    Row("64 requests, 16 adapters", 64, 16, 16),
+)
+
+
+def runs_row(side: str, row: Row) -> bool:
+    return (side.startswith("ours") or not row.only_ours) and (
+        side != "vllm-no-lora" or not row.asked
+    )
+
+
+def make_spec(prepared: Prepared) -> Spec:
+    return Spec(
+        model_dir=str(prepared.model_dir),
+        base_model=prepared.name,
+        adapters={name: str(folder) for name, folder in prepared.adapters.items()},
+        max_resident=NUM_ADAPTERS,
+        max_rank=RANK,
+        max_sequences=max(row.num_requests for row in ROWS),
+        max_len=MAX_LEN,
         num_threads=THREADS,
     )
-    engine = EngineThread(config, store)
-    running = Running(engine, store, digests)
-    engine.start(running.hear)
-    engine.send(LayoutAccepted(store.register_layout(engine.layout)))
-    for name in digests:
-        assert running.call(Command.LOAD, name).error is None
-    return running
 
 
-def run_ours(running: Running, num_adapters: int) -> None:
-    running.outputs.clear()
-    for index, prompt in enumerate(prompts(NUM_REQUESTS, NUM_IN)):
-        adapter = str(index % num_adapters) if num_adapters else ""
-        running.submit(f"{index}", prompt, adapter, max_tokens=NUM_OUT)
-    for index in range(NUM_REQUESTS):
-        tokens, last = running.result(f"{index}")
-        assert last.error is None
-        assert len(tokens) == NUM_OUT
+def make_job(row: Row, vocab: int, num_out: int) -> Job:
+    adapters = [str(i % row.asked) if row.asked else "" for i in range(row.num_requests)]
+    found = prompts(row.num_requests, NUM_IN, vocab)
+    return Job([Ask(p, num_out, adapter) for p, adapter in zip(found, adapters, strict=True)])
 
 
-def run_peer(model: PeftModel, num_adapters: int) -> None:
-    """One adapter takes PEFT's fast way, without a name per row."""
-    options: dict[str, Any] = {
-        "max_new_tokens": NUM_OUT,
-        "min_new_tokens": NUM_OUT,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    batch = torch.tensor(prompts(NUM_REQUESTS, NUM_IN))
-    options["attention_mask"] = torch.ones_like(batch)
-    with torch.inference_mode():
-        if num_adapters == 0:
-            with model.disable_adapter():
-                out = model.generate(input_ids=batch, **options)
-        elif num_adapters == 1:
-            model.set_adapter("0")
-            out = model.generate(input_ids=batch, **options)
-        else:
-            names = [str(i % num_adapters) for i in range(NUM_REQUESTS)]
-            out = model.generate(input_ids=batch, adapter_names=names, **options)
-    assert out.shape == (NUM_REQUESTS, NUM_IN + NUM_OUT)
-
-
-def load_peer(model_dir: Path, adapter_dirs: list[Path]) -> PeftModel:
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
-    model = PeftModel.from_pretrained(base, adapter_dirs[0], adapter_name="0")
-    for index, folder in enumerate(adapter_dirs[1:], start=1):
-        model.load_adapter(folder, adapter_name=str(index))
-    return model.to(torch.bfloat16).eval()
-
-
-def tokens_per_second(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return NUM_REQUESTS * NUM_OUT / (time.perf_counter() - began)
-
-
-def measure(rounds: int) -> dict[str, Any]:
-    """Rates per adapter count and side: one warm-up, then `rounds` interleaved rounds."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        make_model(root / "model")
-        adapter_dirs = [root / f"adapter-{i}" for i in range(max(ADAPTER_COUNTS))]
-        for index, adapter_dir in enumerate(adapter_dirs):
-            make_adapter(root / "model", adapter_dir, seed=index)
-        peer = load_peer(root / "model", adapter_dirs)
-        ours = start_ours(root / "model", adapter_dirs)
-        rates: dict[str, Any] = {str(n): {"ours": [], "peer": []} for n in ADAPTER_COUNTS}
+def measure(
+    prepared: Prepared, sides: list[str], rows: list[Row], rounds: int, num_out: int
+) -> dict[str, Any]:
+    """Rates per row and side, and the floor's per row."""
+    torch.set_num_threads(THREADS)
+    floor = ModelFloor(prepared.name)
+    rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in rows}
+    floors: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        spec = make_spec(prepared)
+        children = [stack.enter_context(Child(side, spec, logs / side)) for side in sides]
         for round_index in range(rounds + 1):
-            for count in ADAPTER_COUNTS:
-                ours_rate = tokens_per_second(lambda n=count: run_ours(ours, n))  # type: ignore[misc]
-                peer_rate = tokens_per_second(lambda n=count: run_peer(peer, n))  # type: ignore[misc]
-                if round_index:
-                    rates[str(count)]["ours"].append(ours_rate)
-                    rates[str(count)]["peer"].append(peer_rate)
-        ours.engine.stop()
-    return rates
+            measured = floor.measure()
+            for row in rows:
+                for child in children:
+                    if not runs_row(child.name, row):
+                        continue
+                    child.set_resident([str(i) for i in range(row.resident)])
+                    child.wait_for_rest()
+                    done = child.run(make_job(row, prepared.vocab, num_out))
+                    if round_index:
+                        rates[row.name].setdefault(child.name, []).append(
+                            done.num_tokens / done.seconds
+                        )
+            if round_index:
+                floors.append(measured)
+                for row in rows:
+                    rates[row.name].setdefault("floor", []).append(
+                        floor.w1_rate(measured, row.num_requests, NUM_IN, num_out, row.asked)
+                    )
+    facts = {child.name: child.facts for child in children}
+    return {"tokens_per_second": rates, "floors": floors, "sides": facts}
 
 
-def show(rates: dict[str, Any]) -> None:
-    table = Table("adapters", "ours tok/s", "transformers / PEFT tok/s", "ratio", title="W1")
-    for count, sides in rates.items():
-        ours, peer = (statistics.median(sides[side]) for side in ("ours", "peer"))
-        table.add_row(count, f"{ours:.0f}", f"{peer:.0f}", f"{ours / peer:.2f}")
-    Console().print(table)
+def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Medians, of vLLM's ways the best one's; and ratios of ours."""
+    summary: dict[str, dict[str, float]] = {}
+    base = median(rates["base"]["ours"]) if "ours" in rates.get("base", {}) else None
+    for name, sides in rates.items():
+        found = {side: median(values) for side, values in sides.items()}
+        vllm = [rate for side, rate in found.items() if side.startswith("vllm")]
+        found |= {"vllm best": max(vllm)} if vllm else {}
+        if ours := found.get("ours"):
+            found |= {
+                f"ours / {side}": ours / found[side]
+                for side in ("vllm best", "peft", "floor")
+                if side in found
+            }
+            if base and name in {row.name for row in ROWS if row.num_requests == 16}:
+                found["ours / our base"] = ours / base
+            if "ours-grpc" in found:
+                found["gRPC / in-process"] = found["ours-grpc"] / ours
+        summary[name] = found
+    return summary
+
+
+def show_tables(summary: dict[str, dict[str, float]], title: str) -> None:
+    """Rates, then ratios."""
+    found = {column: None for row in summary.values() for column in row}
+    rates = [column for column in found if " / " not in column]
+    ratios = [column for column in found if " / " in column]
+    for what, columns in (("output tokens per second", rates), ("ratios", ratios)):
+        rows = [[name, *(row.get(column) for column in columns)] for name, row in summary.items()]
+        show(f"{title}: {what}", ["", *columns], rows)
+
+
+def check_comparable(sides: list[str], allow_torch: bool) -> None:
+    """Ends with a message where ours would run on a path that no user should compare."""
+    peers = [side for side in sides if not side.startswith("ours")]
+    if peers and compute_path() == "torch" and not allow_torch:
+        raise SystemExit(
+            "the native kernels do not run here (is there a compiler?): ours would be measured on "
+            "its slow path. --allow-torch compares nevertheless, and the result says so"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--sides", default="ours,ours-grpc", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--requests", type=int, nargs="*", help="only rows with so many")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/w1.json"))
-    arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
-    rates = measure(arguments.rounds)
-    show(rates)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    result = {"workload": "W1", "machine": machine, "versions": versions}
-    arguments.out.write_text(json.dumps(result | {"rates": rates}, indent=1) + "\n")
+    parser.add_argument("--num-out", type=int, default=32)
+    parser.add_argument("--allow-torch", action="store_true")
+    parser.add_argument("--out", type=Path, default=FOLDER / "w1.json")
+    options = parser.parse_args()
+    sides = options.sides.split(",")
+    check_comparable(sides, options.allow_torch)
+    rows = [row for row in ROWS if not options.requests or row.num_requests in options.requests]
+    prepared = prepare(options.model, NUM_ADAPTERS)
+    found = measure(prepared, sides, rows, options.rounds, options.num_out)
+    summary = summarize(found["tokens_per_second"])
+    show_tables(summary, f"W1, {options.model}, {options.num_out} tokens out")
+    workload = {"model": options.model, "num_in": NUM_IN, "num_out": options.num_out}
+    write(options.out, "W1", {**workload, "summary": summary, **found})
+    plot_w1(summary, options.out.with_suffix(".png"), options.model)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""Our engine for workloads that run in-process: through its door, as the product uses it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench.memory_store import MemoryStore
+from inference_svc.core import (
+    Call,
+    Cancel,
+    Command,
+    EngineStatus,
+    LayoutAccepted,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    Submit,
+    Timings,
+    Usage,
+)
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.handle import EngineThread
+
+CALL_TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True)
+class Track:
+    """What became of one request. `token_times_s` has one entry per output that had tokens, on the
+    clock of `time.monotonic`."""
+
+    sent_s: float
+    num_tokens: int = 0
+    token_times_s: list[float] = field(default_factory=list)
+    error: Exception | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    is_done: bool = False
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from sending to the first token."""
+        return self.token_times_s[0] - self.sent_s
+
+
+class BenchEngine:
+    """An engine in its thread over a store in memory. One thread calls the methods."""
+
+    def __init__(self, config: EngineConfig, store: MemoryStore) -> None:
+        self.store = store
+        self.door = EngineThread(config, store)
+        self._news = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._tracks: dict[str, Track] = {}
+        self._replies: dict[int, Any] = {}
+        self.door.start(self._hear)
+        self.door.send(LayoutAccepted(store.accept_layout(self.door.layout)))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        digest: str = "",
+        *,
+        request_id: str = "",
+        deadline_s: float | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Track:
+        """Sends a request: greedy and to the last token, unless `sampling` says otherwise."""
+        sampling = sampling or SamplingParams(temperature=0.0, ignore_eos=True)
+        request_id = request_id or f"r{next(self._numbers)}"
+        sent_s = time.monotonic()
+        self._tracks[request_id] = track = Track(sent_s)
+        request = Request(
+            request_id,
+            tuple(prompt),
+            replace(sampling, max_tokens=max_tokens),
+            digest=digest,
+            arrival_s=sent_s,
+            deadline_s=deadline_s,
+        )
+        self.door.send(Submit(request))
+        return track
+
+    def cancel(self, request_id: str) -> None:
+        self.door.send(Cancel(request_id))
+
+    def wait(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Until all have ended. Raises TimeoutError."""
+        waiting = list(tracks)
+        with self._news:
+            if not self._news.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
+                raise TimeoutError("requests did not end")
+
+    def call(self, command: Command, digest: str = "", *, pin: bool = False) -> Any:
+        """The command's result. Raises what the engine answers."""
+        number = next(self._numbers)
+        self.door.send(Call(number, command, digest, pin))
+        with self._news:
+            if not self._news.wait_for(lambda: number in self._replies, CALL_TIMEOUT_S):
+                raise TimeoutError(f"the engine did not answer {command}")
+            reply = self._replies.pop(number)
+        if reply.error is not None:
+            raise reply.error
+        return reply.result
+
+    def load(self, digests: Iterable[str]) -> None:
+        for digest in digests:
+            self.call(Command.LOAD, digest)
+
+    def set_resident(self, digests: Iterable[str]) -> None:
+        """Afterwards these are on the device, and no others anywhere."""
+        wanted = set(digests)
+        residents = self.call(Command.LIST_RESIDENT)
+        for digest in {resident.digest for resident in residents} - wanted:
+            self.call(Command.UNLOAD, digest)
+        self.load(sorted(wanted))
+
+    def describe(self) -> EngineStatus:
+        status: EngineStatus = self.call(Command.DESCRIBE)
+        return status
+
+    def stop(self) -> None:
+        self.door.stop()
+
+    def _hear(self, said: StepOutputs) -> None:
+        now_s = time.monotonic()
+        with self._news:
+            for output in said.outputs:
+                track = self._tracks[output.request_id]
+                if output.token_ids:
+                    track.num_tokens += len(output.token_ids)
+                    track.token_times_s.append(now_s)
+                if output.is_last:
+                    track.error, track.usage = output.error, output.usage
+                    track.timings, track.is_done = output.timings, True
+                    del self._tracks[output.request_id]
+            for reply in said.replies:
+                self._replies[reply.call_id] = reply
+            self._news.notify_all()

