@@ -55,6 +55,7 @@ inline VF vmin(VF a, VF b) { return _mm512_min_ps(a, b); }
 inline VF vfma(VF a, VF b, VF c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 inline float reduce_add(VF x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(VF x) { return _mm512_reduce_max_ps(x); }
+inline float first_lane(VF x) { return _mm512_cvtss_f32(x); }
 
 inline VF widen(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
@@ -102,6 +103,18 @@ inline VF vround(VF x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+// Lanes [begin, end) of x, and `other` in the rest; the bounds may lie outside the vector.
+inline VF keep_lanes(VF x, int64_t begin, int64_t end, VF other) {
+  const auto below = [](int64_t n) {
+    return n <= 0 ? 0u : n >= VF_WIDTH ? 0xffffu : (1u << n) - 1;
+  };
+  return _mm512_mask_mov_ps(other, static_cast<__mmask16>(below(end) & ~below(begin)), x);
+}
+
+// y * 2^n for whole n.
+inline VF scale_by_power(VF y, VF n) { return _mm512_scalef_ps(y, n); }
+constexpr float LEAST_POWER = -160.0f;
+
 #else  // AVX2 with FMA
 
 using VF = __m256;
@@ -122,6 +135,8 @@ inline float reduce_add(VF x) {
   sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
 }
+inline float first_lane(VF x) { return _mm256_cvtss_f32(x); }
+
 inline float reduce_max(VF x) {
   __m128 most = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   most = _mm_max_ps(most, _mm_movehl_ps(most, most));
@@ -169,6 +184,21 @@ inline VF exponent(VF n) {
 inline VF vround(VF x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+
+// Lanes [begin, end) of x, and `other` in the rest; the bounds may lie outside the vector.
+inline VF keep_lanes(VF x, int64_t begin, int64_t end, VF other) {
+  const auto bound = [](int64_t n) {
+    return vset1(static_cast<float>(n < 0 ? 0 : n > VF_WIDTH ? VF_WIDTH : n));
+  };
+  const VF lane = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+  const VF is_kept = _mm256_and_ps(_mm256_cmp_ps(lane, bound(begin), _CMP_GE_OQ),
+                                   _mm256_cmp_ps(lane, bound(end), _CMP_LT_OQ));
+  return _mm256_blendv_ps(other, x, is_kept);
+}
+
+// y * 2^n for whole n; n = LEAST_POWER gives 0.
+inline VF scale_by_power(VF y, VF n) { return vmul(y, exponent(n)); }
+constexpr float LEAST_POWER = -127.0f;
 
 #endif
 
@@ -229,6 +259,22 @@ inline VF vexp(VF x) {
   y = vfma(y, x, vset1(5.0000001201e-1f));
   y = vadd(vfma(y, vmul(x, x), x), vset1(1.0f));
   return vmul(y, exponent(n));
+}
+
+// 2^x for x <= 127, within 2 units in the last place; 0 at and below LEAST_POWER; NaN stays NaN
+// (the second operand of vmax decides). The polynomial is that of Cephes' exp2f.
+inline VF vexp2(VF x) {
+  x = vmax(vset1(LEAST_POWER), x);
+  const VF n = vround(x);
+  const VF f = vsub(x, n);
+  VF y = vset1(1.535336188319500e-4f);
+  y = vfma(y, f, vset1(1.339887440266574e-3f));
+  y = vfma(y, f, vset1(9.618437357674640e-3f));
+  y = vfma(y, f, vset1(5.550332471162809e-2f));
+  y = vfma(y, f, vset1(2.402264791363012e-1f));
+  y = vfma(y, f, vset1(6.931472028550421e-1f));
+  y = vfma(y, f, vset1(1.0f));
+  return scale_by_power(y, n);
 }
 
 }  // namespace loadout

@@ -1,0 +1,378 @@
+"""Attention in C++ (`kernels/native/src/attention.cpp`, `rotary.cpp`): operations for programs.
+
+Every array of a step lies at a fixed address, and its contents and the counts are read when the
+program runs. Tensors are float32 or bfloat16, of the cache's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.attention.kv_cache import TILE_CELLS, KVCache
+from kernels.attention.plan import AttentionPlan
+from kernels.native.library import Library, NativeOp, dtype_name, load
+
+BLOCK_ROWS = 64
+"""Queries times heads of one work item, unless a single query's heads are more."""
+SPLIT_ROWS = 16
+"""Work items of at most so many may be split over their context."""
+_BLOCK_CELLS = 64
+_MAX_PARTS = 17
+_MAX_PRODUCT_ROWS = 6
+_SLOTS_PER_THREAD = 4
+
+
+class _KvLayer(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("page_size", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("is_tiled", ctypes.c_int64),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("context_lengths", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("page_table_stride", ctypes.c_int64),
+    )
+
+
+class _Item(ctypes.Structure):
+    _fields_ = tuple((f"field{i}", ctypes.c_int32) for i in range(10))
+
+
+class _RotaryAnglesArgs(ctypes.Structure):
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("inverse_frequencies", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("half", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+    )
+
+
+class _RopeAndStoreArgs(ctypes.Structure):
+    _fields_ = (
+        ("cache", _KvLayer),
+        ("qkv", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _ItemsArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", _Rows),
+        ("num_kv_heads", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("block_queries", ctypes.c_int64),
+        ("split_rows", ctypes.c_int64),
+        ("max_slots", ctypes.c_int64),
+        ("items", ctypes.c_void_p),
+        ("num_items", ctypes.c_void_p),
+    )
+
+
+class _AttendArgs(ctypes.Structure):
+    _fields_ = (
+        ("cache", _KvLayer),
+        ("rows", _Rows),
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("split_rows", ctypes.c_int64),
+        ("items", ctypes.c_void_p),
+        ("num_items", ctypes.c_void_p),
+        ("arrived", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_int64),
+        ("max_threads", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The arrays of `AttentionPlan` at fixed addresses, on the CPU, as large as a step may need.
+
+    `num_rows` and `num_tokens` are int32 [1], `query_starts` int32 [R + 1], `context_lengths`
+    int32 [R], `page_table` int32 [R, pages of the longest sequence], `cells` int64 [T].
+    """
+
+    num_rows: Tensor
+    num_tokens: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    page_table: Tensor
+    cells: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("num_rows", "num_tokens", "query_starts", "context_lengths", "page_table"):
+            array = getattr(self, name)
+            assert array.dtype == torch.int32, name
+            assert array.is_contiguous(), name
+        assert self.cells.dtype == torch.int64
+        assert self.cells.is_contiguous()
+
+    @classmethod
+    def of(cls, plan: AttentionPlan) -> StepRows:
+        """Those of one step."""
+        return cls(
+            torch.tensor([plan.num_rows], dtype=torch.int32),
+            torch.tensor([len(plan.cells)], dtype=torch.int32),
+            plan.query_starts,
+            plan.context_lengths,
+            plan.page_table.contiguous(),
+            plan.cells,
+        )
+
+
+def rotary_angles_op(
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_tokens: Tensor,
+    *,
+    scaling: float,
+) -> NativeOp:
+    """cos, sin of positions[t] * inverse_frequencies, times `scaling`, for t < num_tokens.
+
+    positions: int64 [T], inverse_frequencies: fp32 [head_dim / 2], cos and sin: [T, head_dim / 2]
+    in the model's dtype, num_tokens: int32 [1].
+    """
+    assert positions.dtype == torch.int64
+    assert inverse_frequencies.dtype == torch.float32
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    assert inverse_frequencies.is_contiguous()
+    args = _RotaryAnglesArgs(
+        positions.data_ptr(),
+        inverse_frequencies.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        num_tokens.data_ptr(),
+        len(inverse_frequencies),
+        scaling,
+    )
+    keep = (positions, inverse_frequencies, cos, sin, num_tokens)
+    return NativeOp("rotary_angles_" + dtype_name(cos.dtype), args, keep)
+
+
+def rope_and_store_op(
+    qkv: Tensor,
+    cache: KVCache,
+    layer: int,
+    cos: Tensor,
+    sin: Tensor,
+    rows: StepRows,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> NativeOp:
+    """Each q and k head of the step's tokens is normed (`RMSNorm` with weights [head_dim] and
+    `eps`, where there are weights) and rotated; q stays in `qkv`, k and v go to the tokens' cells.
+
+    qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim] with unit stride in its last dimension;
+    cos and sin as `rotary_angles_op` writes them.
+    """
+    assert qkv.dtype == cache.data.dtype == cos.dtype
+    assert qkv.stride(1) == 1
+    for weight in (q_norm, k_norm):
+        assert weight is None or (weight.dtype == qkv.dtype and len(weight) == cache.head_dim)
+    args = _RopeAndStoreArgs(
+        _kv_layer(cache, layer),
+        qkv.data_ptr(),
+        qkv.stride(0),
+        num_heads,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        rows.cells.data_ptr(),
+        rows.num_tokens.data_ptr(),
+        eps,
+    )
+    keep = (qkv, cache, cos, sin, rows, q_norm, k_norm)
+    return NativeOp("rope_and_store_" + dtype_name(qkv.dtype), args, keep)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NativeAttention:
+    """Attention of one program's steps under one window: `items_op` once per step, before the
+    first `attend_op`, and one `attend_op` per layer."""
+
+    cache: KVCache
+    rows: StepRows
+    num_heads: int
+    window: int | None = None
+    max_threads: int = field(default_factory=torch.get_num_threads)
+    """Further threads take no part: scratch memory is for so many."""
+    _items: ctypes.Array[_Item] = field(init=False)
+    _num_items: Tensor = field(init=False)
+    _arrived: Tensor = field(init=False)
+    _partials: Tensor = field(init=False)
+    _scratch: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = len(self.rows.cells) // self._block_queries + len(self.rows.context_lengths)
+        num_slots = _SLOTS_PER_THREAD * self.max_threads
+        num_items = self.cache.num_kv_heads * blocks + num_slots * _MAX_PARTS
+        state = self._split_rows * (self._width + 16) + -(-self._split_rows // 16) * 16
+        fields = {
+            "_items": (_Item * num_items)(),
+            "_num_items": torch.zeros(1, dtype=torch.int32),
+            "_arrived": torch.zeros(num_slots, dtype=torch.int32),
+            "_partials": torch.zeros(num_slots * _MAX_PARTS * state),
+            "_scratch": torch.zeros(self.max_threads * self._scratch_bytes + 64, dtype=torch.uint8),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def items_op(self) -> NativeOp:
+        """Cuts the step into work items."""
+        args = _ItemsArgs(
+            self._rows_args,
+            self.cache.num_kv_heads,
+            self._group,
+            self.window or 0,
+            self._block_queries,
+            self._split_rows,
+            len(self._arrived),
+            ctypes.addressof(self._items),
+            self._num_items.data_ptr(),
+        )
+        return NativeOp("attention_items", args, self)
+
+    def attend_op(self, q: Tensor, out: Tensor, layer: int, *, scale: float) -> NativeOp:
+        """out = what `reference.attend` defines, of the step's tokens.
+
+        q and out: [T, at least num_heads * head_dim] with unit stride in the last dimension; the
+        heads lie at the start of each row.
+        """
+        assert q.dtype == out.dtype == self.cache.data.dtype
+        assert q.stride(1) == out.stride(1) == 1
+        args = _AttendArgs(
+            _kv_layer(self.cache, layer),
+            self._rows_args,
+            q.data_ptr(),
+            out.data_ptr(),
+            q.stride(0),
+            out.stride(0),
+            self._group,
+            self.window or 0,
+            self._block_queries * self._group,
+            self._split_rows,
+            ctypes.addressof(self._items),
+            self._num_items.data_ptr(),
+            self._arrived.data_ptr(),
+            self._partials.data_ptr(),
+            -(-self._scratch.data_ptr() // 64) * 64,
+            self._scratch_bytes,
+            self.max_threads,
+            scale,
+        )
+        return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of work items and scratch memory."""
+        tensors = (self._arrived, self._partials, self._scratch)
+        return ctypes.sizeof(self._items) + sum(each.nbytes for each in tensors)
+
+    @property
+    def _group(self) -> int:
+        return self.num_heads // self.cache.num_kv_heads
+
+    @property
+    def _block_queries(self) -> int:
+        return max(1, BLOCK_ROWS // self._group)
+
+    @property
+    def _split_rows(self) -> int:
+        return max(SPLIT_ROWS, self._group)
+
+    @property
+    def _width(self) -> int:
+        return -(-self.cache.head_dim // TILE_CELLS) * TILE_CELLS
+
+    @property
+    def _scratch_bytes(self) -> int:
+        """Of one thread, as attention.cpp carves it up, for the widest vectors."""
+        item_bytes = self.cache.data.itemsize
+        rows = self._block_queries * self._group
+        state_bytes = 4 * (rows * (self._width + 16) + rows + 16)
+        tile_bytes = (rows + 2 * _BLOCK_CELLS) * self._width * item_bytes
+        block_bytes = _MAX_PRODUCT_ROWS * _BLOCK_CELLS * (4 + item_bytes)
+        return -(-(2 * state_bytes + tile_bytes + block_bytes + 7 * 64) // 64) * 64
+
+    @property
+    def _rows_args(self) -> _Rows:
+        rows = self.rows
+        return _Rows(
+            rows.num_rows.data_ptr(),
+            rows.query_starts.data_ptr(),
+            rows.context_lengths.data_ptr(),
+            rows.page_table.data_ptr(),
+            rows.page_table.shape[1],
+        )
+
+
+def attend(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    library: Library | None = None,
+) -> Tensor:
+    """What `reference.attend` defines, as a program of its own, by the best library or this one.
+    q may be a strided view with unit stride in a token's heads."""
+    library = library or load()
+    assert library is not None, "no native kernels here"
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    attention = NativeAttention(cache, StepRows.of(plan), q.shape[1], window)
+    heads = q.flatten(1) if len(q) == 0 else q.as_strided((len(q), q[0].numel()), (q.stride(0), 1))
+    attend_op = attention.attend_op(heads, out.flatten(1), layer, scale=scale)
+    library.run(attention.items_op(), attend_op)
+    return out
+
+
+def _kv_layer(cache: KVCache, layer: int) -> _KvLayer:
+    assert cache.data.is_contiguous()
+    assert cache.data.device.type == "cpu"
+    return _KvLayer(
+        cache.data[layer].data_ptr(),
+        cache.page_size,
+        cache.num_kv_heads,
+        cache.head_dim,
+        cache.is_tiled,
+    )

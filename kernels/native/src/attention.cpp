@@ -1,0 +1,520 @@
+// Attention over paged keys and values: decode rows and chunks of prompts in one batch.
+//
+// A work item is one block of a row's queries, with all query heads of one key head: the rows of
+// two small matrix products per block of cells, with the softmax carried along in fp32. What a
+// query gets depends on its own sequence alone, bit for bit: cells are taken in blocks and parts
+// at fixed positions, and the parts are merged in order, whoever computed them.
+#include <algorithm>
+
+#include "kv_pages.h"
+#include "slice.h"
+
+namespace loadout {
+namespace {
+
+constexpr int TILE = 16;   // cells that lie in one piece of a tiled page
+constexpr int BLOCK = 64;  // cells between two rescalings of the sums
+constexpr int BLOCK_TILES = BLOCK / TILE;
+constexpr int BLOCK_VECTORS = BLOCK / VF_WIDTH;
+constexpr int TILE_VECTORS = TILE / VF_WIDTH;
+constexpr int PART = 512;       // cells that one thread takes at least, where a context is split
+constexpr int LONG_PARTS = 16;  // a longer context has longer parts
+constexpr int MAX_PARTS = LONG_PARTS + 1;
+constexpr float NOTHING_SEEN = -1e30f;
+
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+}  // namespace
+
+// Queries [first_query, first_query + num_queries) of a row over cells [first_cell, end_cell) of
+// its sequence, of which this item computes `num_parts` parts from `first_part` on.
+struct AttentionItem {
+  int32_t row, kv_head;
+  int32_t first_query, num_queries;
+  int32_t first_cell, end_cell;
+  int32_t part_cells;
+  int32_t first_part, num_parts;
+  int32_t slot;  // -1, or where the parts of a split item meet
+};
+
+// Cuts a step into items; once per step for all layers of one window.
+struct AttentionItemsArgs {
+  Rows rows;
+  int64_t num_kv_heads;
+  int64_t group;          // query heads per key head
+  int64_t window;         // 0: every position up to the query's own is seen
+  int64_t block_queries;  // queries of one item at most
+  int64_t split_rows;     // only items of at most so many queries * group are split
+  int64_t max_slots;
+  AttentionItem* items;
+  int32_t* num_items;
+};
+
+static void attention_items(const AttentionItemsArgs& args, const Slice& slice) {
+  if (slice.thread != 0) return;
+  const Rows& rows = args.rows;
+  const auto each_block = [&](auto body) {
+    for (int32_t row = 0; row < *rows.count; ++row) {
+      const int32_t count = rows.query_starts[row + 1] - rows.query_starts[row];
+      const int32_t num_blocks = (count + args.block_queries - 1) / args.block_queries;
+      for (int32_t block = num_blocks - 1; block >= 0; --block) {  // those that see most first
+        AttentionItem item{};
+        item.row = row;
+        item.first_query = block * args.block_queries;
+        item.num_queries = std::min<int32_t>(args.block_queries, count - item.first_query);
+        const int64_t position = rows.context_lengths[row] - count + item.first_query;
+        item.end_cell = position + item.num_queries;
+        item.first_cell = args.window ? std::max<int64_t>(0, position - args.window + 1) : 0;
+        const int64_t num_cells = item.end_cell - item.first_cell;
+        item.part_cells = std::max<int64_t>(
+            PART, round_up((num_cells + LONG_PARTS - 1) / LONG_PARTS, PART));
+        item.first_part = item.first_cell / item.part_cells;
+        item.num_parts = (item.end_cell - 1) / item.part_cells + 1 - item.first_part;
+        item.slot = -1;
+        // Reading a cell costs about as much as 8 queries' work on it.
+        body(item, num_cells * (8 + item.num_queries * args.group));
+      }
+    }
+  };
+  int64_t total = 0;
+  each_block([&](const AttentionItem&, int64_t cost) { total += cost * args.num_kv_heads; });
+  int32_t num_items = 0, num_slots = 0;
+  each_block([&](AttentionItem item, int64_t cost) {
+    const bool is_large = cost * 4 * slice.num_threads > total;
+    const bool is_split = is_large && slice.num_threads > 1 && item.num_parts > 1 &&
+                          item.num_queries * args.group <= args.split_rows;
+    for (int32_t head = 0; head < args.num_kv_heads; ++head) {
+      item.kv_head = head;
+      if (!is_split || num_slots == args.max_slots) {
+        args.items[num_items++] = item;
+        continue;
+      }
+      AttentionItem part = item;
+      part.slot = num_slots++;
+      part.num_parts = 1;
+      for (int32_t i = 0; i < item.num_parts; ++i, ++part.first_part) {
+        args.items[num_items++] = part;
+      }
+    }
+  });
+  *args.num_items = num_items;
+}
+
+struct AttendArgs {
+  KvLayer cache;
+  Rows rows;
+  const void* q;  // token t, head h: q + t * q_stride + h * head_dim
+  void* out;
+  int64_t q_stride;
+  int64_t out_stride;
+  int64_t group;
+  int64_t window;
+  int64_t block_rows;  // block_queries * group at most
+  int64_t split_rows;
+  const AttentionItem* items;
+  const int32_t* num_items;
+  std::atomic<int32_t>* arrived;  // [max_slots] zeros; zeros again at the end
+  float* partials;                // [max_slots, MAX_PARTS] states of split_rows rows
+  char* scratch;                  // [max_threads, scratch_bytes], on 64 bytes
+  int64_t scratch_bytes;
+  int64_t max_threads;
+  float scale;
+};
+
+namespace {
+
+// The softmax of some rows so far: sums of weighted values, of weights (by lane), and the largest
+// score, on which all weights are relative.
+struct State {
+  float* out;      // [rows, width]
+  float* weights;  // [rows, VF_WIDTH]
+  float* largest;  // [rows]
+  int64_t width;
+
+  static int64_t size(int64_t rows, int64_t width) {
+    return rows * (width + VF_WIDTH) + round_up(rows, VF_WIDTH);
+  }
+  State(float* memory, int64_t rows, int64_t width)
+      : out(memory), weights(out + rows * width), largest(weights + rows * VF_WIDTH), width(width) {}
+
+  void clear(int64_t rows) {
+    std::fill_n(out, rows * width, 0.0f);
+    std::fill_n(weights, rows * VF_WIDTH, 0.0f);
+    std::fill_n(largest, rows, NOTHING_SEEN);
+  }
+
+  // What came after this.
+  void merge(const State& later, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float top = std::max(largest[r], later.largest[r]);
+      const VF mine = vexp2(vset1(largest[r] - top)), its = vexp2(vset1(later.largest[r] - top));
+      largest[r] = top;
+      add(weights + r * VF_WIDTH, mine, later.weights + r * VF_WIDTH, its, VF_WIDTH);
+      add(out + r * width, mine, later.out + r * width, its, width);
+    }
+  }
+
+  static void add(float* a, VF scale_a, const float* b, VF scale_b, int64_t count) {
+    for (int64_t i = 0; i < count; i += VF_WIDTH) {
+      vstore(a + i, vfma(vload(b + i), scale_b, vmul(vload(a + i), scale_a)));
+    }
+  }
+};
+
+// One thread's memory.
+template <typename T>
+struct Scratch {
+  T* q;       // [block_rows, width]
+  T* p;       // [MAX_ROWS, BLOCK]
+  float* s;   // [MAX_ROWS, BLOCK]
+  T* keys;    // [width / P, BLOCK, P]
+  T* values;  // [BLOCK / P, width, P]
+  State total, part;
+
+  Scratch(char* memory, int64_t rows, int64_t width)
+      : q(carve<T>(memory, rows * width)),
+        p(carve<T>(memory, MAX_ROWS<T> * BLOCK)),
+        s(carve<float>(memory, MAX_ROWS<T> * BLOCK)),
+        keys(carve<T>(memory, BLOCK * width)),
+        values(carve<T>(memory, BLOCK * width)),
+        total(carve<float>(memory, State::size(rows, width)), rows, width),
+        part(carve<float>(memory, State::size(rows, width)), rows, width) {}
+
+  template <typename U>
+  static U* carve(char*& memory, int64_t count) {
+    char* start = memory;
+    memory += round_up(count * sizeof(U), 64);
+    return reinterpret_cast<U*>(start);
+  }
+};
+
+// Cells [begin, end) of a block, as the products read them.
+template <typename T>
+struct Cells {
+  int64_t begin, end;
+  const T* keys[BLOCK_VECTORS];
+  const T* values[BLOCK_TILES];
+  int64_t key_stride, value_stride;  // from one pair to the next
+};
+
+// s[i, j] = q[i] . k[j] for M rows and N vectors of keys.
+template <typename T, int M, int N>
+void score(float* s, const T* q, int64_t q_stride, const T* const* keys, int64_t key_stride,
+           int64_t size) {
+  using P = Pair<T>;
+  VF sums[M][N];
+  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] = vzero();
+  }
+  int64_t at = 0;
+  for (int64_t d = 0; d < size; d += P::SIZE, at += key_stride) {
+    typename P::Vector k[N];
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) k[j] = P::load(keys[j] + at);
+    LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+      const auto x = P::broadcast(q + i * q_stride + d);
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] = P::dot(sums[i][j], x, k[j]);
+    }
+  }
+  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) vstore(s + i * BLOCK + j * VF_WIDTH, sums[i][j]);
+  }
+}
+
+// out[i] = out[i] * factor[i] + sum_j p[i, j] v[j] for M rows and N vectors of dimensions, over
+// `num_tiles` tiles of values.
+template <typename T, int M, int N>
+void weigh(float* out, int64_t width, const float* factor, const T* p, const T* const* values,
+           int64_t value_stride, int64_t num_tiles, int64_t first_dim) {
+  using P = Pair<T>;
+  VF sums[M][N];
+  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+      sums[i][j] = vmul(vload(out + i * width + j * VF_WIDTH), vset1(factor[i]));
+    }
+  }
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const T* v = values[tile] + first_dim * P::SIZE;
+    for (int64_t c = tile * TILE; c < (tile + 1) * TILE; c += P::SIZE, v += value_stride) {
+      typename P::Vector part[N];
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) part[j] = P::load(v + j * VF_WIDTH * P::SIZE);
+      LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+        const auto weight = P::broadcast(p + i * BLOCK + c);
+        LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+          sums[i][j] = P::dot(sums[i][j], weight, part[j]);
+        }
+      }
+    }
+  }
+  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+      vstore(out + i * width + j * VF_WIDTH, sums[i][j]);
+    }
+  }
+}
+
+// One item, block by block.
+template <typename T>
+struct Attention {
+  static constexpr int P = Pair<T>::SIZE;
+  const AttendArgs& args;
+  Scratch<T>& scratch;
+  const AttentionItem& item;
+  const int32_t* pages;
+  int64_t num_rows;        // queries * group
+  int64_t first_position;  // of the first query
+
+  Attention(const AttendArgs& args, Scratch<T>& scratch, const AttentionItem& item)
+      : args(args),
+        scratch(scratch),
+        item(item),
+        pages(args.rows.page_table + item.row * args.rows.page_table_stride),
+        num_rows(item.num_queries * args.group),
+        first_position(item.end_cell - item.num_queries) {}
+
+  int64_t width() const { return scratch.total.width; }
+  int64_t token() const { return args.rows.query_starts[item.row] + item.first_query; }
+
+  // Row r of the products is query r / group, head r % group of the key head.
+  void pack_queries() {
+    const int64_t size = args.cache.head_dim;
+    const T* q = static_cast<const T*>(args.q) + item.kv_head * args.group * size;
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const int64_t query = r / args.group, head = r % args.group;
+      T* row = scratch.q + r * width();
+      std::memcpy(row, q + (token() + query) * args.q_stride + head * size, size * sizeof(T));
+      std::fill(row + size, row + width(), T{});
+    }
+  }
+
+  void compute_part(int64_t part, State& state) {
+    state.clear(num_rows);
+    const int64_t begin = std::max<int64_t>(part * item.part_cells, item.first_cell / TILE * TILE);
+    const int64_t end = std::min<int64_t>((part + 1) * item.part_cells, item.end_cell);
+    Cells<T> cells;
+    for (cells.begin = begin; cells.begin < end; cells.begin = cells.end) {
+      cells.end = std::min<int64_t>(cells.begin / BLOCK * BLOCK + BLOCK, end);
+      if (cells.end < end) prefetch(cells.end, std::min<int64_t>(cells.end + BLOCK, end));
+      locate(cells);
+      const int64_t num_chunks = (num_rows + MAX_ROWS<T> - 1) / MAX_ROWS<T>;
+      for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        const int64_t first = num_rows * chunk / num_chunks;
+        const int64_t count = num_rows * (chunk + 1) / num_chunks - first;
+        with_constant<1, MAX_ROWS<T>>(static_cast<int>(count), [&](auto m) {
+          compute_rows<decltype(m)::value>(cells, first, state);
+        });
+      }
+    }
+  }
+
+  template <int M>
+  void compute_rows(const Cells<T>& cells, int64_t first, State& state) {
+    const int64_t last_seen = first_position + (first + M - 1) / args.group;
+    const int64_t num_cells = std::min(cells.end, last_seen + 1) - cells.begin;
+    if (num_cells <= 0) return;
+    const int64_t num_tiles = (num_cells + TILE - 1) / TILE;
+    const T* q = scratch.q + first * width();
+    const int64_t size = round_up(args.cache.head_dim, P);
+    each_vectors(num_tiles * TILE_VECTORS, [&](int64_t at, auto n) {
+      score<T, M, decltype(n)::value>(scratch.s + at * VF_WIDTH, q, width(), cells.keys + at,
+                                      cells.key_stride, size);
+    });
+    float factor[M];
+    for (int i = 0; i < M; ++i) {
+      factor[i] = soften(cells, first + i, i, num_tiles * TILE_VECTORS, state);
+    }
+    float* out = state.out + first * width();
+    each_vectors(width() / VF_WIDTH, [&](int64_t at, auto n) {
+      weigh<T, M, decltype(n)::value>(out + at * VF_WIDTH, width(), factor, scratch.p, cells.values,
+                                      cells.value_stride, num_tiles, at * VF_WIDTH);
+    });
+  }
+
+  // body(first, Constant<N>) over `count` vectors in even groups of N <= MAX_VECTORS.
+  template <typename Body>
+  static void each_vectors(int64_t count, Body body) {
+    const int64_t num_groups = (count + MAX_VECTORS - 1) / MAX_VECTORS;
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t first = count * group / num_groups;
+      const int64_t size = count * (group + 1) / num_groups - first;
+      with_constant<1, MAX_VECTORS>(static_cast<int>(size), [&](auto n) { body(first, n); });
+    }
+  }
+
+  // Scores to weights, for row `i` of the chunk. Returns by what the earlier sums shrink.
+  float soften(const Cells<T>& cells, int64_t row, int i, int64_t num_vectors, State& state) {
+    const int64_t position = first_position + row / args.group;
+    const int64_t begin = args.window ? position - args.window + 1 - cells.begin : 0;
+    const int64_t end = std::min(cells.end, position + 1) - cells.begin;
+    const VF scale = vset1(args.scale * 1.44269504f);
+    float* s = scratch.s + i * BLOCK;
+    T* p = scratch.p + i * BLOCK;
+    VF scores[BLOCK_VECTORS];
+    VF top = vset1(state.largest[row]);
+    const bool sees_all = begin <= 0 && end >= num_vectors * VF_WIDTH;
+    for (int64_t j = 0; j < num_vectors; ++j) {
+      scores[j] = vmul(vload(s + j * VF_WIDTH), scale);
+      if (!sees_all) {
+        scores[j] = keep_lanes(scores[j], begin - j * VF_WIDTH, end - j * VF_WIDTH,
+                               vset1(-INFINITY));
+      }
+      top = vmax(top, scores[j]);
+    }
+    const float largest = reduce_max(top);
+    const VF shrink = vexp2(vset1(state.largest[row] - largest));
+    state.largest[row] = largest;
+    VF sum = vmul(vload(state.weights + row * VF_WIDTH), shrink);
+    for (int64_t j = 0; j < num_vectors; ++j) {
+      const VF weight = vexp2(vsub(scores[j], vset1(largest)));
+      sum = vadd(sum, weight);
+      vstore(p + j * VF_WIDTH, weight);
+    }
+    vstore(state.weights + row * VF_WIDTH, sum);
+    return first_lane(shrink);
+  }
+
+  void locate(Cells<T>& cells) {
+    if (args.cache.is_tiled) {
+      locate_tiles(cells);
+    } else {
+      pack_rows(cells);
+    }
+  }
+
+  void locate_tiles(Cells<T>& cells) {
+    const KvLayer& cache = args.cache;
+    cells.key_stride = cache.page_size * P;
+    cells.value_stride = width() * P;
+    for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
+      const int64_t cell = cells.begin + tile * TILE;
+      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const T* keys = cache.keys<T>(page, item.kv_head) + offset * P;
+      for (int j = 0; j < TILE_VECTORS; ++j) {
+        cells.keys[tile * TILE_VECTORS + j] = keys + j * VF_WIDTH * P;
+      }
+      const T* values = cache.values<T>(page, item.kv_head) + cache.value_at<T>(offset);
+      const bool is_whole = cell >= item.first_cell && cell + TILE <= item.end_cell;
+      cells.values[tile] = is_whole ? values : copy_seen(values, tile, cell);
+    }
+  }
+
+  // A tile of values with zeros where nobody looks: those cells may hold anything, even NaN.
+  const T* copy_seen(const T* values, int64_t tile, int64_t cell) {
+    T* copy = scratch.values + tile * TILE * width();
+    const int64_t first = std::max<int64_t>(item.first_cell - cell, 0);
+    const int64_t end = std::min<int64_t>(item.end_cell - cell, TILE);
+    for (int64_t c = 0; c < TILE; c += P) {
+      const T* from = values + c * width();
+      T* to = copy + c * width();
+      if (c >= first && c + P <= end) {
+        std::memcpy(to, from, P * width() * sizeof(T));
+        continue;
+      }
+      std::fill_n(to, P * width(), T{});
+      for (int64_t seen = std::max(c, first); seen < std::min(c + P, end); ++seen) {
+        for (int64_t d = 0; d < width(); ++d) to[d * P + seen - c] = from[d * P + seen - c];
+      }
+    }
+    return copy;
+  }
+
+  // Pages in rows: the block is copied into tiles.
+  void pack_rows(Cells<T>& cells) {
+    const KvLayer& cache = args.cache;
+    cells.key_stride = BLOCK * P;
+    cells.value_stride = width() * P;
+    const int64_t num_tiles = (cells.end - cells.begin + TILE - 1) / TILE;
+    std::fill_n(scratch.keys, BLOCK * width(), T{});
+    std::fill_n(scratch.values, num_tiles * TILE * width(), T{});
+    for (int64_t c = std::max<int64_t>(item.first_cell - cells.begin, 0);
+         c < cells.end - cells.begin; ++c) {
+      const int64_t cell = cells.begin + c;
+      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const T* k = cache.keys<T>(page, item.kv_head) + offset * cache.head_dim;
+      const T* v = cache.values<T>(page, item.kv_head) + offset * cache.head_dim;
+      for (int64_t d = 0; d < cache.head_dim; ++d) {
+        scratch.keys[(d / P * BLOCK + c) * P + d % P] = k[d];
+        scratch.values[(c / P * width() + d) * P + c % P] = v[d];
+      }
+    }
+    for (int j = 0; j < BLOCK_VECTORS; ++j) cells.keys[j] = scratch.keys + j * VF_WIDTH * P;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      cells.values[tile] = scratch.values + tile * TILE * width();
+    }
+  }
+
+  void prefetch(int64_t begin, int64_t end) const {
+    const KvLayer& cache = args.cache;
+    if (!cache.is_tiled) return;
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t cell = begin; cell < end; cell += TILE) {
+      const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
+      const T* keys = cache.keys<T>(page, item.kv_head) + offset * P;
+      const T* values = cache.values<T>(page, item.kv_head) + cache.value_at<T>(offset);
+      for (int64_t d = 0; d < cache.head_dim; d += P) {
+        _mm_prefetch(reinterpret_cast<const char*>(keys + d * cache.page_size), _MM_HINT_T0);
+      }
+      for (int64_t at = 0; at < TILE * cache.head_dim; at += LINE) {
+        _mm_prefetch(reinterpret_cast<const char*>(values + at), _MM_HINT_T0);
+      }
+    }
+  }
+
+  void write(const State& state) const {
+    const int64_t size = args.cache.head_dim;
+    T* out = static_cast<T*>(args.out) + item.kv_head * args.group * size;
+    for (int64_t r = 0; r < num_rows; ++r) {
+      T* row = out + (token() + r / args.group) * args.out_stride + r % args.group * size;
+      const VF scale = vset1(1.0f / reduce_add(vload(state.weights + r * VF_WIDTH)));
+      for_vectors(size, [&](int64_t d, auto lanes) {
+        vstore(row + d, vmul(vload(state.out + r * width() + d), scale), lanes);
+      });
+    }
+  }
+
+  void run() {
+    pack_queries();
+    if (item.slot >= 0) return run_split();
+    compute_part(item.first_part, scratch.total);
+    for (int64_t part = 1; part < item.num_parts; ++part) {
+      compute_part(item.first_part + part, scratch.part);
+      scratch.total.merge(scratch.part, num_rows);
+    }
+    write(scratch.total);
+  }
+
+  // Whoever completes the last part merges all of them, in order.
+  void run_split() {
+    const int64_t first = item.first_cell / item.part_cells;
+    const int32_t count = (item.end_cell - 1) / item.part_cells + 1 - first;
+    const auto partial = [&](int64_t part) {
+      const int64_t size = State::size(args.split_rows, width());
+      return State(args.partials + (item.slot * MAX_PARTS + part) * size, args.split_rows, width());
+    };
+    State own = partial(item.first_part - first);
+    compute_part(item.first_part, own);
+    if (args.arrived[item.slot].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
+    args.arrived[item.slot].store(0, std::memory_order_relaxed);
+    State total = partial(0);
+    for (int32_t part = 1; part < count; ++part) total.merge(partial(part), num_rows);
+    write(total);
+  }
+};
+
+}  // namespace
+
+template <typename T>
+void attend(const AttendArgs& args, const Slice& slice) {
+  if (slice.thread >= args.max_threads) return;
+  const int64_t width = round_up(args.cache.head_dim, TILE);
+  Scratch<T> scratch(args.scratch + slice.thread * args.scratch_bytes, args.block_rows, width);
+  for (int64_t i; (i = slice.take()) < *args.num_items;) {
+    Attention<T> attention(args, scratch, args.items[i]);
+    attention.run();
+  }
+}
+
+}  // namespace loadout
+
+LOADOUT_EXPORT(attention_items, loadout::AttentionItemsArgs, loadout::attention_items)
+LOADOUT_EXPORT(attend_float, loadout::AttendArgs, loadout::attend<float>)
+LOADOUT_EXPORT(attend_bf16, loadout::AttendArgs, loadout::attend<loadout::bf16>)

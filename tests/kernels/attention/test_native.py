@@ -1,0 +1,248 @@
+"""Attention in C++ agrees with the definition, in every variant, and depends on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference_svc.model.layers import RMSNorm, RotaryEmbedding
+from inference_svc.model.rope import Rope
+from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
+from kernels.attention.native import NativeAttention, StepRows
+from kernels.native import build
+from kernels.native.library import Library, load
+
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCES)
+MIXED = [(0, 17), (40, 1), (127, 1), (63, 1), (12, 5), (64, 1), (0, 1), (9, 24), (530, 2)]
+
+
+@pytest.fixture(params=build.FLAGS)
+def library(request: pytest.FixtureRequest) -> Library:
+    if request.param not in build.runnable_variants():
+        pytest.skip(f"this processor has no {request.param}")
+    loaded = load(request.param)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture
+def set_threads() -> Iterator[object]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def libraries() -> list[Library]:
+    return [loaded for variant in build.runnable_variants() if (loaded := load(variant))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_size"),
+    [(4, 1, 64, 16), (8, 1, 128, 32), (3, 3, 80, 16), (4, 2, 32, 64), (6, 3, 10, 3), (70, 1, 2, 1)],
+)
+def test_attend(make_case, assert_close, num_heads, num_kv_heads, head_dim, page_size, dtype):
+    layouts = {False, can_tile(page_size, head_dim, dtype)}
+    cases = {
+        is_tiled: make_case(
+            MIXED,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            is_tiled=is_tiled,
+        )
+        for is_tiled in layouts
+    }
+    for window in (None, 70):
+        options = {"scale": head_dim**-0.5, "window": window}
+        q, cache, plan = cases[False]
+        wanted = reference.attend(q, cache, 1, plan, **options)
+        for library in libraries():
+            for is_tiled, (q, cache, plan) in cases.items():
+                name = f"{library.variant}, window {window}, tiled {is_tiled}"
+                got = native.attend(q, cache, 1, plan, library=library, **options)
+                assert_close(name, wanted, got, TOLERANCES[dtype])
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 12))),
+        min_size=1,
+        max_size=4,
+    ),
+    window=st.one_of(st.none(), st.integers(1, 200)),
+    group=st.sampled_from([1, 2, 5]),
+    page_size=st.sampled_from([1, 5, 16, 48]),
+)
+def test_any_batch(make_case, assert_close, rows, window, group, page_size):
+    q, cache, plan = make_case(
+        rows,
+        num_heads=2 * group,
+        head_dim=16,
+        page_size=page_size,
+        is_tiled=page_size % 16 == 0,
+    )
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
+    got = native.attend(q, cache, 1, plan, scale=0.3, window=window)
+    assert_close("out", wanted, got, TOLERANCES[q.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 600])
+def test_a_row_is_the_same_beside_any_other_bit_for_bit(
+    library, make_case, set_threads, window, dtype
+):
+    """Alone, a long row is split among the threads; in a crowd it is not."""
+    q, cache, plan = make_case(
+        [(40, 1), (1500, 1), (0, 9), (700, 6), (9, 1), (800, 100)],
+        head_dim=32,
+        page_size=16,
+        dtype=dtype,
+        is_tiled=True,
+    )
+    set_threads(2)
+    together = native.attend(q, cache, 1, plan, scale=0.3, window=window, library=library)
+    for row in range(plan.num_rows):
+        start, end = plan.query_starts[row : row + 2].tolist()
+        alone = AttentionPlan.build(
+            [int(plan.context_lengths[row]) - (end - start)],
+            [end - start],
+            [plan.page_table[row].tolist()],
+            plan.page_size,
+        )
+        for threads in (1, 3):
+            set_threads(threads)
+            got = native.attend(
+                q[start:end], cache, 1, alone, scale=0.3, window=window, library=library
+            )
+            assert torch.equal(got, together[start:end]), f"row {row}, {threads} threads"
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_prompt_is_the_same_in_any_chunks_bit_for_bit(library, make_case, window):
+    q, cache, plan = make_case(
+        [(0, 600)], head_dim=32, page_size=16, dtype=torch.bfloat16, is_tiled=True
+    )
+    whole = native.attend(q, cache, 1, plan, scale=0.3, window=window, library=library)
+    for start, end in ((0, 33), (33, 34), (34, 100), (513, 600)):
+        chunk = AttentionPlan.build([start], [end - start], [plan.page_table[0].tolist()], 16)
+        got = native.attend(
+            q[start:end], cache, 1, chunk, scale=0.3, window=window, library=library
+        )
+        assert torch.equal(got, whole[start:end])
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_a_poisoned_row_poisons_only_itself(library, make_case, is_tiled):
+    q, cache, plan = make_case(
+        [(30, 1), (28, 1), (29, 3)], head_dim=16, page_size=16, is_tiled=is_tiled
+    )
+    for poison in (float("inf"), float("nan")):
+        cache.write(1, plan.cells[:1], torch.full((1, 2 * 2 * 16), poison))
+        out = native.attend(q, cache, 1, plan, scale=0.3, library=library)
+        assert not out[0].isfinite().all()
+        assert out[1:].isfinite().all()
+
+
+def test_a_program_reads_each_step_anew(library, make_case, assert_close, set_threads):
+    """The arrays are as large as a step may need; further threads than were foreseen are idle."""
+    q, cache, plan = make_case([(900, 1), (0, 30), (20, 1)], head_dim=32, page_size=16)
+    room = StepRows.of(plan)
+    attention = NativeAttention(cache, room, num_heads=4, max_threads=2)
+    out = torch.full((len(q), 4 * 32 + 5), torch.nan)
+    program = library.program(
+        [
+            attention.items_op(),
+            attention.attend_op(q.as_strided((len(q), 128), (q.stride(0), 1)), out, 1, scale=0.2),
+        ]
+    )
+    set_threads(4)
+    wanted = reference.attend(q, cache, 1, plan, scale=0.2).flatten(1)
+    for _ in range(2):
+        program.run()
+        assert_close("all rows", wanted, out[:, :128], 1e-6)
+    assert out[:, 128:].isnan().all()
+    for num_rows, num_tokens in ((0, 0), (1, 1)):
+        out.fill_(torch.nan)
+        room.num_rows[0] = num_rows
+        program.run()
+        assert torch.equal(out.isfinite().any(1).sum(), torch.tensor(num_tokens))
+    assert_close("first row", wanted[:1], out[:1, :128], 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "is_tiled"), [(64, 16, True), (128, 32, True), (10, 3, False)]
+)
+def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, has_norms, dtype):
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, num_tokens = 6, 2, 37
+    cache = KVCache.allocate(
+        num_layers=2,
+        num_pages=-(-100 // page_size),
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        is_tiled=is_tiled,
+    )
+    qkv = (torch.randn(num_tokens + 1, (num_heads + 2 * num_kv_heads) * head_dim) * 3).to(dtype)
+    heads = qkv[:num_tokens].clone().unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q_norm, k_norm = (torch.randn(2, head_dim)).to(dtype) if has_norms else (None, None)
+    if q_norm is not None:
+        q, k = RMSNorm(q_norm, 1e-6)(q), RMSNorm(k_norm, 1e-6)(k)
+    rope = Rope("linear", factor=2.5)
+    positions = torch.randint(0, 3000, (num_tokens + 1,))
+    rotation = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions[:-1], dtype)
+
+    cells = torch.randperm(100)[: num_tokens + 1]
+    rows = StepRows(
+        *(torch.zeros(1, dtype=torch.int32) for _ in range(4)),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        cells=cells,
+    )
+    rows.num_tokens[0] = num_tokens
+    cos, sin = torch.full((2, num_tokens + 1, head_dim // 2), torch.nan, dtype=dtype)
+    library.run(
+        native.rotary_angles_op(
+            positions,
+            rope.inverse_frequencies(head_dim),
+            cos,
+            sin,
+            rows.num_tokens,
+            scaling=rope.attention_scaling,
+        ),
+        native.rope_and_store_op(
+            qkv,
+            cache,
+            1,
+            cos,
+            sin,
+            rows,
+            num_heads=num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=1e-6,
+        ),
+    )
+    ratio = {torch.float32: 1e-6, torch.bfloat16: 2e-3}[dtype]
+    got = qkv[:num_tokens].unflatten(1, (-1, head_dim))
+    assert_close("q", rotation(q), got[:, :num_heads], ratio)
+    keys, values = cache.gather(1, cells[:-1])
+    assert_close("k", rotation(k), keys, ratio)
+    assert torch.equal(values, v)
+    assert cos[num_tokens].isnan().all(), "a row beyond num_tokens was written"
+    assert not torch.cat(cache.gather(1, cells[-1:])).any()
+    assert not cache.data[0].any()
