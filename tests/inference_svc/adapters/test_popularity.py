@@ -1,0 +1,72 @@
+"""Popularity against its definition, over any traffic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.adapters.popularity import Popularity
+
+HALF_LIFE_S = 10.0
+DIGESTS = "abcde"
+requests = st.lists(
+    st.tuples(st.sampled_from(DIGESTS), st.floats(0, 1e5, allow_subnormal=False)), max_size=40
+)
+
+
+def observed(traffic: list[tuple[str, float]], **options: int) -> tuple[Popularity, float]:
+    """Popularity after `traffic`, given as gaps between requests, and the moment of the last."""
+    popularity, now_s = Popularity(HALF_LIFE_S, **options), 1e6
+    for digest, gap_s in traffic:
+        now_s += gap_s
+        popularity.note(digest, now_s)
+    return popularity, now_s
+
+
+@given(requests, st.floats(0, 100))
+def test_a_request_counts_half_after_a_half_life(
+    traffic: list[tuple[str, float]], later_s: float
+) -> None:
+    popularity, end_s = observed(traffic)
+    ages_s, age_s = {digest: [] for digest in DIGESTS}, 0.0
+    for digest, gap_s in reversed(traffic):
+        ages_s[digest].append(age_s)
+        age_s += gap_s
+    for digest, ages in ages_s.items():
+        expected = sum(0.5 ** ((age + later_s) / HALF_LIFE_S) for age in ages)
+        found = popularity.score(digest, end_s + later_s)
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(requests, st.floats(0, 1e4))
+def test_waiting_changes_no_order(traffic: list[tuple[str, float]], later_s: float) -> None:
+    popularity, end_s = observed(traffic)
+    before = [digest for digest, _ in popularity.hottest(5, end_s, lambda digest: True)]
+    after = [digest for digest, _ in popularity.hottest(5, end_s + later_s, lambda digest: True)]
+    assert before[: len(after)] == after, "what has all but vanished is forgotten"
+    scores = [popularity.score(digest, end_s) for digest in before]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_only_the_wanted_are_found() -> None:
+    popularity, now_s = observed([("a", 0), ("a", 0), ("b", 0), ("c", 0), ("c", 0), ("c", 0)])
+    found = popularity.hottest(2, now_s, lambda digest: digest != "c")
+    assert found == [("a", pytest.approx(2.0)), ("b", pytest.approx(1.0))]
+
+
+def test_the_least_popular_are_forgotten() -> None:
+    popularity = Popularity(HALF_LIFE_S, max_tracked=8)
+    for number in range(100):
+        for _ in range(1 + (number < 4)):
+            popularity.note(str(number), 0.0)
+    assert len(popularity) <= 8
+    assert all(popularity.score(str(number), 0.0) == 2.0 for number in range(4))
+
+
+def test_a_new_version_inherits_and_the_old_one_fades() -> None:
+    popularity, now_s = observed([("old", 0), ("old", 0), ("other", 0)])
+    popularity.inherit("new", "old")
+    assert popularity.score("new", now_s) == popularity.score("old", now_s) == 2.0
+    popularity.inherit("old", "other")
+    assert popularity.score("old", now_s) == 2.0, "back to what it was: nothing is lost"

@@ -1,0 +1,187 @@
+"""The policy of prefetching, over any traffic and any sizes; no device, no store."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.adapters.prefetch import (
+    BURST_S,
+    FAILED_REST_S,
+    FIRST_RATE,
+    LOOK_S,
+    MARGIN,
+    REST_S,
+    SHARE,
+    ByteBudget,
+    Prefetch,
+)
+
+MB = 1_000_000
+
+
+def ask(prefetch: Prefetch, digest: str, times: int, now_s: float = 0.0) -> None:
+    for _ in range(times):
+        prefetch.requested(digest, now_s)
+
+
+def nothing_is_here(digest: str) -> bool:
+    return False
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500 * MB)), min_size=1, max_size=30),
+    st.floats(0.01, 1.0),
+)
+def test_no_window_gets_more_than_its_share(moments: list[tuple[float, int]], share: float) -> None:
+    """Whenever it may take, it takes; sizes are known afterwards only."""
+    budget, now_s, rate = ByteBudget(share, rate=100.0 * MB), 5.0, 100.0 * MB
+    taken: list[tuple[float, int]] = []
+    for gap_s, num_bytes in moments:
+        now_s += gap_s
+        if budget.wait_s(now_s) == 0:
+            budget.take(num_bytes, now_s)
+            taken.append((now_s, num_bytes))
+    for first in range(len(taken)):
+        for last in range(first, len(taken)):
+            window_s = taken[last][0] - taken[first][0]
+            total = sum(num_bytes for _, num_bytes in taken[first:last])
+            assert total <= share * rate * (window_s + BURST_S) * (1 + 1e-9)
+
+
+def test_a_debt_is_waited_for() -> None:
+    budget = ByteBudget(0.5, rate=100.0)
+    assert budget.wait_s(0.0) == 0
+    budget.take(200, 0.0)
+    assert budget.wait_s(1.0) == pytest.approx(3.0)
+    assert budget.wait_s(4.0) == 0
+
+
+def test_the_rate_follows_what_is_measured() -> None:
+    budget = ByteBudget()
+    assert budget.rate == FIRST_RATE
+    for _ in range(50):
+        budget.measured(10 * MB, 0.01)
+    assert budget.rate == pytest.approx(1e9, rel=0.01)
+    budget.measured(0, 1.0)
+    budget.measured(5, 0.0)
+    assert budget.rate == pytest.approx(1e9, rel=0.01)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 20), min_size=1),
+    st.sets(st.sampled_from("abcdefgh")),
+    st.sampled_from("abcdefgh"),
+)
+def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popular(
+    counts: dict[str, int], here: set[str], coldest: str
+) -> None:
+    prefetch = Prefetch()
+    for digest, count in counts.items():
+        ask(prefetch, digest, count)
+    chosen = prefetch.choose(LOOK_S, here.__contains__, coldest)
+    absent = {digest: count for digest, count in counts.items() if digest not in here}
+    best = max(absent.values(), default=0)
+    # Just at the margin rounding may decide.
+    if best * 0.999 >= MARGIN * counts.get(coldest, 0) and absent:
+        assert chosen is not None
+        assert absent[chosen] == best
+    elif best * 1.001 < MARGIN * counts.get(coldest, 0) or not absent:
+        assert chosen is None
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 20), min_size=1),
+    st.sampled_from("abcdefgh"),
+)
+def test_what_is_kept_is_all_that_is_not_clearly_less_popular(
+    counts: dict[str, int], digest: str
+) -> None:
+    prefetch = Prefetch()
+    for other, count in counts.items():
+        ask(prefetch, other, count)
+    kept = prefetch.hotter_than(digest, set("abcdefgh"), 1.0)
+    own = counts.get(digest, 0)
+    for other in set("abcdefgh") - {digest}:
+        if other not in kept:
+            assert counts.get(other, 0) * MARGIN <= own * (1 + 1e-9)
+
+
+def test_one_at_a_time_and_within_the_budget() -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "a", 3)
+    ask(prefetch, "b", 2)
+    now_s = LOOK_S
+    assert prefetch.choose(0.0, nothing_is_here, None) is None, "not at every request"
+    assert prefetch.next_look_s() == now_s
+    assert prefetch.choose(now_s, nothing_is_here, None) == "a"
+    assert prefetch.choose(now_s, nothing_is_here, None) is None
+    assert prefetch.next_look_s() is None
+    size = int(SHARE * FIRST_RATE * (BURST_S + 2))
+    prefetch.opened(size, now_s)
+    prefetch.arrived(now_s)
+    assert prefetch.choose(now_s, {"a"}.__contains__, None) is None, "the share is used up"
+    later_s = prefetch.next_look_s()
+    assert later_s is not None
+    assert prefetch.choose(later_s + 0.001, {"a"}.__contains__, None) == "b"
+
+
+def test_traffic_that_has_faded_is_not_brought_back() -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "a", 1)
+    assert prefetch.choose(3600.0, nothing_is_here, None) is None
+    assert prefetch.next_look_s() is None
+
+
+@pytest.mark.parametrize(("failed", "rest_s"), [(False, REST_S), (True, FAILED_REST_S)])
+def test_what_was_refused_rests(failed: bool, rest_s: float) -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "a", 3)
+    assert prefetch.choose(LOOK_S, nothing_is_here, None) == "a"
+    prefetch.refused(LOOK_S, failed=failed)
+    assert prefetch.choose(LOOK_S, nothing_is_here, None) is None
+    assert prefetch.next_look_s() == LOOK_S + rest_s
+    assert prefetch.choose(LOOK_S + rest_s, nothing_is_here, None) == "a"
+
+
+def test_what_is_counted() -> None:
+    prefetch, counters = Prefetch(), Prefetch().counters
+    counters = prefetch.counters
+    for digest in ("found", "left", "failed", "late", "early"):
+        ask(prefetch, digest, 3)
+    brought: list[str] = []
+    now_s = 0.0
+    while len(brought) < 5:
+        now_s += 1.0
+        digest = prefetch.choose(now_s, brought.__contains__, None)
+        assert digest is not None
+        brought.append(digest)
+        if digest == "early":
+            prefetch.requested(digest, now_s)  # before a byte came: an ordinary pull
+            continue
+        prefetch.opened(10, now_s)
+        if digest == "late":
+            prefetch.requested(digest, now_s)
+        elif digest == "failed":
+            prefetch.refused(now_s, failed=True)
+        else:
+            prefetch.arrived(now_s)
+    ask(prefetch, "found", 2)
+    prefetch.left("left")
+    prefetch.left("found")
+    assert (counters.prefetched, counters.prefetched_bytes) == (4, 40)
+    assert counters.hits == 2
+    assert counters.wasted_bytes == 20
+    assert prefetch.brought == {}
+
+
+def test_a_new_version_is_brought_before_anybody_asks() -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "v1", 3)
+    assert prefetch.choose(LOOK_S, {"v1"}.__contains__, None) is None
+    assert prefetch.next_look_s() is None
+    prefetch.repointed("v1", "v2", 1.0)
+    assert prefetch.choose(1.0 + LOOK_S, {"v1"}.__contains__, "v1") is None, "as popular as v1"
+    prefetch.repointed("v1", "v2", 2.0)
+    assert prefetch.choose(2.0 + LOOK_S, {"v1"}.__contains__, None) == "v2"
