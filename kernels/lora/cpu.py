@@ -35,7 +35,7 @@ def add_lora(
     short = []
     for segment in plan.segments:
         start, end, slot = segment
-        weights = table.weights[slot]
+        weights = table.weights(slot)
         present = [(weights[target], part) for target, part in slices if target in weights]
         if not present:
             continue
@@ -61,7 +61,7 @@ def add_lora_embedding(
     """See `reference.add_lora_embedding`."""
     max_short = _max_short_tokens(out)
     for start, end, slot in plan.segments:
-        w: TargetWeights | None = table.weights[slot].get(target)
+        w: TargetWeights | None = table.weights(slot).get(target)
         if w is None:
             continue
         y = w.a.index_select(0, token_ids[start:end])  # [n, rank]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 GRANULE_BYTES = 256
@@ -36,7 +37,7 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """Views into the arena, made once per load. For an embedding `a` is `[vocab, rank]`."""
+    """Views into the arena, made when first used. For an embedding `a` is `[vocab, rank]`."""
 
     a: torch.Tensor
     a_t: torch.Tensor
@@ -50,7 +51,7 @@ class LoraTable:
     """Rows of adapters, `[max_loras, num_targets]`, at a fixed address on `device`.
 
     `rows` is int32 `[max_loras, 4, num_targets]`: granule of A, granule of B, rank, and the bits of
-    the fp32 scale; one row is one copy. `weights[slot]` maps target to its views for the host.
+    the fp32 scale; one row is one copy. `entries[slot]` says the same to the host, by target.
     """
 
     max_loras: int
@@ -58,7 +59,8 @@ class LoraTable:
     max_rank: int
     arena: torch.Tensor
     rows: torch.Tensor
-    weights: tuple[dict[int, TargetWeights], ...] = field(repr=False)
+    entries: tuple[dict[int, TableEntry], ...] = field(repr=False)
+    _weights: tuple[dict[int, TargetWeights], ...] = field(repr=False)
 
     @classmethod
     def create(
@@ -79,8 +81,9 @@ class LoraTable:
         assert arena.data_ptr() % GRANULE_BYTES == 0 or arena.device.type == "cpu"
         assert arena.numel() * arena.itemsize // GRANULE_BYTES < 2**31, "granules are int32"
         rows = torch.zeros(max_loras, 4, num_targets, dtype=torch.int32, device=device)
+        entries: tuple[dict[int, TableEntry], ...] = tuple({} for _ in range(max_loras))
         weights: tuple[dict[int, TargetWeights], ...] = tuple({} for _ in range(max_loras))
-        return cls(max_loras, num_targets, max_rank, arena, rows, weights)
+        return cls(max_loras, num_targets, max_rank, arena, rows, entries, weights)
 
     @property
     def a_granules(self) -> torch.Tensor:
@@ -104,26 +107,46 @@ class LoraTable:
 
         The bytes its entries point to must be in the arena before any later work of that stream.
         """
-        row = torch.zeros(4, self.num_targets, dtype=torch.int32)
-        scales = row[3].view(torch.float32)
-        weights: dict[int, TargetWeights] = {}
-        for entry in entries:
-            target = entry.target
-            assert target not in weights, f"target {target} appears twice"
+        by_target = {entry.target: entry for entry in entries}
+        assert len(by_target) == len(entries), "a target appears twice"
+        row = np.zeros((4, self.num_targets), dtype=np.int32)
+        scales = row[3].view(np.float32)
+        for target, entry in by_target.items():
             assert 0 < entry.rank <= self.max_rank, f"rank {entry.rank} of target {target}"
-            row[0, target] = entry.a_granule
-            row[1, target] = entry.b_granule
-            row[2, target] = entry.rank
+            self._check(entry)
+            row[:3, target] = entry.a_granule, entry.b_granule, entry.rank
             scales[target] = entry.scale
-            weights[target] = self._views(entry)
-        self._write(slot, row)
-        self.weights[slot].clear()
-        self.weights[slot].update(weights)
+        self._write(slot, torch.from_numpy(row))
+        self._forget(slot)
+        self.entries[slot].update(by_target)
 
     def clear_row(self, slot: int) -> None:
         """Forgets the adapter of `slot`: all its ranks become 0."""
         self._write(slot, torch.zeros(4, self.num_targets, dtype=torch.int32))
-        self.weights[slot].clear()
+        self._forget(slot)
+
+    def weights(self, slot: int) -> dict[int, TargetWeights]:
+        """What the adapter of `slot` has of each of its targets, for kernels that run on tensors.
+        Native ones and those of a GPU read `rows`, and loading for them makes no tensors."""
+        views, entries = self._weights[slot], self.entries[slot]
+        if len(views) < len(entries):
+            views.update((target, self._views(entry)) for target, entry in entries.items())
+        return views
+
+    def _forget(self, slot: int) -> None:
+        self.entries[slot].clear()
+        self._weights[slot].clear()
+
+    def _check(self, entry: TableEntry) -> None:
+        """Asserts that both matrices lie within the arena."""
+        size = self.arena.numel() * self.arena.itemsize
+        for granule, features in (
+            (entry.a_granule, entry.in_features),
+            (entry.b_granule, entry.out_features),
+        ):
+            end = granule * GRANULE_BYTES + entry.rank * features * self.arena.itemsize
+            assert granule >= 0, f"granule {granule} leaves the arena"
+            assert end <= size, f"granule {granule} leaves the arena"
 
     def _write(self, slot: int, row: torch.Tensor) -> None:
         assert 0 <= slot < self.max_loras, f"slot {slot} of {self.max_loras}"
@@ -142,6 +165,5 @@ class LoraTable:
     ) -> torch.Tensor:
         start = granule * (GRANULE_BYTES // self.arena.itemsize)
         end = start + rank * num_features
-        assert 0 <= start < end <= self.arena.numel(), f"granule {granule} leaves the arena"
         shape = (num_features, rank) if transposed else (rank, num_features)
         return self.arena[start:end].view(shape)

@@ -77,7 +77,7 @@ def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
     image = store.images[digest]
     values = torch.frombuffer(bytearray(image.data), dtype=torch.float32)
     segments = {(s.target, s.kind): s for s in image.header.segments}
-    for target, weights in loop.arena.table.weights[slot].items():
+    for target, weights in loop.arena.table.weights(slot).items():
         for kind, view in (("a", weights.a), ("b", weights.b)):
             segment = segments[target, kind]
             start = segment.offset // 4

@@ -220,7 +220,7 @@ class Interpreter(Worker):
 
 def _without_views(table: LoraTable) -> LoraTable:
     """The kernels read the arena and the rows only; each view would pickle the whole arena."""
-    return replace(table, weights=tuple({} for _ in table.weights))
+    return replace(table, _weights=tuple({} for _ in table.entries))
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def test_a_row_says_where_its_matrices_lie(table):
 
 def test_views_share_the_arena(table, arena):
     table.set_row(0, [TableEntry(1, 3, 5, 2, 10, 20, scale=0.25)])
-    weights = table.weights[0][1]
+    weights = table.weights(0)[1]
     assert weights.a.shape == (2, 10)
     assert weights.b.shape == (2, 20)
     assert weights.scale == 0.25
@@ -40,7 +40,7 @@ def test_views_share_the_arena(table, arena):
 
 def test_an_embedding_has_one_row_of_a_per_token_id(table):
     table.set_row(0, [TableEntry(0, 0, 1, 3, 40, 16, is_embedding=True)])
-    assert table.weights[0][0].a.shape == (40, 3)
+    assert table.weights(0)[0].a.shape == (40, 3)
 
 
 def test_replacing_and_clearing_leave_nothing_behind(table):
@@ -48,10 +48,10 @@ def test_replacing_and_clearing_leave_nothing_behind(table):
     table.set_row(1, [TableEntry(0, 1, 2, 8, 8, 8), TableEntry(2, 3, 4, 8, 8, 8)])
     table.set_row(1, [TableEntry(1, 5, 6, 1, 8, 8)])
     assert table.ranks[1].tolist() == [0, 1, 0]
-    assert list(table.weights[1]) == [1]
+    assert list(table.weights(1)) == [1]
     table.clear_row(1)
     assert not table.rows.any()
-    assert not table.weights[1]
+    assert not table.weights(1)
     assert table.rows.data_ptr() == address
 
 
@@ -72,4 +72,4 @@ def test_a_bad_row_changes_nothing(table, slot, entry):
     with pytest.raises(AssertionError):
         table.set_row(slot, [entry])
     assert torch.equal(table.rows, before)
-    assert list(table.weights[0]) == [1]
+    assert list(table.weights(0)) == [1]
