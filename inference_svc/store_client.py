@@ -196,7 +196,7 @@ class ImageClient:
             digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
         )
         line = self._lines.begin(chosen)
-        call = line.stub.PullAdapter(request, metadata=self._access.metadata())
+        call = line.pull(request, metadata=self._access.metadata())
         call.add_done_callback(lambda _: self._lines.end(line))
         is_last = all(other.address in avoid for other in others)
         return _ImageStream(self._replicas, self._lines, line, call, layout_id, is_last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 from grpc_status import rpc_status
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
@@ -122,7 +123,19 @@ def _from_target(target: LayoutTarget) -> pb.Target:
     )
 
 
-def to_pull_message(response: pb.PullAdapterResponse) -> PullMessage:
+def to_pull_message(data: bytes) -> PullMessage:
+    """A serialized PullAdapterResponse. The bytes of a chunk stay where they were received: the
+    parser would copy them twice, which costs a pull a fifth of its time.
+
+    Raises CorruptImage for what is none.
+    """
+    chunk = _to_chunk(data)
+    if chunk is not None:
+        return chunk
+    try:
+        response = pb.PullAdapterResponse.FromString(data)
+    except DecodeError:
+        raise CorruptImage("the store sent what is no message of a pull") from None
     part = response.WhichOneof("part")
     if part == "chunk":
         return ImageChunk(response.chunk.offset, response.chunk.data)
@@ -134,6 +147,47 @@ def to_pull_message(response: pb.PullAdapterResponse) -> PullMessage:
     if part == "header":
         return _to_header(response.header)
     raise CorruptImage("the store sent a message that we do not know")
+
+
+def _to_chunk(data: bytes) -> ImageChunk | None:
+    """A chunk as stores write it: the offset, if it is not 0, then the data, and nothing else.
+    None for all else, which is for the parser."""
+    if not data.startswith(_CHUNK_TAG):
+        return None
+    try:
+        length, at = _varint(data, len(_CHUNK_TAG))
+        offset, end = 0, at + length
+        if data.startswith(_OFFSET_TAG, at):
+            offset, at = _varint(data, at + len(_OFFSET_TAG))
+        if not data.startswith(_DATA_TAG, at):
+            return None
+        length, at = _varint(data, at + len(_DATA_TAG))
+    except IndexError:
+        return None
+    is_whole = at + length == end == len(data)
+    return ImageChunk(offset, memoryview(data)[at:]) if is_whole else None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number below 2^63 at `at`, as Protocol Buffers write it, and where it ends. Raises
+    IndexError."""
+    value, shift = 0, 0
+    while data[at] & 0x80:
+        if shift == 56:
+            raise IndexError
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | data[at] << shift, at + 1
+
+
+def _tag(message: type[Message], field: str, wire_type: int) -> bytes:
+    """Of a field with a number below 16."""
+    return bytes([message.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type])
+
+
+_CHUNK_TAG = _tag(pb.PullAdapterResponse, "chunk", 2)
+_OFFSET_TAG = _tag(pb.ImageChunk, "offset", 0)
+_DATA_TAG = _tag(pb.ImageChunk, "data", 2)
 
 
 def _to_header(header: pb.ImageHeader) -> ImageHeader:

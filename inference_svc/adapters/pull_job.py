@@ -20,7 +20,7 @@ class ImageSink:
         self._memory = memory
         self._extents = sorted(extents, key=lambda extent: extent.image_offset)
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """The bytes must lie within the image."""
         view, written = memoryview(data), 0
         for extent in self._extents:

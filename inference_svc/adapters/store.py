@@ -42,7 +42,7 @@ class ImageHeader:
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
     offset: int
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from inference_svc.adapters.pull_job import (
     PullJob,
     PullOpened,
 )
-from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.puller import PULL_NICENESS, Puller
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import (
     ImageChunk,
@@ -208,3 +209,23 @@ def test_a_source_that_falls_silent_is_left(
     store = OneSilent(good)
     assert isinstance(outcome_of(store, layout), PullDone)
     assert store.num_pulls == 2
+
+
+def test_pull_threads_give_way_and_no_others_do(store, layout) -> None:
+    store.add("aaaa")
+    nicenesses: list[int] = []
+
+    def check(header: ImageHeader) -> None:
+        thread_id = threading.get_native_id()
+        nicenesses.append(os.getpriority(os.PRIO_PROCESS, thread_id))
+
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
+    puller = Puller(store, 1, events.put, check)
+    job = PullJob("aaaa", LAYOUT_ID)
+    puller.start(job)
+    events.get(timeout=10)
+    puller.cancel(job)
+    puller.close()
+    assert nicenesses == [PULL_NICENESS]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own

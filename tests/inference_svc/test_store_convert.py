@@ -1,0 +1,73 @@
+"""Messages of a pull: what we read without the parser is what the parser reads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.adapters.store import ImageChunk, ImageTrailer, LayerEnd
+from inference_svc.errors import CorruptImage
+from inference_svc.store_convert import to_pull_message
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+
+
+@given(st.integers(0, 2**63 - 1), st.binary(min_size=1, max_size=300))
+def test_a_chunk_is_a_view_of_what_was_received(offset: int, data: bytes) -> None:
+    chunk = pb.ImageChunk(offset=offset, data=data)
+    message = to_pull_message(pb.PullAdapterResponse(chunk=chunk).SerializeToString())
+    assert isinstance(message, ImageChunk)
+    assert isinstance(message.data, memoryview)
+    assert (message.offset, bytes(message.data)) == (offset, data)
+
+
+def test_other_encodings_of_a_chunk_are_left_to_the_parser() -> None:
+    """Data before offset, and a field of the future."""
+    body = b"\x12\x03abc\x08\x07"
+    assert to_pull_message(b"\x12" + bytes([len(body)]) + body) == ImageChunk(7, b"abc")
+    body += b"\x7a\x01x"
+    assert to_pull_message(b"\x12" + bytes([len(body)]) + body) == ImageChunk(7, b"abc")
+    assert to_pull_message(b"\x12\x00") == ImageChunk(0, b"")
+
+
+def test_the_other_parts() -> None:
+    end = pb.LayerEnd(part=3, end_offset=9, sha256=b"h")
+    data = pb.PullAdapterResponse(layer_end=end).SerializeToString()
+    assert to_pull_message(data) == LayerEnd(3, 9, b"h")
+    data = pb.PullAdapterResponse(trailer=pb.ImageTrailer(sha256=b"t")).SerializeToString()
+    assert to_pull_message(data) == ImageTrailer(b"t")
+
+
+@given(st.binary(max_size=40))
+def test_anything_else_is_a_message_or_refused(data: bytes) -> None:
+    """Never read differently from the parser, whatever it is."""
+    try:
+        message = to_pull_message(data)
+    except CorruptImage:
+        return
+    response = pb.PullAdapterResponse.FromString(data)
+    if isinstance(message, ImageChunk):
+        assert response.WhichOneof("part") == "chunk"
+        assert message.offset == response.chunk.offset
+        assert bytes(message.data) == response.chunk.data
+
+
+@given(st.integers(0, 2**20), st.binary(min_size=1, max_size=40), st.data())
+def test_damaged_chunks(offset: int, content: bytes, draw: st.DataObject) -> None:
+    chunk = pb.ImageChunk(offset=offset, data=content)
+    data = bytearray(pb.PullAdapterResponse(chunk=chunk).SerializeToString())
+    at = draw.draw(st.integers(0, len(data) - 1))
+    data[at] ^= draw.draw(st.integers(1, 255))
+    try:
+        message = to_pull_message(bytes(data))
+    except CorruptImage:
+        return
+    response = pb.PullAdapterResponse.FromString(bytes(data))
+    if isinstance(message, ImageChunk):
+        assert message.offset == response.chunk.offset
+        assert bytes(message.data) == response.chunk.data
+
+
+def test_what_is_empty_is_refused() -> None:
+    with pytest.raises(CorruptImage):
+        to_pull_message(b"")
