@@ -117,7 +117,7 @@ class Loads:
 
     def num_short(self) -> dict[LoadState, int]:
         """How many need room, by the kind of it."""
-        return {state: len(digests) for state, digests in self.short.items()}
+        return {state: len(digests) for state, digests in self.short.items() if digests}
 
     def unordered(self) -> Iterator[tuple[str, bool]]:
         """What needs room, none of it aged: for those that no request waits for."""

@@ -178,9 +178,7 @@ class Residency:
         self._news += self._drains.end(self._loads.is_short)
         left = self._loads.num_short()
         ahead: set[str] = set()
-        for digest, is_aged in chain(in_order(), self._loads.unordered()):
-            if not any(left.values()):
-                break
+        for digest, is_aged in chain(in_order(), self._loads.unordered()) if left else ():
             load = self._loads.get(digest)
             if load is not None and left.get(load.state) and digest not in ahead:
                 left[load.state] -= 1
@@ -191,6 +189,8 @@ class Residency:
                         assert load.header is not None
                         self._news += self._drains.start(digest, load.header, ahead)
             ahead.add(digest)
+            if not any(left.values()):
+                break
         self._news += self._drains.end(self._loads.is_short)
 
     def next_expiry_s(self) -> float | None:

@@ -24,7 +24,8 @@ class FairQueue:
     def __init__(self, quantum: int, ageing_s: float) -> None:
         self._quantum = quantum
         self._ageing_s = ageing_s
-        self._tenants: dict[str, TenantQueue] = {}  # those that waited longest for a start first
+        self._tenants: dict[str, TenantQueue] = {}
+        self._with_adapters: dict[str, TenantQueue] = {}  # who waited longest for a start first
         self._turns = Turns(quantum)  # of tenants with something ready
         self._flows: dict[str, set[Flow]] = {}  # by digest
         self._parked: set[str] = set()
@@ -75,6 +76,8 @@ class FairQueue:
         with _Recount(self, tenant):
             flow = tenant.add(sequence, self.is_parked(digest))
         self._flows.setdefault(digest, set()).add(flow)
+        if digest:
+            self._with_adapters.setdefault(name, tenant)
 
     def remove(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.request.tenant]
@@ -82,6 +85,8 @@ class FairQueue:
             flow = tenant.remove(sequence)
         if not flow.sequences:
             self._forget(flow)
+        if not tenant.has_adapters:
+            self._with_adapters.pop(tenant.name, None)
         if not tenant:
             del self._tenants[tenant.name]
 
@@ -124,8 +129,8 @@ class FairQueue:
             tenant.started(sequence, charge)
             self._turns.charge(tenant.name, charge)
         self.remove(sequence)
-        if tenant:
-            self._tenants[tenant.name] = self._tenants.pop(tenant.name)  # to the end
+        if tenant.has_adapters:
+            self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
 
     def ended(self, sequence: Sequence) -> None:
         """Gives back what it was charged for and has not generated."""
@@ -148,7 +153,7 @@ class FairQueue:
 
     def _in_turn(self, digests: Callable[[TenantQueue], Iterator[str]]) -> Iterator[str]:
         """One of each tenant, then the next of each."""
-        turn: Iterator[Iterator[str]] = map(digests, self._tenants.values())
+        turn: Iterator[Iterator[str]] = map(digests, self._with_adapters.values())
         while True:
             further = []
             for found in turn:
@@ -166,10 +171,12 @@ class FairQueue:
         flows = [flow for found in self._flows.values() for flow in found]
         assert {id(s) for flow in flows for s in flow.sequences} == {id(s) for s in self}
         assert self._parked <= set(self._flows)
+        assert set(self._with_adapters) <= set(self._tenants)
         assert all(flow.is_parked == (flow.digest in self._parked) for flow in flows)
         for name, tenant in self._tenants.items():
             tenant.check_integrity()
             assert len(tenant) > 0, "a tenant with nothing that waits"
+            assert (name in self._with_adapters) == tenant.has_adapters
             assert (name in self._turns) == (tenant.num_ready > 0)
         tenants = self._tenants.values()
         assert self.num_ready == sum(tenant.num_ready for tenant in tenants)

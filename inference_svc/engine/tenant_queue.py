@@ -53,7 +53,7 @@ class TenantQueue:
         self.name = name
         self._quantum = quantum
         self._flows: dict[tuple[int, str], Flow] = {}
-        self._by_age: list[tuple[float, int, Flow]] = []
+        self._by_age: list[tuple[float, int, Flow]] = []  # of those with an adapter
         self._by_rank: list[tuple[int, float, int, Flow]] = []
         self._ready_by_age: list[tuple[float, int, Flow]] = []
         self._levels: dict[int, Turns] = {}  # of ready flows; the members are digests
@@ -70,6 +70,11 @@ class TenantQueue:
     def __iter__(self) -> Iterator[Sequence]:
         for flow in self._flows.values():
             yield from flow.sequences
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether something waits for an adapter or to use one."""
+        return bool(self._by_age)
 
     @property
     def lowest_priority(self) -> int | None:
@@ -165,15 +170,17 @@ class TenantQueue:
 
     def _take_out(self, flow: Flow) -> None:
         """Of all lists, before its first may change."""
-        del self._by_age[bisect.bisect_left(self._by_age, flow.by_age)]
-        del self._by_rank[bisect.bisect_left(self._by_rank, flow.by_rank)]
+        if flow.digest:
+            del self._by_age[bisect.bisect_left(self._by_age, flow.by_age)]
+            del self._by_rank[bisect.bisect_left(self._by_rank, flow.by_rank)]
         if not flow.is_parked:
             del self._ready_by_age[bisect.bisect_left(self._ready_by_age, flow.by_age)]
 
     def _file(self, flow: Flow) -> None:
         flow.arrival_s = flow.sequences[0].request.arrival_s
-        bisect.insort(self._by_age, flow.by_age)
-        bisect.insort(self._by_rank, flow.by_rank)
+        if flow.digest:
+            bisect.insort(self._by_age, flow.by_age)
+            bisect.insort(self._by_rank, flow.by_rank)
         if flow.is_parked:
             return
         bisect.insort(self._ready_by_age, flow.by_age)
@@ -193,8 +200,9 @@ class TenantQueue:
         """Asserts that all orders agree with the flows."""
         flows = list(self._flows.values())
         ready = [flow for flow in flows if not flow.is_parked]
-        assert sorted(flow.by_age for flow in flows) == self._by_age
-        assert sorted(flow.by_rank for flow in flows) == self._by_rank
+        with_adapter = [flow for flow in flows if flow.digest]
+        assert sorted(flow.by_age for flow in with_adapter) == self._by_age
+        assert sorted(flow.by_rank for flow in with_adapter) == self._by_rank
         assert sorted(flow.by_age for flow in ready) == self._ready_by_age
         assert {(p, d) for p, d in self._flows} == {(f.priority, f.digest) for f in flows}
         assert sorted({flow.priority for flow in ready}) == self._priorities == sorted(self._levels)
