@@ -13,6 +13,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 1 << 20
+BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -100,11 +101,25 @@ class Config(BaseSettings):
     max_sequences: int = Field(default=64, ge=1)
     """Most requests that run at once."""
 
-    max_batch_tokens: int = Field(default=2048, ge=1)
-    """Most tokens computed in one step."""
+    max_batch_tokens: int = Field(default=0, ge=0)
+    """Most tokens computed in one step: a larger one is better used, and generation waits for it.
+    0: 512 on CPU, 2048 on CUDA, and at least max_sequences."""
 
     max_queue: int = Field(default=1024, ge=0)
     """Most requests that wait; more are refused with RESOURCE_EXHAUSTED."""
+
+    tenant_queue_share: float = Field(default=0.5, gt=0, le=1)
+    """Most of max_queue that one tenant's requests may take, where policy_file tells tenants
+    apart."""
+
+    fair_quantum_tokens: int = Field(default=1024, ge=1)
+    """Tenants, and within a tenant its adapters, take turns of so many tokens. More: longer turns,
+    fewer changes of adapters."""
+
+    fair_ageing_seconds: float = Field(default=2.0, ge=0)
+    """How long others may pass a waiting request because their adapters are resident or their
+    priority is higher. Then it goes before its tenant's other requests, in equal parts with those
+    of higher priority, and its adapter gets room from others that are in use."""
 
     page_size: int = Field(default=16, ge=1)
     """Tokens per page of keys and values."""
@@ -190,7 +205,7 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
-        if self.max_sequences > self.max_batch_tokens:
+        if 0 < self.max_batch_tokens < self.max_sequences:
             raise ValueError(
                 f"--max-sequences {self.max_sequences} exceeds --max-batch-tokens "
                 f"{self.max_batch_tokens}: each takes at least one token of a step"
@@ -277,6 +292,8 @@ def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
             "base_model": config.base_model_names[0],
             "device": device,
             "dtype": dtype,
+            "max_batch_tokens": config.max_batch_tokens
+            or max(BATCH_TOKENS[device], config.max_sequences),
             "max_model_len": _max_model_len(config, model, kv_tokens),
             "kv_memory": ByteSize(kv_memory),
             "host_memory": ByteSize(0 if device == "cpu" else host_memory),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,9 @@ def _engine_config(config: Config) -> EngineConfig:
         max_batch_tokens=config.max_batch_tokens,
         max_prefill_chunk=config.max_batch_tokens,
         max_queue=config.max_queue,
+        max_tenant_queue=_max_tenant_queue(config),
+        fair_quantum=config.fair_quantum_tokens,
+        fair_ageing_s=config.fair_ageing_seconds,
         page_size=config.page_size,
         kv_bytes=int(config.kv_memory),
         arena_bytes=int(config.adapter_memory),
@@ -124,6 +128,12 @@ def _engine_config(config: Config) -> EngineConfig:
         prefix_cache=config.prefix_cache,
         num_threads=config.num_threads,
     )
+
+
+def _max_tenant_queue(config: Config) -> int:
+    """Without a policy all callers are one tenant."""
+    share = 1.0 if config.policy_file is None else config.tenant_queue_share
+    return math.ceil(config.max_queue * share)
 
 
 def _facts(config: Config, geometry: ModelGeometry) -> ServerFacts:

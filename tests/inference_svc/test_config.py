@@ -78,7 +78,10 @@ def test_auto_follows_the_model_and_the_machine(model: Path) -> None:
     config = resolve(parse(model, "--dtype", "float32"), GPU, MODEL)
     assert (config.device, config.dtype) == ("cuda", "float32")
     assert (config.kv_memory, config.host_memory) == (900 * MIB - 256 * MIB, 1024 * MIB)
+    assert config.max_batch_tokens == 2048
     assert resolve(parse(model, "--device", "cpu"), GPU, MODEL).device == "cpu"
+    assert resolve(parse(model), CPU, MODEL).max_batch_tokens == 512
+    assert resolve(parse(model, "--max-sequences", "600"), CPU, MODEL).max_batch_tokens == 600
     # Resolving is idempotent: nothing is left to decide.
     assert resolve(config, GPU, MODEL) == config
 

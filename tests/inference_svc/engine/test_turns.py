@@ -1,0 +1,99 @@
+"""Deficit round robin: equal parts whatever is asked, no round without an end."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.turns import Turns
+
+charges = st.lists(st.integers(1, 700), min_size=1, max_size=5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 500), st.lists(charges, min_size=2, max_size=6))
+def test_nobody_gets_ahead_by_more_than_a_quantum_and_a_charge(
+    quantum: int, patterns: list[list[int]]
+) -> None:
+    turns = Turns(quantum)
+    taken = {f"m{i}": 0 for i in range(len(patterns))}
+    for name in taken:
+        turns.enter(name)
+    for step in range(300):
+        name = turns.first()
+        assert name is not None
+        pattern = patterns[int(name[1:])]
+        charge = pattern[step % len(pattern)]
+        turns.charge(name, charge)
+        taken[name] += charge
+        largest = max(map(max, patterns))
+        assert max(taken.values()) - min(taken.values()) <= quantum + largest
+
+
+def test_a_turn_lasts_a_quantum() -> None:
+    turns = Turns(100)
+    turns.enter("a")
+    turns.enter("b")
+    order = []
+    for _ in range(8):
+        order.append(turns.first())
+        turns.charge(order[-1], 50)
+    assert order == ["a", "a", "b", "b", "a", "a", "b", "b"]
+
+
+def test_newcomers_without_end_do_not_keep_a_member_waiting() -> None:
+    turns = Turns(10)
+    turns.enter("old")
+    for number in range(20):
+        name = f"new-{number}"
+        turns.enter(name)
+        if turns.first() == "old":
+            return
+        turns.charge(turns.first(), 10)
+        turns.leave(name)
+    raise AssertionError("it never had its turn")
+
+
+def test_one_that_comes_and_goes_gets_no_more_than_one_that_stays() -> None:
+    turns = Turns(100)
+    taken = {"stays": 0, "comes": 0}
+    turns.enter("stays")
+    for _ in range(200):
+        turns.enter("comes")
+        name = turns.first()
+        turns.charge(name, 30)
+        taken[name] += 30
+        turns.leave("comes")
+    assert abs(taken["stays"] - taken["comes"]) <= 130
+
+
+def test_what_was_taken_alone_is_forgotten_and_what_is_given_back_counts() -> None:
+    turns = Turns(10)
+    turns.enter("alone")
+    for _ in range(100):
+        assert turns.first() == "alone"
+        turns.charge("alone", 25)
+    turns.enter("late")
+    taken = {"alone": 0, "late": 0}
+    for _ in range(40):
+        name = turns.first()
+        turns.charge(name, 25)
+        taken[name] += 25
+    assert abs(taken["alone"] - taken["late"]) <= 60
+    name = turns.first()
+    turns.charge(name, 10_000)
+    for _ in range(50):
+        assert turns.first() != name
+        turns.charge(turns.first(), 10)
+    turns.charge(name, -9_500)
+    assert turns.first() == name
+
+
+def test_accounts_of_those_that_left_do_not_pile_up() -> None:
+    turns = Turns(10)
+    for number in range(10_000):
+        turns.enter(f"{number}")
+        turns.charge(turns.first(), 10)
+        turns.leave(f"{number}")
+    assert turns.first() is None
+    assert len(turns._positions) + len(turns._heap) < 1000
