@@ -302,12 +302,22 @@ class ResidentAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class HistogramState:
+    """How many observations were at most each of `bounds` and above the one before, in seconds;
+    the last of `counts` are those above all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A picture of the engine for GetServerInfo, `loadout top` and metrics.
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
-    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `counters` are
-    monotonic.
+    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `counters` and
+    `histograms` are monotonic.
     """
 
     num_running: int
@@ -317,3 +327,4 @@ class EngineStatus:
     memory: dict[str, tuple[int, int]]
     counters: dict[str, float]
     memory_limit_bytes: int = 0
+    histograms: dict[str, HistogramState] = field(default_factory=dict)

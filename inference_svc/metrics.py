@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -14,14 +15,29 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
-from inference_svc.core import EngineStatus, FinishReason, ResidentAdapter, Timings, Usage
+from inference_svc.core import (
+    EngineStatus,
+    FinishReason,
+    HistogramState,
+    ResidentAdapter,
+    Timings,
+    Usage,
+)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+_HISTOGRAMS = {
+    "step_seconds": "Steps, from their messages to their outputs.",
+    "step_host_seconds": "Of a step, what is not the model's computation.",
+    "step_blocked_by_load_seconds": "Of a step, what loads of adapters cost it.",
+}
+"""What the engine's histograms count."""
 
 _LEVELS = {"device": "gpu", "host": "cpu"}
 """Our tiers in the gateways' words."""
@@ -156,6 +172,8 @@ class EngineCollector(Collector):
         for name, value in status.counters.items():
             help_text = f"The engine's {name.replace('_', ' ')}."
             yield CounterMetricFamily(f"loadout_inference_{name}", help_text, value=value)
+        for name, state in status.histograms.items():
+            yield _histogram(f"loadout_inference_{name}", _HISTOGRAMS.get(name, ""), state)
         used = GaugeMetricFamily(
             "loadout_inference_memory_used_bytes", "Memory in use.", labels=["area"]
         )
@@ -217,6 +235,13 @@ class EngineCollector(Collector):
 
 def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, help_text, value=float(value))
+
+
+def _histogram(name: str, help_text: str, state: HistogramState) -> HistogramMetricFamily:
+    totals = accumulate(state.counts)
+    bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
+    buckets = list(zip(bounds, map(float, totals), strict=True))
+    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=state.sum_seconds)
 
 
 def _joined_names(snapshot: Snapshot, digests: tuple[str, ...]) -> str:

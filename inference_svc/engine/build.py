@@ -26,6 +26,7 @@ from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
+from inference_svc.engine.step_times import StepTimes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
@@ -88,11 +89,21 @@ def build_engine(
         Sampler(geometry.eos_token_ids),
     )
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
-    describe = Describe(scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes, budget)
+    times = StepTimes()
+    describe = Describe(
+        scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes, budget, times
+    )
     commands = Commands(residency, describe, config.adapter_wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(
-        scheduler, runner, settler, residency, commands, admission, config.adapter_wait_s
+        scheduler,
+        runner,
+        settler,
+        residency,
+        commands,
+        admission,
+        times,
+        config.adapter_wait_s,
     )
     return BuiltEngine(engine, residency, puller, layout, geometry)
 

@@ -32,6 +32,7 @@ from inference_svc.engine.expiries import Expiries
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
+from inference_svc.engine.step_times import StepTimes
 from inference_svc.errors import (
     AdapterUnavailable,
     Draining,
@@ -42,7 +43,8 @@ from inference_svc.errors import (
 
 @dataclass
 class Engine:
-    """Wires the parts; `build.build_engine` makes them. One thread calls `turn`."""
+    """Wires the parts; `build.build_engine` makes them. One thread calls `turn`, and `times.end`
+    when it has handed on what the turn said."""
 
     scheduler: Scheduler
     runner: Runner
@@ -50,6 +52,7 @@ class Engine:
     residency: Residency
     commands: Commands
     admission: Admission
+    times: StepTimes
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
@@ -65,6 +68,7 @@ class Engine:
         Returns what there is to say, and whether to go on at once: if not, nothing will change
         before the next message or `next_expiry_s`.
         """
+        self.times.begin()
         for message in messages:
             self._take(message, time.monotonic())
         self._before_step(time.monotonic())
@@ -79,6 +83,9 @@ class Engine:
         if batch is None:
             return False
         sampled = self.runner.run(batch)
+        self.times.changed(self.runner.changes_s)
+        if batch.rows:
+            self.times.computed(self.runner.compute_s)
         settled_s = time.monotonic()
         outputs = self.settler.settle(batch, sampled, settled_s)
         is_busy = bool(self.scheduler.running)
@@ -114,7 +121,8 @@ class Engine:
         elif isinstance(message, LayoutAccepted):
             self.residency.set_layout(message.layout_id)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
-            self.residency.on_pull_event(message, now_s)
+            with self.times.loading():
+                self.residency.on_pull_event(message, now_s)
         else:
             assert isinstance(message, Stop)
             self.is_stopping = True
@@ -153,7 +161,8 @@ class Engine:
         for digest, error in self.residency.take_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
-        self.residency.advance(now_s, lambda: self.scheduler.queue.in_order(now_s))
+        with self.times.loading():
+            self.residency.advance(now_s, lambda: self.scheduler.queue.in_order(now_s))
 
     def _end_expired(self, now_s: float) -> None:
         for sequence in self._deadlines.due(now_s):

@@ -82,6 +82,7 @@ class EngineThread:
                 outputs, go_on = engine.turn(self._messages(wait=not go_on))
                 if outputs.outputs or outputs.replies:
                     self._on_outputs(outputs)
+                engine.times.end()
             error: Exception = Draining("the server is shutting down")
             self._on_outputs(engine.end_all(error))
         except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -33,6 +34,11 @@ class Runner:
         self._groups = groups
         self._sampler = sampler
         self.num_lora_steps = 0
+        self.changes_s = 0.0
+        """What the residency changes of the last batch cost."""
+        self.compute_s = 0.0
+        """How long the model computed the last batch, with choosing its tokens: on a device that
+        computes beside us, until they were here."""
 
     @property
     def copies_are_done(self) -> bool:
@@ -43,11 +49,17 @@ class Runner:
     def run(self, batch: Batch) -> list[SampledToken]:
         """Applies the residency changes, computes every row, and samples for the rows that
         `samples`, in their order."""
+        began_s = time.perf_counter()
         self._arena.apply(batch.residency)
+        self.changes_s = time.perf_counter() - began_s
         if not batch.rows:
             return []
         inputs = StepInputs.build(batch, self._kv_cache.page_size, self._arena.device)
         lora = make_lora_step(batch.rows, self._arena, self._groups)
         self.num_lora_steps += lora is not None
+        sampling = [row.sequence for row in batch.rows if row.samples]
+        began_s = time.perf_counter()
         logits = self._model.forward(inputs, self._kv_cache, lora)
-        return self._sampler.sample(logits, [row.sequence for row in batch.rows if row.samples])
+        sampled = self._sampler.sample(logits, sampling)
+        self.compute_s = time.perf_counter() - began_s
+        return sampled

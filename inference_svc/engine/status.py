@@ -9,6 +9,7 @@ from inference_svc.core import EngineStatus
 from inference_svc.engine.budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
+from inference_svc.engine.step_times import StepTimes
 from inference_svc.memory import resident_bytes
 
 
@@ -22,6 +23,7 @@ class Describe:
     weights_bytes: int
     kv_bytes: int
     budget: Budget
+    times: StepTimes
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -33,6 +35,7 @@ class Describe:
             memory=self._memory(),
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
+            histograms=self.times.states,
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:

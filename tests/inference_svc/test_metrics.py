@@ -4,7 +4,14 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.core import EngineStatus, FinishReason, ResidentAdapter, Timings, Usage
+from inference_svc.core import (
+    EngineStatus,
+    FinishReason,
+    HistogramState,
+    ResidentAdapter,
+    Timings,
+    Usage,
+)
 from inference_svc.metrics import Metrics, MetricsServer, Snapshot
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
@@ -15,6 +22,7 @@ STATUS = EngineStatus(
     running_digests=(A,),
     memory={"kv_pages": (25, 100), "arena": (64, 128)},
     counters={"slot_hits": 9.0, "pulls": 2.0, "load_seconds": 0.5},
+    histograms={"step_host_seconds": HistogramState((0.001, 0.01), (3, 2, 1), 0.0625)},
 )
 SNAPSHOT = Snapshot(
     STATUS,
@@ -42,6 +50,18 @@ def scrape(metrics: Metrics) -> dict[str, dict[tuple[tuple[str, str], ...], floa
             labels = tuple(sorted(sample.labels.items()))
             samples.setdefault(sample.name, {})[labels] = sample.value
     return samples
+
+
+def test_the_engines_histograms_are_cumulative() -> None:
+    samples = scrape(Metrics(4, lambda: SNAPSHOT))
+    name = "loadout_inference_step_host_seconds"
+    assert samples[f"{name}_bucket"] == {
+        (("le", "0.001"),): 3,
+        (("le", "0.01"),): 5,
+        (("le", "+Inf"),): 6,
+    }
+    assert samples[f"{name}_sum"] == {(): 0.0625}
+    assert samples[f"{name}_count"] == {(): 6}
 
 
 def test_the_gateway_contract() -> None:

@@ -152,4 +152,10 @@ def test_refusals_say_why_and_when_to_come_back(running: Running) -> None:
 def test_the_metrics_of_the_engine_cross_the_door(running: Running) -> None:
     status: Any = running.call(Command.DESCRIBE).result
     assert status.counters["pulls"] > 0
+    step, host, blocked = (
+        status.histograms[f"step_{what}seconds"] for what in ("", "host_", "blocked_by_load_")
+    )
+    assert sum(step.counts) == sum(host.counts) == sum(blocked.counts) > 0
+    assert 0 < host.sum_seconds < step.sum_seconds
+    assert 0 < blocked.sum_seconds < step.sum_seconds
     assert set(status.memory) >= {"weights", "kv_pages", "arena"}
