@@ -1,0 +1,143 @@
+"""The engine in a thread beside the gRPC server, or in a process of its own: which is faster?
+
+A model so small that a step is nearly all host work, 64 streams at once over gRPC, both servers up
+at the same time and asked in turn. Says tokens per second, the 99th percentile of the time between
+two messages of a stream, and per step what is not the model's computation.
+
+    python -m bench.engine_door [--rounds 5] [--tokens 128] [--streams 64] [--adapters 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from loadout.demo.process import Process
+from loadout.inference.v1 import inference_pb2 as pb
+from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from tests.together.zoo import make_zoo
+
+READY_S, GRACE_S = 120.0, 30.0
+KINDS = ("thread", "process")
+
+
+@dataclass
+class Server:
+    """One inference service, and what was measured of it."""
+
+    kind: str
+    process: Process
+    address: str
+    metrics: str
+    rates: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, kind: str, model_dir: Path, folder: Path, flags: list[str]) -> Server:
+        folder.mkdir()
+        ready = folder / "ready.json"
+        command = [
+            *(sys.executable, "-m", "inference_svc", "--model", str(model_dir), "--engine", kind),
+            *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+            *("--kv-memory", "64MiB", "--ready-file", str(ready), *flags),
+        ]
+        process = Process("inference", command, folder, ready)
+        found = process.wait_ready(READY_S)
+        return cls(kind, process, found["grpc"], found["metrics"])
+
+    def scrape(self, name: str) -> tuple[float, float]:
+        """Sum and count of a histogram."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics") as response:
+            text = response.read().decode()
+        values = [
+            re.search(rf"^loadout_inference_{name}_{part} (\S+)$", text, re.MULTILINE)
+            for part in ("sum", "count")
+        ]
+        total, count = (float(value[1]) if value else 0.0 for value in values)
+        return total, count
+
+    async def ask(self, num_streams: int, num_tokens: int) -> None:
+        """One round: every stream runs to its end."""
+        params = pb.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        gaps_s: list[float] = []
+
+        async def stream(stub: pb_grpc.InferenceServiceStub, index: int) -> None:
+            ids = pb.TokenIds(ids=[5 + index % 100] * 8)
+            last_s = None
+            async for _ in stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=params)):
+                now_s = time.perf_counter()
+                if last_s is not None:
+                    gaps_s.append(now_s - last_s)
+                last_s = now_s
+
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = pb_grpc.InferenceServiceStub(channel)
+            await stream(stub, 0)
+            gaps_s.clear()
+            began_s = time.perf_counter()
+            await asyncio.gather(*(stream(stub, index) for index in range(num_streams)))
+            self.rates.append(num_streams * num_tokens / (time.perf_counter() - began_s))
+        self.gaps_s += gaps_s
+
+
+def measure(rounds: int, num_streams: int, num_tokens: int, flags: list[str]) -> dict[str, object]:
+    results: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        model_dir = make_zoo("llama", root / "zoo").model_dir
+        servers = [Server.start(kind, model_dir, root / kind, flags) for kind in KINDS]
+        try:
+            for _ in range(rounds + 1):
+                for server in servers:
+                    asyncio.run(server.ask(num_streams, num_tokens))
+            for server in servers:
+                results[server.kind] = _summary(server)
+        finally:
+            for server in servers:
+                server.process.stop(GRACE_S)
+    return results
+
+
+def _summary(server: Server) -> dict[str, float]:
+    (host_s, steps), (step_s, _) = map(server.scrape, ("step_host_seconds", "step_seconds"))
+    gaps_s = sorted(server.gaps_s)
+    return {
+        "tokens_per_second": statistics.median(server.rates[1:]),
+        "best_tokens_per_second": max(server.rates[1:]),
+        "gap_p99_ms": 1e3 * gaps_s[len(gaps_s) * 99 // 100],
+        "step_ms": 1e3 * step_s / steps,
+        "step_host_ms": 1e3 * host_s / steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    arguments, flags = parser.parse_known_args()
+    results = measure(arguments.rounds, arguments.streams, arguments.tokens, flags)
+    table = Table("engine in a", *next(iter(results.values())), title="engine door")  # type: ignore[arg-type]
+    for kind, values in results.items():
+        table.add_row(kind, *(f"{value:.4g}" for value in values.values()))  # type: ignore[attr-defined]
+    Console().print(table)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
