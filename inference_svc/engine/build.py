@@ -69,18 +69,11 @@ def build_engine(
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
-    limits = Limits(
-        config.max_sequences,
-        config.max_batch_tokens,
-        config.max_prefill_chunk,
-        config.fair_quantum,
-        config.fair_ageing_s,
-    )
     puller = Puller(store, config.pull_workers, post, layout.check_header)
     residency = Residency(
         slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s
     )
-    scheduler = Scheduler(limits, pages, residency)
+    scheduler = Scheduler(_limits(config), pages, residency)
     runner = Runner(
         Transformer(geometry, weights),
         kv_cache,
@@ -106,6 +99,16 @@ def build_engine(
         config.adapter_wait_s,
     )
     return BuiltEngine(engine, residency, puller, layout, geometry)
+
+
+def _limits(config: EngineConfig) -> Limits:
+    return Limits(
+        config.max_sequences,
+        config.max_batch_tokens,
+        config.max_prefill_chunk,
+        config.fair_quantum,
+        config.fair_ageing_s,
+    )
 
 
 def _allocate_kv_cache(
