@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.host_memory import allocate_host
 from kernels.lora import GRANULE_BYTES, LoraGroup, LoraPlan, LoraTable, TableEntry, cpu
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.native.library import Program, load
@@ -61,7 +62,8 @@ def make_setup(rank: int) -> Setup:
                     TableEntry(index, granule, granule + a, rank, group.in_features, width)
                 )
                 granule += a + b
-    arena = (torch.randn(granule * GRANULE_BYTES // 2) * 0.02).bfloat16()
+    arena = allocate_host(granule * GRANULE_BYTES).view(torch.bfloat16)
+    arena.normal_(std=0.02)
     table = LoraTable.create(NUM_ADAPTERS, target, arena, "cpu", max_rank=max(rank, 64))
     for slot, adapter in enumerate(entries):
         table.set_row(slot, adapter)

@@ -1,6 +1,6 @@
 """LoRA in C++ for programs: operations at fixed addresses over a plan that is refilled every step.
 
-`add_lora` and `add_lora_embedding` run them once over tensors. See `native/src/lora.cpp` for how
+`add_lora` and `add_lora_embedding` run them once over tensors. See `native/src/lora.h` for how
 the products are made; a token's numbers depend on its own row and adapter only, bit for bit.
 16-bit models are bf16 here, and their shrunk rows are rounded to it.
 """

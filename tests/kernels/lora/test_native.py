@@ -36,6 +36,15 @@ def library(request: pytest.FixtureRequest) -> Library:
     return loaded
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sharing has a test of its own; elsewhere a loaded machine would be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def add_lora(library, adapters, out, x, plan, group=None):
     out = out.clone()
     native.add_lora(library, out, x, adapters.table, plan, group or adapters.group)
@@ -43,8 +52,8 @@ def add_lora(library, adapters, out, x, plan, group=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 16, 33])
-@pytest.mark.parametrize("popularity", ["distinct", "uniform", "zipf:1.5", "identical", "empty"])
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+@pytest.mark.parametrize("popularity", ["distinct", "zipf:1.5", "identical", "empty"])
 def test_decode(
     library, make_adapters, slots_of, assert_close, ratio_of, popularity, num_rows, dtype
 ):
@@ -150,18 +159,14 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(make_adapters, rows, dtyp
         start += length
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("num_threads", [2, 5])
 def test_threads_change_no_bit(library, make_adapters, num_threads):
     adapters = make_adapters(torch.bfloat16)
     plan = adapters.plan([0, 1, 2, 3, 4, 4], [1, 1, 70, 1, 1, 1])
     x, out = adapters.inputs(plan)
     expected = add_lora(library, adapters, out, x, plan)
-    before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    try:
-        assert torch.equal(add_lora(library, adapters, out, x, plan), expected)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(add_lora(library, adapters, out, x, plan), expected)
 
 
 def test_out_may_be_a_part_of_wider_rows(library, make_adapters, assert_close, ratio_of):

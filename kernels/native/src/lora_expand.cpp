@@ -1,0 +1,213 @@
+// The second product, out += scale * y @ B: rows of B times numbers of y, STEP ranks at once,
+// COLUMNS columns in registers.
+#include "lora.h"
+
+namespace loadout {
+
+namespace {
+
+constexpr int MAX_PACKED_RANK = 256;  // beyond it B is only slower
+
+constexpr int64_t AHEAD_BYTES = 8 * 1024;  // of B, under way while others are computed with
+
+#if defined(__AVX512F__)
+constexpr int VECTORS = 4, MAX_ROWS = 6;  // 24 sums, 4 of B, in 32 registers
+#else
+constexpr int VECTORS = 2, MAX_ROWS = 4;  // 8 sums, 2 of B, in 16 registers
+#endif
+constexpr int COLUMNS = VECTORS * VF_WIDTH;
+
+template <typename T>
+struct Axpy {
+  using Vector = VF;
+  static constexpr int STEP = 1;
+  static void load(const T* b, int64_t, int, Vector* out) {
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) out[v] = vload(b + v * VF_WIDTH);
+  }
+  static Vector number(const T* y) { return vset1(to_float(*y)); }
+  static VF add(VF sum, Vector y, Vector b) { return vfma(y, b, sum); }
+  static void in_order(VF*) {}
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Axpy<bf16> {
+  using Vector = __m512i;  // two ranks of each of 16 columns
+  static constexpr int STEP = 2;
+  static void load(const bf16* b, int64_t width, int ranks, Vector* out) {
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; v += 2) {
+      const bf16* p = b + v * VF_WIDTH;
+      const __m512i even = _mm512_loadu_si512(p);
+      const __m512i odd = ranks > 1 ? _mm512_loadu_si512(p + width) : _mm512_setzero_si512();
+      out[v] = _mm512_unpacklo_epi16(even, odd);
+      out[v + 1] = _mm512_unpackhi_epi16(even, odd);
+    }
+  }
+  static Vector number(const bf16* y) {
+    int32_t pair;
+    std::memcpy(&pair, y, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static VF add(VF sum, Vector y, Vector b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)y, (__m512bh)b);
+  }
+  // `load` leaves 32 columns in two vectors by quarters: 0 2 4 6 and 1 3 5 7.
+  static void in_order(VF* sums) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; v += 2) {
+      const VF low = sums[v], high = sums[v + 1];
+      sums[v] = _mm512_permutex2var_ps(low, first, high);
+      sums[v + 1] = _mm512_permutex2var_ps(low, second, high);
+    }
+  }
+};
+#endif
+
+// Some columns of B, all ranks.
+template <typename T>
+struct Columns {
+  const T* b;
+  int64_t width;
+  int rank;
+
+  // Ranks r .. r + STEP.
+  void prefetch(int r) const {
+    LOADOUT_UNROLL for (int s = 0; s < Axpy<T>::STEP; ++s)
+      if (r + s < rank)
+        LOADOUT_UNROLL for (int i = 0; i < COLUMNS; i += LINE_BYTES / sizeof(T))
+          _mm_prefetch(b + (r + s) * width + i, _MM_HINT_T1);
+  }
+  // Ranks r .. r + STEP of COLUMNS columns, of which n are there.
+  void load(int r, int n, typename Axpy<T>::Vector* out) const {
+    const T* p = b + r * width;
+    if (n == COLUMNS) return Axpy<T>::load(p, width, rank - r, out);
+    T lanes[2][COLUMNS] = {};
+    for (int s = 0; s < std::min(rank - r, Axpy<T>::STEP); ++s)
+      std::memcpy(lanes[s], p + s * width, n * sizeof(T));
+    Axpy<T>::load(lanes[0], COLUMNS, rank - r, out);
+  }
+};
+
+// out[m][0 : n] += scale * (y[m] @ B) for M tokens. `packed` is B as `load` makes it, or null.
+template <typename T, typename Out, int M>
+void axpy_block(Out* const* out, const T* y, int step, float factor, const Columns<T>& columns,
+                const Columns<T>& next, const typename Axpy<T>::Vector (*packed)[VECTORS], int n) {
+  using X = Axpy<T>;
+  VF sums[M][VECTORS];
+  LOADOUT_UNROLL for (int m = 0; m < M; ++m)
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) sums[m][v] = vzero();
+  for (int r = 0; r < columns.rank; r += X::STEP) {
+    typename X::Vector vectors[VECTORS];
+    if (packed) {
+      LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) vectors[v] = packed[r / X::STEP][v];
+    } else {
+      columns.load(r, n, vectors);
+      next.prefetch(r);
+    }
+    LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
+      const auto number = X::number(y + m * step + r);
+      LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v)
+        sums[m][v] = X::add(sums[m][v], number, vectors[v]);
+    }
+  }
+  const VF scale = vset1(factor);
+  LOADOUT_UNROLL for (int m = 0; m < M; ++m) {
+    X::in_order(sums[m]);
+    LOADOUT_UNROLL for (int v = 0; v < VECTORS; ++v) {
+      Out* p = out[m] + v * VF_WIDTH;
+      const int lanes = n - v * VF_WIDTH;
+      if (lanes >= VF_WIDTH) vstore(p, vfma(scale, sums[m][v], vload(p)));
+      else if (lanes > 0) vstore(p, vfma(scale, sums[m][v], vload(p, lanes)), lanes);
+    }
+  }
+}
+
+template <typename T, typename Out, int M, typename... Args>
+void axpy_rows(int count, Args... args) {
+  if constexpr (M > 1)
+    if (count < M) return axpy_rows<T, Out, M - 1>(count, args...);
+  axpy_block<T, Out, M>(args...);
+}
+
+template <typename T, typename Out>
+void expand_part(const LoraArgs& args, const LoraPart<T>& part, const LoraPart<T>& next) {
+  using X = Axpy<T>;
+  alignas(64) typename X::Vector packed[MAX_PACKED_RANK / X::STEP][VECTORS];
+  const LoraItem& item = *part.item;
+  const int rank = part.place.rank, step = y_step(rank);
+  const int32_t* tokens = args.plan.tokens + item.first;
+  const int64_t width = args.widths[part.k];
+  const bool packs = item.count > MAX_ROWS && rank <= MAX_PACKED_RANK;
+  const int64_t block_bytes = rank * COLUMNS * sizeof(T);
+  const int64_t ahead = std::max<int64_t>(AHEAD_BYTES / block_bytes, 1) * COLUMNS;
+  for (int64_t column = part.begin; column < part.end; column += COLUMNS) {
+    const int n = static_cast<int>(std::min<int64_t>(COLUMNS, part.end - column));
+    const Columns<T> columns{part.place.b + column, width, rank};
+    Columns<T> soon{columns.b + ahead, width, rank};
+    if (column + ahead >= part.end && next.item) {
+      const int64_t first = next.begin + std::max<int64_t>(column + ahead - part.end, 0);
+      soon = {next.place.b + first, args.widths[next.k], next.place.rank};
+    }
+    if (packs)
+      for (int r = 0; r < rank; r += X::STEP) {
+        columns.load(r, n, packed[r / X::STEP]);
+        soon.prefetch(r);
+      }
+    Out* first = static_cast<Out*>(args.out) + args.columns[part.k] + column;
+    for (int t = 0; t < item.count; t += MAX_ROWS) {
+      Out* rows[MAX_ROWS];
+      const int m = std::min(MAX_ROWS, item.count - t);
+      for (int i = 0; i < m; ++i) rows[i] = first + tokens[t + i] * args.out_stride;
+      const T* y = y_of<T>(args, item, part.k) + static_cast<int64_t>(t) * step;
+      axpy_rows<T, Out, MAX_ROWS>(m, rows, y, step, part.place.scale, columns, soon,
+                                  packs ? packed : nullptr, n);
+    }
+  }
+}
+
+// Parts are as large as lets the threads finish together: about 8 for each of them.
+inline int64_t part_size(int64_t total, int num_threads, int64_t least, int64_t most) {
+  const int64_t even = total / (8 * num_threads) / least * least;
+  return std::max(least, std::min(even, most));
+}
+
+}  // namespace
+
+// out += scale * y @ B of every item and target.
+template <typename T, typename Out>
+void lora_expand(const LoraArgs& args, const Slice& slice) {
+  const int64_t num_items = *args.plan.num_items;
+  int64_t total = 0;
+  for (int64_t k = 0; k < args.num_targets; ++k) total += args.widths[k];
+  const int64_t size = part_size(num_items * total, slice.num_threads, 2 * COLUMNS, 4096);
+  int64_t splits = 0;  // of one item
+  for (int64_t k = 0; k < args.num_targets; ++k) splits += (args.widths[k] + size - 1) / size;
+  const auto take = [&] {
+    LoraPart<T> part;
+    for (int64_t i; (i = slice.take()) < num_items * splits;) {
+      const LoraItem& item = args.plan.items[i / splits];
+      int64_t index = i % splits;
+      for (part.k = 0; index * size >= args.widths[part.k]; ++part.k)
+        index -= (args.widths[part.k] + size - 1) / size;
+      part.place = LoraPlace<T>(args, item.slot, part.k);
+      if (part.place.rank == 0) continue;
+      part.begin = index * size;
+      part.end = std::min<int64_t>(part.begin + size, args.widths[part.k]);
+      part.item = &item;
+      break;
+    }
+    return part;
+  };
+  for_lora_parts<T>(take, [&](const LoraPart<T>& part, const LoraPart<T>& next) {
+    expand_part<T, Out>(args, part, next);
+  });
+}
+
+}  // namespace loadout
+
+LOADOUT_EXPORT(lora_expand_float, loadout::LoraArgs, (loadout::lora_expand<float, float>))
+LOADOUT_EXPORT(lora_expand_bf16, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, loadout::bf16>))
+LOADOUT_EXPORT(lora_expand_bf16_to_float, loadout::LoraArgs,
+               (loadout::lora_expand<loadout::bf16, float>))

@@ -1,0 +1,220 @@
+// The first product, y = x @ A.T: dot products. The lanes of a chunk are summed apart, chunk after
+// chunk, then added.
+#include "lora.h"
+
+namespace loadout {
+
+namespace {
+
+template <typename T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  using Chunk = VF;
+  static constexpr int SIZE = VF_WIDTH;
+  static Chunk load(const float* p) { return vload(p); }
+  static VF add(VF sum, Chunk x, Chunk a) { return vfma(x, a, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bf16> {
+  using Chunk = __m512i;
+  static constexpr int SIZE = 32;
+  static Chunk load(const bf16* p) { return _mm512_loadu_si512(p); }
+  static VF add(VF sum, Chunk x, Chunk a) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)a);
+  }
+};
+#else
+// A bf16 is the upper half of a float: two of them in 32 bits widen without a shuffle.
+template <>
+struct Dot<bf16> {
+  struct Chunk {
+    VF low, high;
+  };
+  static constexpr int SIZE = 2 * VF_WIDTH;
+#if defined(__AVX512F__)
+  static Chunk load(const bf16* p) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    const __m512i high = _mm512_and_si512(pairs, _mm512_set1_epi32(-65536));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(high)};
+  }
+#else
+  static Chunk load(const bf16* p) {
+    const __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
+    const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(-65536));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(high)};
+  }
+#endif
+  static VF add(VF sum, Chunk x, Chunk a) {
+    return vfma(x.high, a.high, vfma(x.low, a.low, sum));
+  }
+};
+#endif
+
+template <typename T>
+typename Dot<T>::Chunk load_tail(const T* p, int n) {
+  T lanes[Dot<T>::SIZE] = {};
+  std::memcpy(lanes, p, n * sizeof(T));
+  return Dot<T>::load(lanes);
+}
+
+#if defined(__AVX512F__)
+constexpr int DOT_TOKENS = 3, DOT_RANKS = 8;  // 24 sums in 32 registers
+#else
+constexpr int DOT_TOKENS = 2, DOT_RANKS = 4;  // 8 sums in 16 registers
+#endif
+
+#if defined(__AVX512F__)
+inline __m256 fold(VF x) {
+  return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+}
+inline VF widened(__m256 x) { return _mm512_zextps256_ps512(x); }
+#else
+inline __m256 fold(VF x) { return x; }
+inline VF widened(__m256 x) { return x; }
+#endif
+
+// y[r] = the lanes of sums[r], added as a tree: always the same one, and all R at once.
+template <typename T, int R>
+inline void store_sums(const VF (&sums)[R], T* y) {
+  static_assert(R <= 8);
+  __m256 eight[8], four[4], two[2];
+  LOADOUT_UNROLL for (int r = 0; r < 8; ++r)
+    eight[r] = r < R ? fold(sums[r < R ? r : 0]) : _mm256_setzero_ps();
+  LOADOUT_UNROLL for (int r = 0; r < 4; ++r)
+    four[r] = _mm256_add_ps(_mm256_permute2f128_ps(eight[r], eight[r + 4], 0x20),
+                            _mm256_permute2f128_ps(eight[r], eight[r + 4], 0x31));
+  LOADOUT_UNROLL for (int r = 0; r < 2; ++r)
+    two[r] = _mm256_add_ps(_mm256_shuffle_ps(four[2 * r], four[2 * r + 1], 0x44),
+                           _mm256_shuffle_ps(four[2 * r], four[2 * r + 1], 0xee));
+  const __m256 one = _mm256_add_ps(_mm256_shuffle_ps(two[0], two[1], 0x88),
+                                   _mm256_shuffle_ps(two[0], two[1], 0xdd));
+  vstore(y, widened(one), R);
+}
+
+// sums[m][r] += x[m] . a[r] over one chunk.
+template <typename T, int M, int R, typename Load>
+inline void dot_chunk(const T* const* x, const T* a, int64_t in, int64_t i, VF (&sums)[M][R],
+                      Load load) {
+  typename Dot<T>::Chunk chunks[M];
+  LOADOUT_UNROLL for (int m = 0; m < M; ++m) chunks[m] = load(x[m] + i);
+  LOADOUT_UNROLL for (int r = 0; r < R; ++r) {
+    const auto chunk = load(a + r * in + i);
+    LOADOUT_UNROLL for (int m = 0; m < M; ++m)
+      sums[m][r] = Dot<T>::add(sums[m][r], chunks[m], chunk);
+  }
+}
+
+// y[m][r] = x[m] . a[r] for M tokens and R rows of A. `next`: R rows that are wanted soon, or null.
+template <typename T, int M, int R, bool FETCHES>
+void dot_block(const T* const* x, const T* a, int64_t in, T* y, int step, const T* next) {
+  constexpr int SIZE = Dot<T>::SIZE;
+  VF sums[M][R];
+  LOADOUT_UNROLL for (int m = 0; m < M; ++m)
+    LOADOUT_UNROLL for (int r = 0; r < R; ++r) sums[m][r] = vzero();
+  int64_t i = 0;
+  for (; i + SIZE <= in; i += SIZE) {
+    dot_chunk<T>(x, a, in, i, sums, Dot<T>::load);
+    if constexpr (FETCHES)
+      LOADOUT_UNROLL for (int r = 0; r < R; ++r) _mm_prefetch(next + r * in + i, _MM_HINT_T1);
+  }
+  if (const int n = static_cast<int>(in - i))
+    dot_chunk<T>(x, a, in, i, sums, [n](const T* p) { return load_tail(p, n); });
+  LOADOUT_UNROLL for (int m = 0; m < M; ++m) store_sums(sums[m], y + m * step);
+}
+
+template <typename T, int R>
+void dot_tokens(const LoraArgs& args, const LoraItem& item, const T* a, T* y, int step,
+                const T* next) {
+  const int64_t in = args.in_features;
+  const int32_t* tokens = args.plan.tokens + item.first;
+  for (int t = 0; t < item.count;) {
+    const T* x[DOT_TOKENS];
+    const int m = std::min(DOT_TOKENS, item.count - t);
+    for (int i = 0; i < m; ++i)
+      x[i] = static_cast<const T*>(args.x) + tokens[t + i] * args.x_stride;
+    T* part = y + static_cast<int64_t>(t) * step;
+    if (t == 0 && m == 1) dot_block<T, 1, R, true>(x, a, in, part, step, next);
+    else if (t == 0 && m == 2) dot_block<T, 2, R, true>(x, a, in, part, step, next);
+    else if (t == 0) dot_block<T, DOT_TOKENS, R, true>(x, a, in, part, step, next);
+    else if (m == 1) dot_block<T, 1, R, false>(x, a, in, part, step, nullptr);
+    else if (m == 2) dot_block<T, 2, R, false>(x, a, in, part, step, nullptr);
+    else dot_block<T, DOT_TOKENS, R, false>(x, a, in, part, step, nullptr);
+    t += m;
+  }
+}
+
+// Rows [r, end) of A, as many at once as there are left; after them come those at `next`.
+template <typename T, int R>
+void dot_ranks(const LoraArgs& args, const LoraItem& item, const T* a, int64_t r, int64_t end, T* y,
+               int step, const T* next) {
+  const int64_t in = args.in_features;
+  for (; end - r >= R; r += R)
+    dot_tokens<T, R>(args, item, a + r * in, y + r, step, r + R < end ? a + (r + R) * in : next);
+  if constexpr (R > 1)
+    if (r < end) dot_ranks<T, R / 2>(args, item, a, r, end, y, step, next);
+}
+
+}  // namespace
+
+// y = x @ A.T of every item and target.
+template <typename T>
+void lora_shrink(const LoraArgs& args, const Slice& slice) {
+  const int64_t num_items = *args.plan.num_items, num_targets = args.num_targets;
+  // Few parts are split into ranks; how many there are is not known before the table is read.
+  const int64_t whole = num_items * num_targets;
+  const int64_t size = whole >= 8 * slice.num_threads   ? args.max_rank
+                       : 2 * whole >= slice.num_threads ? DOT_RANKS
+                                                        : DOT_RANKS / 2;
+  const int64_t splits = (args.max_rank + size - 1) / size;
+  const auto take = [&] {
+    LoraPart<T> part;
+    for (int64_t i; (i = slice.take()) < whole * splits;) {
+      const LoraItem& item = args.plan.items[i / splits / num_targets];
+      part.k = i / splits % num_targets;
+      part.place = LoraPlace<T>(args, item.slot, part.k);
+      part.begin = i % splits * size;
+      part.end = std::min<int64_t>(part.begin + size, part.place.rank);
+      if (part.begin >= part.end) continue;
+      part.item = &item;
+      break;
+    }
+    return part;
+  };
+  for_lora_parts<T>(take, [&](const LoraPart<T>& part, const LoraPart<T>& next) {
+    const LoraPlace<T>& place = part.place;
+    const int step = y_step(place.rank);
+    T* y = y_of<T>(args, *part.item, part.k);
+    const T* next_a = next.item ? next.place.a + next.begin * args.in_features : place.a;
+    dot_ranks<T, DOT_RANKS>(args, *part.item, place.a, part.begin, part.end, y, step, next_a);
+    if (part.end == place.rank && place.rank < step)
+      for (int t = 0; t < part.item->count; ++t) y[t * step + place.rank] = from_float<T>(0);
+  });
+}
+
+// y = A[token_ids] of every item: the shrunk rows of an embedding are rows of A.
+template <typename T>
+void lora_gather(const LoraArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.plan.num_items);
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    const LoraItem& item = args.plan.items[i];
+    const LoraPlace<T> place(args, item.slot, 0);
+    const int step = y_step(place.rank);
+    T* y = y_of<T>(args, item, 0);
+    for (int t = 0; t < item.count; ++t, y += step) {
+      const int64_t token = args.token_ids[args.plan.tokens[item.first + t]];
+      std::memcpy(y, place.a + token * place.rank, place.rank * sizeof(T));
+      if (place.rank < step) y[place.rank] = from_float<T>(0);
+    }
+  }
+}
+
+}  // namespace loadout
+
+LOADOUT_EXPORT(lora_shrink_float, loadout::LoraArgs, loadout::lora_shrink<float>)
+LOADOUT_EXPORT(lora_shrink_bf16, loadout::LoraArgs, loadout::lora_shrink<loadout::bf16>)
+LOADOUT_EXPORT(lora_gather_float, loadout::LoraArgs, loadout::lora_gather<float>)
+LOADOUT_EXPORT(lora_gather_bf16, loadout::LoraArgs, loadout::lora_gather<loadout::bf16>)
