@@ -13,6 +13,9 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+TILE_QUERIES = 64
+"""Most queries of one tile: neighbours of one row that read keys and values together."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -21,7 +24,9 @@ class AttentionPlan:
     position j's cell is `page_table[r, j // page_size] * page_size + j % page_size`.
 
     Device tensors: `cells` int64 [T] is where the step's tokens go; `query_starts` int32 [R + 1],
-    `context_lengths` int32 [R], `page_table` int32 [R, longest], padded with 0.
+    `context_lengths` int32 [R], `page_table` int32 [R, longest], padded with 0. `tiles` int32
+    [n, 2] cuts the rows of several queries: row, and first query in it. `has_decodes`: whether any
+    row has one query.
     The `host_` arrays are the same facts as numpy; `derived` memoises what a path makes of them.
     """
 
@@ -29,6 +34,8 @@ class AttentionPlan:
     query_starts: Tensor
     context_lengths: Tensor
     page_table: Tensor
+    tiles: Tensor
+    has_decodes: bool
     page_size: int
     host_query_starts: Ints
     host_context_lengths: Ints
@@ -59,6 +66,8 @@ class AttentionPlan:
             query_starts=_to(starts.astype(np.int32), device),
             context_lengths=_to(contexts.astype(np.int32), device),
             page_table=_to(table.astype(np.int32), device),
+            tiles=_to(query_tiles(counts), device),
+            has_decodes=bool((counts == 1).any()),
             page_size=page_size,
             host_query_starts=starts,
             host_context_lengths=contexts,
@@ -77,6 +86,15 @@ class AttentionPlan:
 def cells_of(table: Ints, rows: Ints, positions: Ints, page_size: int) -> Ints:
     """Cell numbers of `positions` of `rows`; the two broadcast against each other."""
     return table[rows, positions // page_size] * page_size + positions % page_size
+
+
+def query_tiles(num_queries: Ints) -> NDArray[np.int32]:
+    """`AttentionPlan.tiles` of rows with so many queries each."""
+    tiles_of = np.where(num_queries > 1, -(-num_queries // TILE_QUERIES), 0)
+    rows = np.repeat(np.arange(len(num_queries)), tiles_of)
+    first_tiles = np.cumsum(tiles_of) - tiles_of
+    firsts = (np.arange(len(rows)) - first_tiles[rows]) * TILE_QUERIES
+    return np.stack((rows, firsts), axis=1).astype(np.int32)
 
 
 def _page_table(page_ids: Sequence[Sequence[int]], contexts: Ints, page_size: int) -> Ints:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "worker.py"
 POISONED_PACKAGES = ("kernels.", "inference_svc.")
 
 
@@ -46,3 +52,48 @@ def assert_close():
         assert error <= ratio * scale, f"{name}: relative RMS {error / scale:.1e} > {ratio:.1e}"
 
     return check
+
+
+class Worker:
+    """A Python process of its own: Triton decides at import whether it interprets or compiles."""
+
+    def __init__(self, operations: Path, interpret: bool) -> None:
+        env = {
+            **os.environ,
+            "TRITON_INTERPRET": "1" if interpret else "0",
+            "PYTHONPATH": str(ROOT),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(operations)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
+
+    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of the operations there; raises what it raised, as text."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump((operation, args, kwargs), self._process.stdin)
+        self._process.stdin.flush()
+        ok, result = pickle.load(self._process.stdout)
+        if not ok:
+            raise RuntimeError(result)
+        return result
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def start_worker():
+    """`start_worker(operations, interpret)`: see worker.py."""
+    workers: list[Worker] = []
+
+    def start(operations: Path, *, interpret: bool) -> Worker:
+        workers.append(Worker(operations, interpret))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,7 @@ from kernels.lora import (
     reference,
 )
 
-WORKER = Path(__file__).parent / "worker.py"
+OPERATIONS = Path(__file__).parent / "operations.py"
 RANKS = (1, 3, 8, 16, 33, 64)
 NUM_SLOTS = 36
 EMBEDDING = 0
@@ -174,35 +170,11 @@ def slots_of():
     return slots
 
 
-class Worker:
-    """A Python process of its own: Triton decides at import whether it interprets or compiles."""
-
-    def __init__(self, interpret: bool) -> None:
-        env = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-        )
-
-    def call(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of worker.py there; raises what it raised, as text."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump((operation, args, kwargs), self._process.stdin)
-        self._process.stdin.flush()
-        ok, result = pickle.load(self._process.stdout)
-        if not ok:
-            raise RuntimeError(result)
-        return result
-
-    def close(self) -> None:
-        self._process.communicate(timeout=30)
-
-
-class Interpreter(Worker):
+@dataclass
+class Interpreter:
     """The Triton operations in the interpreter; they return the new `out`."""
 
-    def __init__(self) -> None:
-        super().__init__(interpret=True)
+    call: Callable[..., Any]
 
     def add_lora(
         self, adapters: Adapters, out: torch.Tensor, x: torch.Tensor, plan: LoraPlan,
@@ -224,14 +196,10 @@ def _without_views(table: LoraTable) -> LoraTable:
 
 
 @pytest.fixture(scope="session")
-def interpreter():
-    worker = Interpreter()
-    yield worker
-    worker.close()
+def interpreter(start_worker):
+    return Interpreter(start_worker(OPERATIONS, interpret=True).call)
 
 
 @pytest.fixture(scope="session")
-def compiler():
-    worker = Worker(interpret=False)
-    yield worker
-    worker.close()
+def compiler(start_worker):
+    return start_worker(OPERATIONS, interpret=False)

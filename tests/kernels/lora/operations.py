@@ -1,19 +1,11 @@
-"""Runs the Triton operations in a process of their own; requests and answers are pickles.
-
-Started by a fixture, with TRITON_INTERPRET set or not: Triton reads it once, when imported.
-"""
+"""The Triton operations of LoRA as tests/kernels/worker.py runs them."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import pickle
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
+from worker import CompileOnly, NoDevice
 
 from kernels.lora import LoraGroup, LoraPlan, LoraTable, triton_kernels, triton_ops
 
@@ -37,38 +29,6 @@ def add_lora_embedding(
 ) -> torch.Tensor:
     triton_ops.add_lora_embedding(out, token_ids, table.arena, table, plan, target)
     return out
-
-
-class NoDevice:
-    """Stands for a driver where there is no GPU: enough for a launch to be compiled."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-
-class CompileOnly:
-    """A kernel whose launches only compile, specialised exactly as the launch would be."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.compiled: list[Any] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.compiled.append(self.kernel.run(*args, grid=grid, warmup=True, **kwargs))
-
-        return launch
 
 
 def compile_launches(
@@ -121,37 +81,3 @@ def count_compilations(*args: Any, first_targets: list[int], steps: list[list[in
 OPERATIONS = {
     f.__name__: f for f in (add_lora, add_lora_embedding, compile_ptx, count_compilations)
 }
-
-
-def poison_memory() -> None:
-    """As in the tests' own process: see tests/kernels/conftest.py."""
-    path = Path(__file__).parents[1] / "conftest.py"
-    spec = importlib.util.spec_from_file_location("kernels_conftest", path)
-    assert spec is not None
-    assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    torch.empty = conftest.poisoned(torch.empty)
-
-
-def main() -> None:
-    # What libraries print must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
-    poison_memory()
-    while True:
-        try:
-            operation, args, kwargs = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer = (True, OPERATIONS[operation](*args, **kwargs))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

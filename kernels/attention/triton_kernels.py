@@ -1,0 +1,254 @@
+"""The Triton kernels of paged attention: store, decode, combine, prefill.
+
+All read where things lie from device memory: page tables, context lengths, where a row's queries
+start. A grid depends on the number of rows or tiles and on nothing else, so that one captured graph
+serves any lengths. The cache is laid out in rows (see kv_cache.py); its strides are arguments.
+
+Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, R rows, G query heads
+that share a key head, D head_dim.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+# Their values change from step to step: none is worth a compilation.
+VARYING = ("num_tokens",)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def normalised(b_x1, b_x2, p_weight, o_d, m_d, eps, HALF: tl.constexpr):
+    """RMSNorm over both halves of a head; the product with the weight is in the weight's dtype."""
+    dtype = p_weight.dtype.element_ty
+    total = tl.sum(b_x1 * b_x1, axis=1) + tl.sum(b_x2 * b_x2, axis=1)
+    factor = 1.0 / tl.sqrt(total / (2 * HALF) + eps)
+    b_w1 = tl.load(p_weight + o_d, mask=m_d, other=0.0)
+    b_w2 = tl.load(p_weight + HALF + o_d, mask=m_d, other=0.0)
+    b_x1 = (b_x1 * factor[:, None]).to(dtype) * b_w1[None, :]
+    b_x2 = (b_x2 * factor[:, None]).to(dtype) * b_w2[None, :]
+    return b_x1.to(tl.float32), b_x2.to(tl.float32)
+
+
+@triton.jit
+def rotated(b_x1, b_x2, p_cos, p_sin, o_rows, m_block, o_d, HALF: tl.constexpr):
+    """Element i turns with element i + D / 2. `sin` [T, D] has the sign of the rotation."""
+    o_1 = o_rows[:, None] + o_d[None, :]
+    b_cos1 = tl.load(p_cos + o_1, mask=m_block, other=0.0).to(tl.float32)
+    b_cos2 = tl.load(p_cos + o_1 + HALF, mask=m_block, other=0.0).to(tl.float32)
+    b_sin1 = tl.load(p_sin + o_1, mask=m_block, other=0.0).to(tl.float32)
+    b_sin2 = tl.load(p_sin + o_1 + HALF, mask=m_block, other=0.0).to(tl.float32)
+    return b_x1 * b_cos1 + b_x2 * b_sin1, b_x2 * b_cos2 + b_x1 * b_sin2
+
+
+@triton.jit(do_not_specialize=VARYING)
+def store_kernel(
+    qkv, kv, cells, cos, sin, q_norm, k_norm, num_tokens, eps,
+    qkv_stride, page_stride, head_stride, side_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Norms and rotates q in place; norms and rotates k, and puts k and v into their cells.
+
+    qkv: [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * D]; kv: one layer of the cache; cells int64 [T];
+    cos, sin: [T, D]; q_norm, k_norm: [D], or None. Grid: (blocks of tokens, heads of q, k and v).
+    """
+    D: tl.constexpr = 2 * HALF
+    i_h = tl.program_id(1)
+    o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    m_t = o_t < num_tokens
+    o_d = tl.arange(0, BLOCK_H)
+    m_d = o_d < HALF
+    m_block = m_t[:, None] & m_d[None, :]
+    o_t = o_t.to(tl.int64)
+    # [BLOCK_T, BLOCK_H]
+    p_x = qkv + o_t[:, None] * qkv_stride + i_h * D + o_d[None, :]
+    b_x1 = tl.load(p_x, mask=m_block, other=0.0).to(tl.float32)
+    b_x2 = tl.load(p_x + HALF, mask=m_block, other=0.0).to(tl.float32)
+    dtype = qkv.dtype.element_ty
+    if i_h < NUM_HEADS:
+        if q_norm is not None:
+            b_x1, b_x2 = normalised(b_x1, b_x2, q_norm, o_d, m_d, eps, HALF)
+        b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_t * D, m_block, o_d, HALF)
+        tl.store(p_x, b_x1.to(dtype), mask=m_block)
+        tl.store(p_x + HALF, b_x2.to(dtype), mask=m_block)
+    else:
+        i_kv = i_h - NUM_HEADS
+        i_side = i_kv // NUM_KV_HEADS
+        if i_side == 0:
+            if k_norm is not None:
+                b_x1, b_x2 = normalised(b_x1, b_x2, k_norm, o_d, m_d, eps, HALF)
+            b_x1, b_x2 = rotated(b_x1, b_x2, cos, sin, o_t * D, m_block, o_d, HALF)
+        b_cell = tl.load(cells + o_t, mask=m_t, other=0)
+        o_cell = (b_cell // PAGE_SIZE) * page_stride + (b_cell % PAGE_SIZE) * D
+        o_cell += (i_kv % NUM_KV_HEADS) * head_stride + i_side * side_stride
+        p_kv = kv + o_cell[:, None] + o_d[None, :]
+        tl.store(p_kv, b_x1.to(dtype), mask=m_block)
+        tl.store(p_kv + HALF, b_x2.to(dtype), mask=m_block)
+
+
+@triton.jit
+def load_pair(
+    p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride,
+    PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [BLOCK_N, BLOCK_D] of the positions `o_n` of one row and key head."""
+    b_page = tl.load(p_pages + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
+    p_k = p_kv + (b_page * page_stride + (o_n % PAGE_SIZE) * D)[:, None] + o_d[None, :]
+    m_kv = m_n[:, None] & m_d[None, :]
+    b_k = tl.load(p_k, mask=m_kv, other=0.0)
+    b_v = tl.load(p_k + side_stride, mask=m_kv, other=0.0)
+    return b_k, b_v
+
+
+@triton.jit
+def attended(b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION: tl.constexpr):
+    """One more block of keys and values in a running softmax (base 2)."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+    b_s = tl.where(m_seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+    # A query that has seen nothing yet has no maximum.
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_keep = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_keep + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_keep[:, None]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def decode_kernel(
+    out, parts, lses, q, kv, query_starts, context_lengths, page_table, scale,
+    q_stride, table_stride, page_stride, head_stride, side_stride,
+    NUM_KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of one query: the G heads of one key head over one split of the context.
+
+    q: [T, heads, D]; out: [T, heads, D], written when SPLITS is 1; else parts
+    [R, heads, SPLITS, D] and lses [R, heads, SPLITS], fp32. Grid: (R, NUM_KV_HEADS, SPLITS).
+    Rows of several queries are left alone. WINDOW 0: none.
+    """
+    i_r, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(query_starts + i_r)
+    if tl.load(query_starts + i_r + 1) - token != 1:
+        return
+    context = tl.load(context_lengths + i_r)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0)
+    first_block = first // BLOCK_N
+    share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_block, SPLITS)
+    begin = (first_block + i_s * share) * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, context)
+
+    o_g = tl.arange(0, BLOCK_G)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    m_q = (o_g < G)[:, None] & m_d[None, :]
+    o_head = i_h * G + o_g
+    p_q = q + token.to(tl.int64) * q_stride + o_head[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
+    p_pages = page_table + i_r.to(tl.int64) * table_stride
+    p_kv = kv + i_h * head_stride
+    b_acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
+    for start in tl.range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = (o_n < end) & (o_n >= first)
+        b_k, b_v = load_pair(
+            p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
+        )  # fmt: skip
+        b_acc, b_max, b_sum = attended(
+            b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, PRECISION
+        )  # fmt: skip
+    # A split without positions has the weight 0.
+    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    if SPLITS == 1:
+        p_out = out + (token.to(tl.int64) * (NUM_KV_HEADS * G) + o_head)[:, None] * D + o_d[None, :]
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
+    else:
+        o_part = (i_r.to(tl.int64) * (NUM_KV_HEADS * G) + o_head) * SPLITS + i_s
+        tl.store(parts + o_part[:, None] * D + o_d[None, :], b_out, mask=m_q)
+        b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_sum), float("-inf"))
+        tl.store(lses + o_part, b_lse, mask=o_g < G)
+
+
+@triton.jit
+def combine_kernel(
+    out, parts, lses, query_starts,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out = the splits' parts, weighted by 2 ** lse. SPLITS is a power of 2. Grid: (R, heads)."""
+    i_r, i_h = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + i_r)
+    if tl.load(query_starts + i_r + 1) - token != 1:
+        return
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    o_part = (i_r.to(tl.int64) * NUM_HEADS + i_h) * SPLITS + tl.arange(0, SPLITS)
+    b_lse = tl.load(lses + o_part)
+    b_weight = tl.exp2(b_lse - tl.max(b_lse, axis=0))
+    # [SPLITS, BLOCK_D]
+    b_part = tl.load(parts + o_part[:, None] * D + o_d[None, :], mask=m_d[None, :], other=0.0)
+    b_out = tl.sum(b_part * b_weight[:, None], axis=0) / tl.sum(b_weight, axis=0)
+    p_out = out + (token.to(tl.int64) * NUM_HEADS + i_h) * D + o_d
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_d)
+
+
+@triton.jit
+def prefill_kernel(
+    out, q, kv, tiles, query_starts, context_lengths, page_table, scale,
+    q_stride, table_stride, page_stride, head_stride, side_stride,
+    NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_M neighbouring queries of one row and head over all that they see.
+
+    tiles: int32 [n, 2], row and first query in it. Grid: (n, NUM_HEADS).
+    """
+    i_r = tl.load(tiles + tl.program_id(0) * 2)
+    first_query = tl.load(tiles + tl.program_id(0) * 2 + 1)
+    i_h = tl.program_id(1)
+    row_start = tl.load(query_starts + i_r)
+    num_queries = tl.load(query_starts + i_r + 1) - row_start
+    context = tl.load(context_lengths + i_r)
+
+    o_m = first_query + tl.arange(0, BLOCK_M)
+    b_position = context - num_queries + o_m
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    m_q = (o_m < num_queries)[:, None] & m_d[None, :]
+    o_token = (row_start + o_m).to(tl.int64)
+    p_q = q + o_token[:, None] * q_stride + i_h * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
+    p_pages = page_table + i_r.to(tl.int64) * table_stride
+    p_kv = kv + (i_h // G) * head_stride
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    first_position = context - num_queries + first_query
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(first_position + BLOCK_M, context)
+    for start in tl.range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < end
+        b_k, b_v = load_pair(
+            p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
+        )  # fmt: skip
+        m_seen = (o_n[None, :] <= b_position[:, None]) & m_n[None, :]
+        if WINDOW > 0:
+            m_seen = m_seen & (o_n[None, :] > b_position[:, None] - WINDOW)
+        b_acc, b_max, b_sum = attended(
+            b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION
+        )  # fmt: skip
+    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    p_out = out + (o_token * NUM_HEADS + i_h)[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)

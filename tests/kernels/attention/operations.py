@@ -1,0 +1,63 @@
+"""The Triton operations of attention as tests/kernels/worker.py runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from worker import CompileOnly, NoDevice
+
+from kernels.attention import AttentionPlan, KVCache, triton_kernels, triton_ops
+
+
+def attend(
+    q: torch.Tensor, cache: KVCache, layer: int, plan: AttentionPlan, **options: Any
+) -> torch.Tensor:
+    """`splits` overrides how many shares a context is cut into."""
+    splits = options.pop("splits", None)
+    before = triton_ops.num_splits
+    if splits is not None:
+        triton_ops.num_splits = lambda num_rows, num_kv_heads: splits
+    try:
+        return triton_ops.attend(q, cache, layer, plan, **options)
+    finally:
+        triton_ops.num_splits = before
+
+
+def rotate_and_store(
+    qkv: torch.Tensor, cache: KVCache, *args: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new qkv and the new data of the cache."""
+    triton_ops.rotate_and_store(qkv, cache, *args, **options)
+    return qkv, cache.data
+
+
+def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]) -> dict[str, str]:
+    """The PTX of a step of `rows` (first position, queries) of a model of the Llama-3-8B shape, by
+    name of the kernel; raises where a kernel does not compile."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(capability))
+    shape = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
+    cache = KVCache.allocate(**shape, dtype=dtype)
+    pages = [[0] * (1 + (first + count) // 16) for first, count in rows]
+    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, 16)
+    names = ("store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel")
+    kernels = {name: getattr(triton_kernels, name) for name in names}
+    launches = {name: CompileOnly(kernel) for name, kernel in kernels.items()}
+    vars(triton_kernels).update(launches)
+    try:
+        num_tokens = len(plan.cells)
+        qkv = torch.zeros(num_tokens, 48 * 128, dtype=dtype)
+        angles = torch.zeros(num_tokens, 1, 128, dtype=dtype)
+        triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, angles, angles)
+        q = qkv[:, : 32 * 128].view(num_tokens, 32, 128)
+        triton_ops.attend(q, cache, 0, plan, scale=0.1)
+    finally:
+        vars(triton_kernels).update(kernels)
+    return {
+        name: launch.compiled[0].asm["ptx"] for name, launch in launches.items() if launch.compiled
+    }
+
+
+OPERATIONS = {f.__name__: f for f in (attend, rotate_and_store, compile_ptx)}

@@ -1,0 +1,123 @@
+"""The Triton kernels, run by Triton's interpreter, against the definition; and compiled for sm_90
+without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import KVCache, reference
+
+OPERATIONS = Path(__file__).parent / "operations.py"
+FP32 = torch.float32
+TOLERANCES = {FP32: 2e-6, torch.float16: 1e-3}
+DECODE = [(0, 1), (130, 1), (7, 1), (63, 1)]
+MIXED = [(0, 17), (40, 1), (70, 5), (0, 1), (0, 66)]
+
+
+@pytest.fixture(scope="module")
+def interpreter(start_worker):
+    return start_worker(OPERATIONS, interpret=True)
+
+
+@pytest.fixture(scope="module")
+def compiler(start_worker):
+    return start_worker(OPERATIONS, interpret=False)
+
+
+@pytest.mark.parametrize(
+    ("splits", "window", "dtype"),
+    [(1, None, FP32), (4, None, torch.float16), (1, 6, torch.float16), (4, 100, FP32)],
+    ids=str,
+)
+def test_decode(make_case, interpreter, assert_close, splits, window, dtype):
+    """One share of the context and several, of which some are empty."""
+    q, cache, plan = make_case(DECODE, dtype=dtype)
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
+    got = interpreter.call("attend", q, cache, 1, plan, scale=0.3, window=window, splits=splits)
+    assert_close("out", wanted, got, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_size", "window", "dtype"),
+    [(2, 2, 16, 16, 9, FP32), (3, 1, 24, 3, None, torch.float16)],
+    ids=str,
+)
+def test_mixed_batch(
+    make_case,
+    interpreter,
+    assert_close,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    page_size,
+    window,
+    dtype,
+):
+    q, cache, plan = make_case(
+        MIXED,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
+    got = interpreter.call("attend", q, cache, 1, plan, scale=0.3, window=window)
+    assert_close("out", wanted, got, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
+    """Against the steps one by one, in torch."""
+    heads, kv_heads, dim = 3, 1, 12
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
+    angles = torch.randn(num_tokens, 1, dim // 2)
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
+    cache = KVCache.allocate(num_layers=2, dtype=FP32, **shape)
+    cells = torch.randperm(400)[:num_tokens]
+    q_norm, k_norm = (torch.rand(dim) + 0.5 for _ in range(2)) if has_norms else (None, None)
+
+    def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        if norm is not None:
+            x = torch.nn.functional.rms_norm(x, (dim,), norm, 1e-5)
+        return x * cos + x.roll(dim // 2, dims=-1) * sin
+
+    q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+    turned_q, turned_k = turned(q, q_norm), turned(k, k_norm)
+    got_qkv, got_data = interpreter.call(
+        "rotate_and_store", qkv, cache, 1, cells, cos, sin, q_norm, k_norm, 1e-5
+    )
+    assert_close("q", turned_q.flatten(1), got_qkv[:, : heads * dim], 1e-6)
+    assert torch.equal(got_qkv[:, heads * dim :], qkv[:, heads * dim :])
+    cache.write(1, cells, torch.cat((turned_k, v), dim=1).flatten(1))
+    assert_close("cache", cache.data, got_data, 1e-6)
+
+
+def vector_loads(ptx: str) -> int:
+    direct = re.findall(r"ld\.global(?:\.\w+)*\.v4\.[bfu]32", ptx)
+    return len(direct) + len(re.findall(r"cp\.async\.cg\.shared\.global", ptx))
+
+
+def element_loads(ptx: str) -> int:
+    return len(re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", ptx))
+
+
+def test_keys_and_values_are_loaded_as_vectors(compiler):
+    ptx = compiler.call("compile_ptx", 90, torch.bfloat16, [(100, 1), (0, 100)])
+    assert set(ptx) == {"store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel"}
+    for name in ("decode_kernel", "prefill_kernel"):
+        # 64 keys and 64 values of 128 elements, by 128 threads of 16 bytes: 8 loads each.
+        assert vector_loads(ptx[name]) >= 16, name
+        assert element_loads(ptx[name]) == 0, name
+        assert re.search(r"wgmma\.mma_async|mma\.sync", ptx[name]), name
+
+
+def test_fp32_compiles_without_reduced_precision(compiler):
+    ptx = compiler.call("compile_ptx", 90, FP32, [(100, 1)])
+    assert not any("tf32" in kernel for kernel in ptx.values())
