@@ -38,16 +38,24 @@ fuzz: $(VENV)/.installed-fuzz
 
 # Ours, quick. Each is a command of its own with more to ask for: see bench/README.md.
 bench: $(VENV)/.installed-bench
+	$(BIN)/python -m bench.floor
 	$(BIN)/python -m bench.w1 --rounds 3
+	$(BIN)/python -m bench.w2
+	$(BIN)/python -m bench.w3 --rounds 1
+	$(BIN)/python -m bench.w4 --n 0 5 1000 --alpha 1 --window 10
+	$(BIN)/python -m bench.w5
 
 # The peers in environments of their own under .bench, then the same work on all, taking turns.
 bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.w1 --sides ours,ours-grpc,vllm,peft --out bench/results/w1_peers.json
+	$(BIN)/python -m bench.w2 --peers vllm --out bench/results/w2_peers.json
 
-# The store killed 200 times at random moments, over SQLite, and one of two replicas over
-# PostgreSQL and S3; `make test` has some of them. Give a printed seed again by SOAK="--seed N".
+# The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random
+# moments, over SQLite, and one of two replicas over PostgreSQL and S3. `make test` has some of
+# each. Give a printed seed again by SOAK="--seed N".
 soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak.inference --seconds 600 $(SOAK)
 	$(BIN)/python -m tests.soak.store --kills 200 --catalog sqlite $(SOAK)
 	$(BIN)/python -m tests.soak.store --kills 200 --catalog postgresql $(SOAK)
 

@@ -15,6 +15,7 @@ from inference_svc.core import (
     Cancel,
     Command,
     EngineStatus,
+    FinishReason,
     LayoutAccepted,
     Request,
     SamplingParams,
@@ -38,6 +39,7 @@ class Track:
     num_tokens: int = 0
     token_times_s: list[float] = field(default_factory=list)
     error: Exception | None = None
+    finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
     is_done: bool = False
@@ -97,6 +99,13 @@ class BenchEngine:
             if not self._news.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("requests did not end")
 
+    def wait_any(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Until one has ended. Raises TimeoutError."""
+        waiting = list(tracks)
+        with self._news:
+            if not self._news.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
+                raise TimeoutError("no request ended")
+
     def call(self, command: Command, digest: str = "", *, pin: bool = False) -> Any:
         """The command's result. Raises what the engine answers."""
         number = next(self._numbers)
@@ -125,6 +134,14 @@ class BenchEngine:
         status: EngineStatus = self.call(Command.DESCRIBE)
         return status
 
+    def check_idle(self) -> None:
+        """Asserts that the engine's accounts agree, and that nothing is held."""
+        built = self.door.built
+        built.engine.check_integrity()
+        assert built.engine.scheduler.pages.num_used == 0, "pages are held"
+        assert not built.engine.sequences, "sequences are held"
+        assert all(r.users == 0 for r in built.residency.device.residents()), "pins are held"
+
     def stop(self) -> None:
         self.door.stop()
 
@@ -137,7 +154,8 @@ class BenchEngine:
                     track.num_tokens += len(output.token_ids)
                     track.token_times_s.append(now_s)
                 if output.is_last:
-                    track.error, track.usage = output.error, output.usage
+                    track.error, track.finish_reason = output.error, output.finish_reason
+                    track.usage = output.usage
                     track.timings, track.is_done = output.timings, True
                     del self._tracks[output.request_id]
             for reply in said.replies:

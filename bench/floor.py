@@ -3,7 +3,7 @@
     python -m bench.floor [--model bench-200m] [--rounds 5] [--out bench/results/floor.json]
 
 Matrix products run on weights that oneDNN has packed, one layer's after the other as in a step, so
-that they come from memory. Everything is the best of the rounds' medians' kind: medians.
+that they come from memory. Medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench.models import RANK, SHAPES
+from bench.models import SHAPES, image_bytes, projections
 from bench.results import FOLDER, median, show, write
 from bench.store_process import bench_store
 from bench.store_pull import read_raw
@@ -35,17 +35,14 @@ class ModelFloor:
     """The products of one model. Shapes are [out, in]; q, k, v are one product, gate and up too."""
 
     def __init__(self, name: str) -> None:
-        shape = SHAPES[name]
-        hidden, mlp = shape["hidden_size"], shape["intermediate_size"]
-        kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-        self.num_layers = int(shape["num_hidden_layers"])
-        self.vocab = int(shape["vocab_size"])
-        self.hidden = int(hidden)
-        self.layer_shapes = [(hidden + 2 * kv, hidden), (hidden, hidden)]
+        sizes = projections(name)
+        hidden, mlp = sizes["down_proj"][1], sizes["down_proj"][0]
+        self.num_layers = int(SHAPES[name]["num_hidden_layers"])
+        self.vocab = int(SHAPES[name]["vocab_size"])
+        self.hidden = hidden
+        self.layer_shapes = [(hidden + 2 * sizes["k_proj"][1], hidden), (hidden, hidden)]
         self.layer_shapes += [(2 * mlp, hidden), (hidden, mlp)]
-        lora = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
-        lora += [(mlp, hidden), (mlp, hidden), (hidden, mlp)]
-        self.adapter_bytes = 2 * RANK * self.num_layers * sum(out + into for out, into in lora)
+        self.adapter_bytes = image_bytes(name)
         self._weights = [
             [_random(*shape) for shape in self.layer_shapes] for _ in range(self.num_layers)
         ]

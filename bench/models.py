@@ -35,10 +35,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
+    "bench-tiny": {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
-"""bench-200m has 197 M parameters, bench-1b 1.1 G."""
+"""bench-200m has 197 M parameters, bench-1b 1.1 G; bench-tiny is for trying things out."""
 RANK = 16
 ROOT = Path(".bench/models")
+
+
+def projections(name: str) -> dict[str, tuple[int, int]]:
+    """(in, out) features of each target of one layer."""
+    shape = SHAPES[name]
+    hidden, mlp = int(shape["hidden_size"]), int(shape["intermediate_size"])
+    kv = hidden // int(shape["num_attention_heads"]) * int(shape["num_key_value_heads"])
+    sizes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+    return dict(zip(TARGETS, [*sizes, (hidden, mlp), (hidden, mlp), (mlp, hidden)], strict=True))
+
+
+def image_bytes(name: str) -> int:
+    """Of one adapter's bf16 image, whose segments need no padding at this rank."""
+    features = sum(into + out for into, out in projections(name).values())
+    return 2 * RANK * features * int(SHAPES[name]["num_hidden_layers"])
+
+
+def arena_bytes(name: str, num_adapters: int) -> int:
+    """Holds so many, or one that also changes the embedding and the head."""
+    largest = 4 * RANK * (int(SHAPES[name]["vocab_size"]) + int(SHAPES[name]["hidden_size"]))
+    return image_bytes(name) * num_adapters + (largest if num_adapters == 1 else 0)
+
+
+def kv_bytes(name: str, num_tokens: int) -> int:
+    """Keys and values of so many tokens."""
+    return 4 * num_tokens * projections(name)["k_proj"][1] * int(SHAPES[name]["num_hidden_layers"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +88,9 @@ class Prepared:
         return int(SHAPES[self.name]["vocab_size"])
 
 
-def prepare(name: str, num_adapters: int) -> Prepared:
+def prepare(name: str, num_adapters: int, root: Path = ROOT) -> Prepared:
     """Makes what is not there yet."""
-    root = (ROOT / name).resolve()
+    root = (root / name).resolve()
     model_dir = root / "model"
     if not model_dir.is_dir():
         shutil.rmtree(root, ignore_errors=True)

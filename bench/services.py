@@ -9,17 +9,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import grpc
+
 from bench.machine import compute_path
-from bench.models import ROOT
+from bench.models import ROOT, arena_bytes
+from bench.store_process import CHANNEL_OPTIONS
 from loadout import Client
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from loadout.demo.system import System, SystemSettings
 from loadout.prometheus import Metrics, scrape
-from loadout.types import ImageState
+from loadout.types import ImageState, Registration
 
 READY_TIMEOUT_S = 120.0
 POLL_S = 0.01
-ARENA_BYTES_PER_RANK = 2 << 20
-"""More than one rank of an adapter of the largest model here takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,13 @@ class Wanted:
     source_root: Path | None = None
 
     def inference_flags(self) -> list[str]:
-        arena_bytes = ARENA_BYTES_PER_RANK * self.max_rank * self.max_resident
         flags = {
             "--num-threads": self.num_threads,
             "--max-sequences": self.max_sequences,
             "--max-model-len": self.max_len,
             "--max-loras": self.max_resident,
             "--max-lora-rank": self.max_rank,
-            "--adapter-memory": arena_bytes,
+            "--adapter-memory": arena_bytes(self.base_model, self.max_resident),
             "--kv-memory": 2 << 30,
             "--dtype": "bfloat16",
             "--device": "cpu",
@@ -93,11 +95,22 @@ class Services:
         self.client.close()
         self._system.__exit__(kind, error, traceback)
 
-    def register(self, name: str, folder: Path, *, compiled: bool = True) -> None:
+    def register(self, name: str, folder: Path, *, compiled: bool = True) -> Registration:
         """From a local folder that the store reads; waits until its image is there, if asked to."""
-        self.client.register(name, f"file://{folder.resolve()}")
+        registration = self.client.register(name, f"file://{folder.resolve()}")
         if compiled:
             self.wait_compiled(name)
+        return registration
+
+    def pull_once(self, name: str) -> None:
+        """Pulls an image as the inference service will, so that it is in the store's memory."""
+        adapter = self.client.get(name)
+        with grpc.insecure_channel(self.store, CHANNEL_OPTIONS) as channel:
+            stub = pb_grpc.AdapterStoreServiceStub(channel)
+            for state in adapter.layout_states:
+                request = pb.PullAdapterRequest(digest=adapter.digest, layout_id=state.layout_id)
+                for _ in stub.PullAdapter(request):
+                    pass
 
     def wait_compiled(self, name: str) -> None:
         """Raises TimeoutError when its image is not there in good time."""

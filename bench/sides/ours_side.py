@@ -10,11 +10,9 @@ import torch
 from bench.engine import BenchEngine
 from bench.machine import compute_path
 from bench.memory_store import MemoryStore
+from bench.models import arena_bytes
 from bench.sides.protocol import Done, Job, Spec
 from inference_svc.engine.config import EngineConfig
-
-ARENA_BYTES_PER_RANK = 2 << 20
-"""More than one rank of an adapter of the largest model here takes."""
 
 
 class OursSide:
@@ -28,7 +26,7 @@ class OursSide:
             max_sequences=spec.max_sequences,
             max_model_len=spec.max_len,
             kv_bytes=2 << 30,
-            arena_bytes=ARENA_BYTES_PER_RANK * spec.max_rank * max(spec.max_resident, 1),
+            arena_bytes=arena_bytes(spec.base_model, max(spec.max_resident, 1)),
             max_loras=max(spec.max_resident, 1),
             max_lora_rank=spec.max_rank,
             prefix_cache=False,

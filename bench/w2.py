@@ -1,0 +1,208 @@
+"""W2: time to the first token of one request of 32 tokens: base, resident adapter, cold adapter.
+
+    python -m bench.w2 [--model bench-200m] [--peers vllm] [--rounds 10] [--out FILE]
+
+Over gRPC, from both services as processes: cold means compiled in the store's memory and never
+before on this inference service; "registered and cold" begins with RegisterAdapter from a local
+folder. In-process, beside vLLM, whose cold adapters come from a local folder. All take turns within
+a round, and the rates of a plain gRPC stream and of sha256 are measured in the same run, for
+
+    cold <= base + 2 * (image / stream rate + image / hash rate) + 5 ms
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.floor import hash_rate, stream_rate
+from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
+from bench.plots import plot_bars
+from bench.results import FOLDER, median, show, write
+from bench.services import Services, Wanted
+from bench.sides.child import KINDS, Child
+from bench.sides.protocol import Ask, Job
+from bench.w1 import THREADS, check_comparable, make_spec
+
+NUM_IN = 32
+MAX_LEN = 512
+MAX_RESIDENT = 16
+ALLOWED_S = 0.005
+"""What a cold load may cost beside its bytes."""
+
+PAUSE_S = 0.05
+"""Until threads that wait for work no longer spin."""
+
+Times = dict[str, list[float]]
+
+
+class OverGrpc:
+    """Both services; each measurement in seconds."""
+
+    def __init__(self, prepared: Prepared, services: Services, folders: Iterator[Path]) -> None:
+        self._services = services
+        self._folders = folders
+        self._prompt = prompts(1, NUM_IN, prepared.vocab)[0]
+        self._number = 0
+        services.register("resident", prepared.adapters["0"])
+        services.client.load("resident")
+
+    def base(self) -> float:
+        return self._first_token()
+
+    def resident(self) -> float:
+        return self._first_token("resident")
+
+    def cold(self) -> float:
+        name = self._name()
+        self._services.register(name, next(self._folders))
+        self._services.pull_once(name)
+        return self._first_token(name)
+
+    def registered_and_cold(self) -> float:
+        name, folder = self._name(), next(self._folders)
+        began_s = time.perf_counter()
+        registration = self._services.register(name, folder, compiled=False)
+        self._first_token(name, registration.revision)
+        return time.perf_counter() - began_s
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"cold-{self._number}"
+
+    def _first_token(self, adapter: str = "", min_revision: int = 0) -> float:
+        began_s = time.perf_counter()
+        chunks = self._services.client.generate(
+            self._prompt,
+            adapter=adapter,
+            min_revision=min_revision,
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+        )
+        next(chunk for chunk in chunks if chunk.token_ids)
+        return time.perf_counter() - began_s
+
+
+class InChild:
+    """A side in its process: one token, timed there."""
+
+    def __init__(self, prepared: Prepared, child: Child, folders: Iterator[Path]) -> None:
+        self._child = child
+        self._folders = folders
+        self._prompt = prompts(1, NUM_IN, prepared.vocab)[0]
+        self._number = 0
+        child.set_resident(["0"])
+
+    def base(self) -> float:
+        return self._first_token("")
+
+    def resident(self) -> float:
+        return self._first_token("0")
+
+    def cold(self) -> float:
+        """From a local folder."""
+        self._number += 1
+        name = f"cold-{self._number}"
+        self._child.register(name, next(self._folders))
+        return self._first_token(name)
+
+    def _first_token(self, adapter: str) -> float:
+        return self._child.run(Job([Ask(self._prompt, 1, adapter)])).seconds
+
+
+def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]:
+    times: Times = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+        folders = make_variants(prepared.adapters["0"], folder / "adapters")
+        wanted = Wanted(
+            prepared.model_dir,
+            prepared.name,
+            max_resident=MAX_RESIDENT,
+            max_rank=RANK,
+            max_sequences=MAX_RESIDENT,
+            max_len=MAX_LEN,
+            num_threads=THREADS,
+            prefix_cache=False,
+            source_root=folder,
+        )
+        services = stack.enter_context(Services(wanted, folder))
+        grpc = OverGrpc(prepared, services, folders)
+        works: dict[str, Callable[[], float]] = {
+            "gRPC base": grpc.base,
+            "gRPC resident": grpc.resident,
+            "gRPC cold": grpc.cold,
+            "gRPC registered and cold": grpc.registered_and_cold,
+        }
+        spec = replace(make_spec(prepared), max_sequences=MAX_RESIDENT)
+        for peer in ["ours", *peers]:
+            child = stack.enter_context(Child(peer, spec, folder / peer))
+            side = InChild(prepared, child, folders)
+            works |= {f"{peer} base": side.base, f"{peer} resident": side.resident}
+            if peer != "ours":  # its cold is measured over gRPC: in-process it has no store
+                works[f"{peer} cold"] = side.cold
+        for round_index in range(rounds + 1):
+            for what, work in works.items():
+                time.sleep(PAUSE_S)
+                found = work()
+                if round_index:
+                    times.setdefault(what, []).append(found)
+    return {"seconds": times, "stream_rate": stream_rate(), "hash_rate": hash_rate()}
+
+
+def summarize(found: dict[str, Any], num_bytes: int) -> dict[str, Any]:
+    medians = {what: median(times) for what, times in found["seconds"].items()}
+    base = medians["gRPC base"]
+    transfer_s = num_bytes / found["stream_rate"] + num_bytes / found["hash_rate"]
+    ratios = {
+        what: seconds / medians[what.partition(" ")[0] + " base"]
+        for what, seconds in medians.items()
+        if not what.endswith(" base")
+    }
+    cold_limit_s = base + 2 * transfer_s + ALLOWED_S
+    return {
+        "seconds": medians,
+        "over base": ratios,
+        "cold_limit_s": cold_limit_s,
+        "gRPC cold / its limit": medians["gRPC cold"] / cold_limit_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--peers", default="", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--allow-torch", action="store_true")
+    parser.add_argument("--out", type=Path, default=FOLDER / "w2.json")
+    options = parser.parse_args()
+    peers = [peer for peer in options.peers.split(",") if peer]
+    check_comparable(peers, options.allow_torch)
+    found = measure(prepare(options.model, MAX_RESIDENT), peers, options.rounds)
+    summary = summarize(found, image_bytes(options.model))
+    ratios = summary["over base"]
+    rows = [(what, 1e3 * s, ratios.get(what)) for what, s in summary["seconds"].items()]
+    show(f"W2, {options.model}", ("first token", "ms", "over base"), rows)
+    cold = summary["gRPC cold / its limit"]
+    print(f"cold: {cold:.2f} of the limit of {1e3 * summary['cold_limit_s']:.1f} ms")
+    workload = {"model": options.model, "num_in": NUM_IN, "image_bytes": image_bytes(options.model)}
+    write(options.out, "W2", {**workload, "summary": summary, **found})
+    sides = {what.partition(" ")[0] for what in summary["seconds"]}
+    kinds = ("base", "resident", "cold", "registered and cold")
+    series = {
+        side: [1e3 * summary["seconds"].get(f"{side} {kind}", float("nan")) for kind in kinds]
+        for side in sorted(sides)
+    }
+    plot = options.out.with_suffix(".png")
+    plot_bars(plot, f"W2, {options.model}", "first token, ms", kinds, series)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""W4: many adapters. The S-LoRA generator at more than what the engine can do, n adapters of which
+the arena holds 32 and the host tier all; tokens in a fixed window, and time to the first token.
+
+    python -m bench.w4 [--model bench-200m] [--n 0 1 5 50 200 1000] [--alpha 0.3 0.6 1]
+                       [--rounds 1] [--window 20] [--out bench/results/w4.json]
+
+Arrivals come at 1.2 times the capacity measured with n = 5, in-process. Adapters are variants of
+one image, served by a store in memory (`bench.memory_store`): what is measured begins when the
+host tier has them all. Rounds take turns over n and alpha; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from bench.engine import BenchEngine, Track
+from bench.floor import THREADS
+from bench.memory_store import MemoryStore
+from bench.models import (
+    RANK,
+    SHAPES,
+    Prepared,
+    arena_bytes,
+    image_bytes,
+    kv_bytes,
+    prepare,
+    prompts,
+)
+from bench.plots import plot_lines
+from bench.results import FOLDER, median, percentile, show, write
+from bench.trace import Arrival, Traffic
+from inference_svc.engine.config import EngineConfig
+
+IN_ARENA = 32
+KV_TOKENS = 1 << 14
+REFERENCE_N = 5
+OVERLOAD = 1.2
+COUNTERS = ("slot_hits", "host_hits", "slot_misses", "slot_evictions", "preemptions")
+
+
+def start_engine(
+    prepared: Prepared,
+    num_adapters: int,
+    *,
+    num_in_host: int = 0,
+    num_threads: int = THREADS,
+    prefix_cache: bool = False,
+) -> tuple[BenchEngine, list[str]]:
+    """An engine, and the digests of its adapters. The host tier holds all, or `num_in_host`."""
+    store = MemoryStore()
+    digest = store.register(prepared.adapters["0"])
+    in_host = num_in_host or max(num_adapters, 1)
+    config = EngineConfig(
+        prepared.model_dir,
+        prepared.name,
+        dtype="bfloat16",
+        max_sequences=IN_ARENA,
+        max_model_len=1024,
+        max_queue=1 << 20,
+        max_tenant_queue=1 << 20,
+        kv_bytes=kv_bytes(prepared.name, KV_TOKENS),
+        arena_bytes=arena_bytes(prepared.name, IN_ARENA),
+        host_bytes=arena_bytes(prepared.name, in_host),
+        max_loras=IN_ARENA,
+        max_lora_rank=RANK,
+        adapter_wait_s=120.0,
+        prefix_cache=prefix_cache,
+        num_threads=num_threads,
+    )
+    engine = BenchEngine(config, store)
+    return engine, store.add_variants(digest, num_adapters)
+
+
+class Driver:
+    """Plays arrivals to an engine."""
+
+    def __init__(self, engine: BenchEngine, digests: list[str], vocab: int) -> None:
+        self._engine = engine
+        self._digests = digests
+        (self._tokens,) = prompts(1, 4096, vocab)
+        self._number = 0
+
+    def submit(self, arrival: Arrival) -> tuple[str, Track]:
+        """Its id, and what becomes of it. Prompts are alike in length only."""
+        self._number += 1
+        start = self._number * 31 % (len(self._tokens) - arrival.num_in)
+        prompt = self._tokens[start : start + arrival.num_in]
+        digest = "" if arrival.adapter is None else self._digests[arrival.adapter]
+        name = f"w4-{self._number}"
+        return name, self._engine.submit(prompt, arrival.num_out, digest, request_id=name)
+
+    def play(self, traffic: Traffic, window_s: float, seed: int) -> dict[str, Any]:
+        """What happened within the window; what is left after it is cancelled."""
+        before = self._engine.describe().counters
+        began_s = time.monotonic()
+        sent: dict[str, Track] = {}
+        arrivals = traffic.arrivals(seed)
+        for arrival in takewhile(lambda a: a.at_s < window_s, arrivals):
+            time.sleep(max(0.0, began_s + arrival.at_s - time.monotonic()))
+            name, sent[name] = self.submit(arrival)
+        time.sleep(max(0.0, began_s + window_s - time.monotonic()))
+        end_s = began_s + window_s
+        after = self._engine.describe().counters
+        for name, track in sent.items():
+            if not track.is_done:
+                self._engine.cancel(name)
+        self._engine.wait(sent.values())
+        tracks = list(sent.values())
+        for track in tracks:
+            if track.error is not None:
+                raise track.error
+        return _observe(tracks, began_s, end_s) | {
+            name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS
+        }
+
+    def capacity(self, traffic: Traffic, window_s: float, seed: int = 0) -> float:
+        """Requests per second with always enough of them waiting."""
+        self.play(replace(traffic, rate=64.0), min(window_s, 2.0), seed)  # warms up
+        tokens = self.play(replace(traffic, rate=1000.0), window_s, seed)["tokens_per_second"]
+        return float(tokens) / traffic.lengths.mean_out
+
+
+def _observe(tracks: list[Track], began_s: float, end_s: float) -> dict[str, float]:
+    """Requests without a first token in the window count as if it came at the window's end."""
+    times = [moment for track in tracks for moment in track.token_times_s if moment <= end_s]
+    first = [
+        min(track.token_times_s[0] if track.token_times_s else end_s, end_s) - track.sent_s
+        for track in tracks
+    ]
+    return {
+        "tokens_per_second": len(times) / (end_s - began_s),
+        "requests": float(len(tracks)),
+        "first_token_p50_s": percentile(first, 50) if first else 0.0,
+        "first_token_p99_s": percentile(first, 99) if first else 0.0,
+    }
+
+
+def measure(
+    prepared: Prepared, numbers: list[int], alphas: list[float], rounds: int, window_s: float
+) -> dict[str, Any]:
+    """Per alpha and n the rounds' observations."""
+    engine, digests = start_engine(prepared, max([*numbers, REFERENCE_N]))
+    driver = Driver(engine, digests, prepared.vocab)
+    engine.load(digests)
+    rate = OVERLOAD * driver.capacity(Traffic(REFERENCE_N), window_s)
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for seed in range(rounds):
+        for alpha in alphas:
+            for n in numbers:
+                traffic = Traffic(n, alpha, rate)
+                observed = driver.play(traffic, window_s, seed)
+                found.setdefault(str(alpha), {}).setdefault(str(n), []).append(observed)
+                print(f"alpha {alpha}, n {n}: {observed['tokens_per_second']:.1f} tokens/s")
+    engine.stop()
+    return {"requests_per_second": rate, "rounds": found}
+
+
+def summarize(found: dict[str, dict[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    rows = []
+    for alpha, by_n in found.items():
+        for n, rounds in by_n.items():
+            row = {name: median([one[name] for one in rounds]) for name in rounds[0]}
+            rows.append({"alpha": float(alpha), "n": int(n), **row})
+    for row in rows:
+        reference = [r for r in rows if r["alpha"] == row["alpha"] and r["n"] == REFERENCE_N]
+        if reference:
+            row["share of n=5"] = row["tokens_per_second"] / reference[0]["tokens_per_second"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--n", type=int, nargs="+", default=[0, 1, 5, 50, 200, 1000])
+    parser.add_argument("--alpha", type=float, nargs="+", default=[0.3, 0.6, 1.0])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--window", type=float, default=20.0)
+    parser.add_argument("--out", type=Path, default=FOLDER / "w4.json")
+    options = parser.parse_args()
+    prepared = prepare(options.model, 1)
+    found = measure(prepared, options.n, options.alpha, options.rounds, options.window)
+    summary = summarize(found["rounds"])
+    columns = [name for name in summary[0] if name != "preemptions"]
+    columns += [name for name in ("share of n=5",) if name not in columns]
+    show(f"W4, {options.model}", columns, [[row.get(c) for c in columns] for row in summary])
+    workload = {"model": options.model, "window_s": options.window, "in_arena": IN_ARENA}
+    workload |= {"image_bytes": image_bytes(options.model)}
+    write(options.out, "W4", {**workload, "summary": summary, **found})
+    series = {
+        f"alpha {alpha}": [
+            (row["n"], row["tokens_per_second"]) for row in summary if row["alpha"] == alpha
+        ]
+        for alpha in options.alpha
+    }
+    labels = ("adapters", "tokens per second")
+    title = f"W4, {options.model}: {IN_ARENA} adapters fit the arena"
+    plot_lines(options.out.with_suffix(".png"), title, labels, series, log_x=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The endurance test of the engine: W4 for minutes, with random cancels and deadlines.
+
+    python -m tests.soak.inference [--seconds 600] [--model bench-200m] [--adapters 200] [--seed N]
+
+More adapters than the host tier holds, and more there than the arena holds, so that pulls, copies
+and evictions never stop. In the end nothing is held, `check_integrity` is clean, no request has
+ended in a way that nobody asked for, and the process's memory, after a warm-up, has stayed where
+it was within one per cent (or 8 MiB, what an allocator may keep back in a small process). The seed
+is printed: with it, the same requests are drawn again, though not how the threads take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import secrets
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bench.engine import BenchEngine, Track
+from bench.models import ROOT, SHAPES, Prepared, prepare, prompts
+from bench.trace import Arrival, Traffic
+from bench.w4 import start_engine
+from inference_svc.core import FinishReason
+from inference_svc.errors import QueueFull
+
+IN_FLIGHT = 48
+CANCELLED, WITH_DEADLINE = 0.15, 0.15
+ALPHA = 0.6
+WARM_UP_SHARE = 0.3
+MAX_GROWTH = 0.01
+MAX_GROWTH_BYTES = 8 << 20
+NUM_SAMPLES = 60
+MIN_SECONDS = 60.0
+"""A shorter run does not get past its warm-up: its memory is not judged."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request, and what its caller decided about it."""
+
+    track: Track
+    num_out: int
+    has_deadline: bool
+    is_cancelled: bool = False
+
+    def check(self) -> None:
+        """Raises AssertionError if it ended in a way that its caller did not ask for."""
+        track = self.track
+        if track.error is not None:
+            # Who cannot be served in time is told so at once.
+            asked_for = self.has_deadline and isinstance(track.error, QueueFull)
+            assert asked_for, f"ended with {track.error!r}"
+        elif track.finish_reason is FinishReason.ABORTED:
+            assert self.has_deadline or self.is_cancelled, "aborted, and nobody asked for it"
+        else:
+            assert track.finish_reason is FinishReason.LENGTH
+            assert track.num_tokens == self.num_out
+
+
+@dataclass
+class Soak:
+    """One run; `run` raises AssertionError for what must not be."""
+
+    engine: BenchEngine
+    digests: list[str]
+    vocab: int
+    seed: int
+    num_ended: int = 0
+    num_cancelled: int = 0
+    num_refused: int = 0
+    samples: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._asked: dict[str, Asked] = {}
+        self._cancels: list[tuple[float, str]] = []
+        self._number = 0
+        (self._tokens,) = prompts(1, 4096, self.vocab)
+
+    def run(self, seconds: float) -> None:
+        """Always IN_FLIGHT requests, over some adapters and the base model."""
+        process = psutil.Process()
+        arrivals = Traffic(len(self.digests), ALPHA).arrivals(self.seed)
+        began_s = time.monotonic()
+        while (spent_s := time.monotonic() - began_s) < seconds:
+            while len(self._asked) < IN_FLIGHT:
+                self._submit(next(arrivals))
+            self._cancel_due()
+            self.engine.wait_any(asked.track for asked in self._asked.values())
+            self._collect()
+            if spent_s >= seconds * (len(self.samples) + 1) / (NUM_SAMPLES + 1):
+                self.samples.append(process.memory_info().rss)
+        self.engine.wait(asked.track for asked in self._asked.values())
+        self._collect()
+        self.check_nothing_held()
+
+    def _submit(self, arrival: Arrival) -> None:
+        self._number += 1
+        name = f"soak-{self._number}"
+        start = self._random.randrange(len(self._tokens) - arrival.num_in)
+        prompt = self._tokens[start : start + arrival.num_in]
+        digest = "" if self._random.random() < 0.1 else self.digests[arrival.adapter or 0]
+        fate, now_s = self._random.random(), time.monotonic()
+        deadline_s = None
+        if fate < WITH_DEADLINE:
+            deadline_s = now_s + self._random.uniform(0.01, 2.0)
+        elif fate < WITH_DEADLINE + CANCELLED:
+            heapq.heappush(self._cancels, (now_s + self._random.expovariate(1.0), name))
+        track = self.engine.submit(
+            prompt, arrival.num_out, digest, request_id=name, deadline_s=deadline_s
+        )
+        self._asked[name] = Asked(track, arrival.num_out, deadline_s is not None)
+
+    def _cancel_due(self) -> None:
+        while self._cancels and self._cancels[0][0] <= time.monotonic():
+            _, name = heapq.heappop(self._cancels)
+            if name in self._asked:
+                self._asked[name].is_cancelled = True
+                self.engine.cancel(name)
+                self.num_cancelled += 1
+
+    def _collect(self) -> None:
+        for name, asked in list(self._asked.items()):
+            if asked.track.is_done:
+                asked.check()
+                self.num_ended += 1
+                self.num_refused += asked.track.error is not None
+                del self._asked[name]
+
+    def check_nothing_held(self) -> None:
+        status = self.engine.describe()
+        assert status.num_running == status.num_waiting == 0
+        self.engine.check_idle()
+
+    def check_memory(self) -> None:
+        """After the warm-up the last quarter of the samples is where the first was."""
+        flat = self.samples[int(len(self.samples) * WARM_UP_SHARE) :]
+        quarter = len(flat) // 4
+        first, last = statistics.median(flat[:quarter]), statistics.median(flat[-quarter:])
+        allowed = max(first * MAX_GROWTH, MAX_GROWTH_BYTES)
+        what = f"resident memory went from {first / 2**20:.1f} to {last / 2**20:.1f} MiB"
+        print(what, flush=True)
+        assert abs(last - first) <= allowed, what
+
+
+def soak(prepared: Prepared, num_adapters: int, seconds: float, seed: int, threads: int) -> str:
+    """Gives a line about what was done. Raises AssertionError for what must not be."""
+    engine, digests = start_engine(
+        prepared, num_adapters, num_in_host=max(num_adapters // 2, 40), num_threads=threads
+    )
+    try:
+        run = Soak(engine, digests, prepared.vocab, seed)
+        run.run(seconds)
+        if seconds >= MIN_SECONDS:
+            run.check_memory()
+        counters = engine.describe().counters
+    finally:
+        engine.stop()
+    return (
+        f"{run.num_ended} requests, {run.num_cancelled} cancelled, {run.num_refused} refused for "
+        f"their deadline, {counters['pulls']:.0f} pulls, {counters['slot_evictions']:.0f} evictions"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--adapters", type=int, default=200)
+    parser.add_argument("--models-dir", type=Path, default=ROOT)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    prepared = prepare(options.model, 1, options.models_dir)
+    done = soak(prepared, options.adapters, options.seconds, options.seed, options.threads)
+    print(f"{done}, in {options.seconds:.0f} s: nothing was lost, nothing is held")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
