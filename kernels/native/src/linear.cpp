@@ -20,151 +20,156 @@ constexpr int LINE_BYTES = 64;
 // x rows that stay in L2 while the panels pass by.
 constexpr int64_t ROW_BLOCK_BYTES = 384 * 1024;
 
-// Lines of the panel that comes next, fetched while this one is computed with.
-struct Prefetch {
-  const char* next;
-  template <int LINES>
-  void advance() {
-    for (int i = 0; i < LINES; ++i) _mm_prefetch(next + i * LINE_BYTES, _MM_HINT_T1);
-    next += LINES * LINE_BYTES;
-  }
-};
-
+// One product works on a tile of up to MAX_ROWS rows by TILE outputs, whose sums lie in registers:
+// 24 of 32, or 12 of 16. 14 rows would fit too, but rows 2 KiB apart then compete for the same lines
+// of the first cache.
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 14;  // 28 sums, 2 weights, 1 or 2 values of x: 32 registers
+constexpr int MAX_ROWS = 12;
 #else
-constexpr int MAX_ROWS = 6;  // 12 sums, 2 weights, 1 value of x: 16 registers
+constexpr int MAX_ROWS = 6;
 #endif
 constexpr int TILE_VECTORS = 2;
 constexpr int TILE = TILE_VECTORS * VF_WIDTH;
 static_assert(PANEL % TILE == 0);
 
-// The sums of ROWS rows and TILE outputs over all of K.
-template <int ROWS>
-struct Sums {
-  VF value[ROWS][TILE_VECTORS];
-};
+// With more rows than this the panel that comes next is fetched while this one is computed with. With
+// fewer a panel is computed with as fast as it arrives, and the hardware fetches better alone.
+constexpr int MAX_ROWS_UNFETCHED = MAX_ROWS / 2;
 
 template <typename T>
-constexpr int64_t step() {
-  return sizeof(T) == 2 ? 2 : 1;
-}
+constexpr int STEP = sizeof(T) == 2 ? 2 : 1;
+
+template <int ROWS>
+using Sums = VF[ROWS][TILE_VECTORS];
 
 #if defined(__AVX512BF16__)
 
-inline __m512bh pair_of(uint32_t bits) { return (__m512bh)_mm512_set1_epi32(static_cast<int>(bits)); }
-
-// One step of two in K. `pairs` are x's values of it, one per row.
+// One step of two in K; pair(r) is row r's two values.
 template <int ROWS, typename Pair>
 inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16* w, Pair pair) {
   const __m512bh w0 = (__m512bh)_mm512_load_si512(w);
-  const __m512bh w1 = (__m512bh)_mm512_load_si512(w + 32);
+  const __m512bh w1 = (__m512bh)_mm512_load_si512(w + 2 * VF_WIDTH);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    const __m512bh x = pair_of(pair(r));
-    sums.value[r][0] = _mm512_dpbf16_ps(sums.value[r][0], x, w0);
-    sums.value[r][1] = _mm512_dpbf16_ps(sums.value[r][1], x, w1);
+    const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair(r)));
+    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, w0);
+    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w1);
   }
 }
 
 #else
 
-inline VF low_half(const bf16* w) {
 #if defined(__AVX512F__)
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_load_si512(w), 16));
+using VI = __m512i;
+inline VI vbits(const bf16* p) { return _mm512_loadu_si512(p); }
+inline VI vbits(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
+inline VF even(VI x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline VF odd(VI x) { return _mm512_castsi512_ps(_mm512_and_si512(x, vbits(0xffff0000))); }
 #else
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_load_si256((const __m256i*)w), 16));
+using VI = __m256i;
+inline VI vbits(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline VI vbits(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
+inline VF even(VI x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline VF odd(VI x) { return _mm256_castsi256_ps(_mm256_and_si256(x, vbits(0xffff0000))); }
 #endif
-}
-
-inline VF high_half(const bf16* w) {
-#if defined(__AVX512F__)
-  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_load_si512(w), mask));
-#else
-  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_load_si256((const __m256i*)w), mask));
-#endif
-}
-
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 template <int ROWS, typename Pair>
 inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16* w, Pair pair) {
-  const VF even0 = low_half(w), even1 = low_half(w + 2 * VF_WIDTH);
+  const VI w0 = vbits(w), w1 = vbits(w + 2 * VF_WIDTH);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    const VF x = vset1(bits_to_float(pair(r) << 16));
-    sums.value[r][0] = vfma(x, even0, sums.value[r][0]);
-    sums.value[r][1] = vfma(x, even1, sums.value[r][1]);
+    const VF x = even(vbits(pair(r)));
+    sums[r][0] = vfma(x, even(w0), sums[r][0]);
+    sums[r][1] = vfma(x, even(w1), sums[r][1]);
   }
-  const VF odd0 = high_half(w), odd1 = high_half(w + 2 * VF_WIDTH);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
-    const VF x = vset1(bits_to_float(pair(r) & 0xffff0000));
-    sums.value[r][0] = vfma(x, odd0, sums.value[r][0]);
-    sums.value[r][1] = vfma(x, odd1, sums.value[r][1]);
+    const VF x = odd(vbits(pair(r)));
+    sums[r][0] = vfma(x, odd(w0), sums[r][0]);
+    sums[r][1] = vfma(x, odd(w1), sums[r][1]);
   }
 }
 
 #endif
 
-template <int ROWS, int LINES>
-inline void accumulate(Sums<ROWS>& sums, const bf16* x, int64_t x_stride, const bf16* w, int64_t k,
-                       Prefetch& prefetch) {
+template <bool FETCH>
+inline void fetch(const char* next) {
+  if constexpr (FETCH) _mm_prefetch(next, _MM_HINT_T1);
+}
+
+template <int ROWS, bool FETCH>
+inline void multiply_all(Sums<ROWS>& sums, const bf16* x, int64_t stride, const bf16* w, int64_t k,
+                         const char* next) {
   int64_t i = 0;
 #pragma GCC unroll 2
   for (; i + 1 < k; i += 2) {
-    multiply(sums, w + i * PANEL, [&](int r) {
+    multiply<ROWS>(sums, w + i * PANEL, [&](int r) {
       uint32_t bits;
-      std::memcpy(&bits, x + r * x_stride + i, sizeof bits);
+      std::memcpy(&bits, x + r * stride + i, sizeof bits);
       return bits;
     });
-    prefetch.advance<LINES>();
+    fetch<FETCH>(next + i * LINE_BYTES);
+    fetch<FETCH>(next + (i + 1) * LINE_BYTES);
   }
   if (i < k)
-    multiply(sums, w + i * PANEL, [&](int r) { return uint32_t{x[r * x_stride + i].bits}; });
+    multiply<ROWS>(sums, w + i * PANEL, [&](int r) { return uint32_t{x[r * stride + i].bits}; });
 }
 
-template <int ROWS, int LINES>
-inline void accumulate(Sums<ROWS>& sums, const float* x, int64_t x_stride, const float* w,
-                       int64_t k, Prefetch& prefetch) {
+template <int ROWS, bool FETCH>
+inline void multiply_all(Sums<ROWS>& sums, const float* x, int64_t stride, const float* w,
+                         int64_t k, const char* next) {
 #pragma GCC unroll 2
   for (int64_t i = 0; i < k; ++i) {
     const VF w0 = vload(w + i * PANEL), w1 = vload(w + i * PANEL + VF_WIDTH);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const VF xr = vset1(x[r * x_stride + i]);
-      sums.value[r][0] = vfma(xr, w0, sums.value[r][0]);
-      sums.value[r][1] = vfma(xr, w1, sums.value[r][1]);
+      const VF xr = vset1(x[r * stride + i]);
+      sums[r][0] = vfma(xr, w0, sums[r][0]);
+      sums[r][1] = vfma(xr, w1, sums[r][1]);
     }
-    prefetch.advance<LINES>();
+    fetch<FETCH>(next + 2 * i * LINE_BYTES);
+    fetch<FETCH>(next + (2 * i + 1) * LINE_BYTES);
   }
 }
 
-// ROWS rows by one tile of a panel. `n`: how many of its outputs exist.
-template <typename T, typename Out, int ROWS, int LINES>
-void tile(const LinearArgs& args, int64_t row, int64_t column, const T* w, Prefetch& prefetch) {
+// The sums of ROWS rows of x, `stride` apart, and the TILE outputs at w, over all k inputs.
+template <typename T, int ROWS, bool FETCH>
+void multiply_tile(float* out, const T* x, int64_t stride, const T* w, int64_t k,
+                   const char* next) {
   Sums<ROWS> sums;
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < TILE_VECTORS; ++v) sums.value[r][v] = vzero();
-  const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-  accumulate<ROWS, LINES>(sums, x, args.x_stride, w, args.in_features, prefetch);
-  Out* out = static_cast<Out*>(args.out) + row * args.out_stride + column;
-#pragma GCC unroll 2
-  for (int v = 0; v < TILE_VECTORS; ++v) {
-    const int64_t left = args.out_features - column - v * VF_WIDTH;
-    if (left <= 0) return;
-    const int n = static_cast<int>(std::min<int64_t>(left, VF_WIDTH));
-    const VF bias = args.bias ? vload(args.bias + column + v * VF_WIDTH, n) : vzero();
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      const VF sum = vadd(sums.value[r][v], bias);
-      Out* to = out + r * args.out_stride + v * VF_WIDTH;
+  for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = vzero();
+  multiply_all<ROWS, FETCH>(sums, x, stride, w, k, next);
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    vstore(out + r * TILE, sums[r][0]);
+    vstore(out + r * TILE + VF_WIDTH, sums[r][1]);
+  }
+}
+
+template <typename T>
+using MultiplyTile = void (*)(float*, const T*, int64_t, const T*, int64_t, const char*);
+
+template <typename T, int ROWS = MAX_ROWS>
+MultiplyTile<T> multiply_tile_of(int rows, bool fetch) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_tile_of<T, ROWS - 1>(rows, fetch);
+  if constexpr (ROWS >= MAX_ROWS_UNFETCHED)
+    if (fetch) return multiply_tile<T, ROWS, true>;
+  return multiply_tile<T, ROWS, false>;
+}
+
+// Adds the bias to a tile's sums and writes what of its outputs, from `column` on, there is.
+template <typename Out>
+void store_tile(const LinearArgs& args, const float* sums, int64_t row, int rows, int64_t column) {
+  Out* out = static_cast<Out*>(args.out) + row * args.out_stride;
+  for (int v = 0; v < TILE_VECTORS; ++v, column += VF_WIDTH, sums += VF_WIDTH) {
+    const int64_t n = std::min<int64_t>(args.out_features - column, VF_WIDTH);
+    if (n <= 0) return;
+    const VF bias = args.bias ? vload(args.bias + column, n) : vzero();
+    for (int r = 0; r < rows; ++r) {
+      const VF sum = vadd(vload(sums + r * TILE), bias);
+      Out* to = out + r * args.out_stride + column;
       if (n == VF_WIDTH)
         vstore(to, sum);
       else
@@ -173,38 +178,23 @@ void tile(const LinearArgs& args, int64_t row, int64_t column, const T* w, Prefe
   }
 }
 
+// Rows [first, last) by one panel, in tiles of nearly equal height. `next` is null or the panel
+// that this thread takes next.
 template <typename T, typename Out>
-using Tile = void (*)(const LinearArgs&, int64_t, int64_t, const T*, Prefetch&);
-
-template <typename T, typename Out, int LINES, int ROWS = MAX_ROWS>
-Tile<T, Out> tile_of(int rows) {
-  if constexpr (ROWS == 1)
-    return tile<T, Out, 1, LINES>;
-  else
-    return rows == ROWS ? tile<T, Out, ROWS, LINES> : tile_of<T, Out, LINES, ROWS - 1>(rows);
-}
-
-// Rows [first, last) by one panel, in tiles of nearly equal height.
-template <typename T, typename Out>
-void panel(const LinearArgs& args, int64_t first, int64_t last, int64_t panel, int64_t next) {
-  const int64_t size = panel_elements<T>(args.in_features);
-  const T* weights = static_cast<const T*>(args.weights);
-  const T* w = weights + panel * size;
-  Prefetch prefetch{reinterpret_cast<const char*>(weights + next * size)};
+void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t panel,
+                    const T* next) {
+  alignas(64) float sums[MAX_ROWS * TILE];
+  const T* w = static_cast<const T*>(args.weights) + panel * panel_elements<T>(args.in_features);
   const int64_t tiles = (last - first + MAX_ROWS - 1) / MAX_ROWS;
-  constexpr int LINES = PANEL * step<T>() * sizeof(T) / LINE_BYTES;  // per step in K
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t row = first + (last - first) * i / tiles;
     const int rows = static_cast<int>(first + (last - first) * (i + 1) / tiles - row);
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     for (int part = 0; part < PANEL; part += TILE) {
-      const int64_t column = panel * PANEL + part;
-      const T* from = w + part * step<T>();
-      if (i * TILE_VECTORS >= LINES || next < 0)
-        tile_of<T, Out, 0>(rows)(args, row, column, from, prefetch);
-      else if (tiles == 1)
-        tile_of<T, Out, LINES * TILE / PANEL>(rows)(args, row, column, from, prefetch);
-      else
-        tile_of<T, Out, 1>(rows)(args, row, column, from, prefetch);
+      const bool fetch = next && last - first > MAX_ROWS_UNFETCHED && i == 0 && part == 0;
+      multiply_tile_of<T>(rows, fetch)(sums, x, args.x_stride, w + part * STEP<T>,
+                                       args.in_features, reinterpret_cast<const char*>(next));
+      store_tile<Out>(args, sums, row, rows, panel * PANEL + part);
     }
   }
 }
@@ -219,11 +209,14 @@ void linear(const LinearArgs& args, const Slice& slice) {
   const int64_t blocks = (tokens + most - 1) / most;
   const int64_t panels = (args.out_features + PANEL - 1) / PANEL;
   const int64_t items = blocks * panels;
+  const T* weights = static_cast<const T*>(args.weights);
   for (int64_t item = slice.take(), next; item < items; item = next) {
     next = slice.take();
     const int64_t block = item / panels;
-    panel<T, Out>(args, tokens * block / blocks, tokens * (block + 1) / blocks, item % panels,
-                  next < items ? next % panels : -1);
+    const T* fetch =
+        next < items ? weights + next % panels * panel_elements<T>(args.in_features) : nullptr;
+    multiply_panel<T, Out>(args, tokens * block / blocks, tokens * (block + 1) / blocks,
+                           item % panels, fetch);
   }
 }
 

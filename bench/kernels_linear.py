@@ -1,0 +1,122 @@
+"""The base projections alone: ours against oneDNN with weights that it packed, bf16.
+
+All projections of a model in the order of a step, each with weights of its own, so that they come
+from memory as they do when serving. Ours and theirs take turns; minimum and median over the rounds.
+
+    python -m bench.kernels_linear [--model bench-200m] [--threads 2] [--rounds 30] [TOKENS ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import Library, NativeOp, load
+
+NUM_TOKENS = (1, 4, 8, 16, 32, 64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder's projections, [in, out] each."""
+
+    layer: tuple[tuple[int, int], ...]
+    num_layers: int
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_layers * sum(size_in * size_out for size_in, size_out in self.layer)
+
+
+SHAPES = {
+    "bench-200m": Shape(((1024, 1536), (1024, 1024), (1024, 5632), (2816, 1024)), 16),
+    "tinyllama-1.1b": Shape(((2048, 2560), (2048, 2048), (2048, 11264), (5632, 2048)), 22),
+}
+
+
+class Projections:
+    """The same weights for both sides."""
+
+    def __init__(self, shape: Shape, library: Library, max_tokens: int) -> None:
+        self._num_tokens = torch.ones(1, dtype=torch.int32)
+        rows = {size for pair in shape.layer for size in pair}
+        self._x = {size: torch.randn(max_tokens, size).bfloat16() for size in rows}
+        ops: list[NativeOp] = []
+        self._theirs: list[tuple[int, torch.Tensor]] = []
+        for size_in, size_out in shape.layer * shape.num_layers:
+            weight = torch.randn(size_out, size_in).bfloat16()
+            out = torch.empty(max_tokens, size_out, dtype=torch.bfloat16)
+            packed = PackedLinear.pack(weight)
+            ops.append(linear_op(self._x[size_in], packed, out, self._num_tokens))
+            theirs = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._theirs.append((size_in, theirs))
+        self._program = library.program(ops)
+
+    def ours(self, num_tokens: int) -> None:
+        self._num_tokens.fill_(num_tokens)
+        self._program.run()
+
+    def theirs(self, num_tokens: int) -> None:
+        product = torch.ops.mkldnn._linear_pointwise
+        for size_in, weight in self._theirs:
+            product(self._x[size_in][:num_tokens], weight, None, "none", [], "")
+
+
+def seconds(run: Callable[[int], None], num_tokens: int) -> float:
+    start = time.perf_counter()
+    run(num_tokens)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("num_tokens", type=int, nargs="*", default=NUM_TOKENS, metavar="TOKENS")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    library = load()
+    assert library is not None, "no native kernels here: nothing to compare"
+    shape = SHAPES[args.model]
+    projections = Projections(shape, library, max(args.num_tokens))
+    table = Table(title=f"{args.model}, {args.threads} threads, {library.variant}, ms")
+    for column in ("tokens", "ours", "median", "oneDNN", "median", "ratio", "TFLOP/s", "GB/s"):
+        table.add_column(column, justify="right")
+    with torch.inference_mode():
+        for num_tokens in args.num_tokens:
+            table.add_row(*measure(projections, shape, num_tokens, args.rounds))
+    Console().print(table)
+
+
+def measure(
+    projections: Projections, shape: Shape, num_tokens: int, most_rounds: int
+) -> tuple[str, ...]:
+    """One row: both sides' times, theirs over ours, and what ours is in arithmetic and bytes."""
+    rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
+    both = [
+        (seconds(projections.ours, num_tokens), seconds(projections.theirs, num_tokens))
+        for _ in range(rounds)
+    ]
+    ours, theirs = ([pair[side] for pair in both] for side in (0, 1))
+    best = min(ours)
+    times = [best, statistics.median(ours), min(theirs), statistics.median(theirs)]
+    return (
+        str(num_tokens),
+        *(f"{value * 1e3:.1f}" for value in times),
+        f"{min(theirs) / best:.2f}",
+        f"{2 * shape.num_weights * num_tokens / best / 1e12:.3f}",
+        f"{2 * shape.num_weights / best / 1e9:.1f}",
+    )
+
+
+if __name__ == "__main__":
+    main()
