@@ -39,6 +39,7 @@ fuzz: $(VENV)/.installed-fuzz
 # Ours, quick. Each is a command of its own with more to ask for: see bench/README.md.
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.floor
+	$(BIN)/python -m bench.account
 	$(BIN)/python -m bench.w1 --rounds 3
 	$(BIN)/python -m bench.w2
 	$(BIN)/python -m bench.w3 --rounds 1

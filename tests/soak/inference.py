@@ -146,7 +146,7 @@ class Soak:
         first, last = statistics.median(flat[:quarter]), statistics.median(flat[-quarter:])
         allowed = max(first * MAX_GROWTH, MAX_GROWTH_BYTES)
         what = f"resident memory went from {first / 2**20:.1f} to {last / 2**20:.1f} MiB"
-        print(what, flush=True)
+        print(what, *(f"{sample / 2**20:.0f}" for sample in self.samples), flush=True)
         assert abs(last - first) <= allowed, what
 
 

@@ -1,0 +1,234 @@
+"""Where each millisecond of one decode step goes, beside the floor: base, and 16 adapters.
+
+    python -m bench.account [--model bench-200m] [--steps 30] [--out bench/results/account.json]
+
+Sixteen requests with 64 tokens in, in the middle of their output; the engine's turns are called one
+by one in this thread. First the steps are timed in their parts as they are; then as many are
+profiled: the native program says what each operation took, the torch path is read from torch's
+profiler. Their sum may differ from the computation measured whole by what measuring costs. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.floor import THREADS, ModelFloor
+from bench.machine import compute_path
+from bench.memory_store import MemoryStore
+from bench.models import RANK, SHAPES, Prepared, arena_bytes, kv_bytes, prepare, prompts
+from bench.plots import plot_bars
+from bench.results import FOLDER, median, show, write
+from inference_svc.core import LayoutAccepted, Request, SamplingParams, Submit
+from inference_svc.engine.build import BuiltEngine, build_engine
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.runner import Runner
+from inference_svc.engine.scheduler import Scheduler
+from inference_svc.engine.settle import Settler
+from kernels.native.library import Program
+
+NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
+WARM_UP_STEPS = 8
+
+Parts = dict[str, float]
+"""Seconds by what they were spent on."""
+
+
+class Stepper:
+    """An engine whose turns are called from here, with requests that decode and do not end."""
+
+    def __init__(self, prepared: Prepared, num_adapters: int) -> None:
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        store = MemoryStore()
+        folders = list(prepared.adapters.values())[:num_adapters]
+        digests = [store.register(folder) for folder in folders]
+        config = EngineConfig(
+            prepared.model_dir,
+            prepared.name,
+            dtype="bfloat16",
+            max_sequences=NUM_REQUESTS,
+            max_model_len=MAX_LEN,
+            kv_bytes=kv_bytes(prepared.name, NUM_REQUESTS * MAX_LEN),
+            arena_bytes=arena_bytes(prepared.name, max(1, num_adapters)),
+            max_loras=max(1, num_adapters),
+            max_lora_rank=RANK,
+            adapter_wait_s=600.0,
+            prefix_cache=False,
+            num_threads=THREADS,
+        )
+        self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
+        self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
+        sampling = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)
+        for index, prompt in enumerate(prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)):
+            digest = digests[index % num_adapters] if num_adapters else ""
+            request = Request(
+                f"{index}", tuple(prompt), sampling, digest=digest, arrival_s=time.monotonic()
+            )
+            self._inbox.put(Submit(request))
+        while not self._all_decode():
+            self.turn()
+        for _ in range(WARM_UP_STEPS):
+            self.turn()
+
+    def turn(self) -> None:
+        messages = []
+        while not self._inbox.empty():
+            messages.append(self._inbox.get())
+        self.built.engine.turn(messages)
+
+    def _all_decode(self) -> bool:
+        running = self.built.engine.scheduler.running
+        return len(running) == NUM_REQUESTS and all(s.num_output > 0 for s in running)
+
+    def close(self) -> None:
+        self.built.puller.close()
+
+
+def time_parts(stepper: Stepper) -> Parts:
+    """One turn in its parts."""
+    engine, spent = stepper.built.engine, defaultdict[str, float](float)
+
+    def timed(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began_s = time.perf_counter()
+            result = work(*arguments)
+            spent[part] += time.perf_counter() - began_s
+            return result
+
+        return call
+
+    # In the classes: the objects are frozen.
+    owners = ((Scheduler, "schedule"), (Runner, "run"), (Settler, "settle"))
+    with ExitStack() as stack:
+        for owner, method in owners:
+            stack.enter_context(replaced(owner, method, timed(method, getattr(owner, method))))
+        began_s = time.perf_counter()
+        stepper.turn()
+        whole_s = time.perf_counter() - began_s
+    compute_s = engine.runner.compute_s
+    return {
+        "schedule": spent["schedule"],
+        "inputs and plan": spent["run"] - compute_s,
+        "compute and sample": compute_s,
+        "settle": spent["settle"],
+        "rest of the turn": whole_s - sum(spent.values()),
+        "whole": whole_s,
+    }
+
+
+@contextmanager
+def replaced(owner: type, method: str, work: Callable[..., Any]) -> Iterator[None]:
+    """Within, `owner.method` is `work`."""
+    plain = getattr(owner, method)
+    setattr(owner, method, work)
+    try:
+        yield
+    finally:
+        setattr(owner, method, plain)
+
+
+def native_operations(stepper: Stepper) -> Parts:
+    """Of one turn; empty if no native program ran."""
+    spent: Parts = defaultdict(float)
+
+    def run(program: Program) -> None:
+        for name, seconds in name_operations(program.profile()).items():
+            spent[name] += seconds
+
+    with replaced(Program, "run", run):
+        stepper.turn()
+    return dict(spent)
+
+
+def torch_operations(stepper: Stepper) -> Parts:
+    """Of one turn, by torch's own names."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stepper.turn()
+    return {event.key: event.self_cpu_time_total / 1e6 for event in profile.key_averages()}
+
+
+def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
+    """Summed by name; of a whole step's products, each projection by its own: four per layer in
+    turn, then the head."""
+    products = [index for index, (name, _) in enumerate(ops) if name.startswith("linear")]
+    names: dict[int, str] = {}
+    if len(products) % 4 == 1:
+        turn = ("qkv", "o", "gate_up", "down")
+        names = {index: f"linear {turn[i % 4]}" for i, index in enumerate(products)}
+        names[products[-1]] = "linear head"
+    spent: Parts = defaultdict(float)
+    for index, (name, seconds) in enumerate(ops):
+        spent[names.get(index, name)] += seconds
+    return dict(spent)
+
+
+def account(prepared: Prepared, num_adapters: int, num_steps: int) -> dict[str, Parts]:
+    """Medians over the steps: the turn's parts, and the computation's operations."""
+    stepper = Stepper(prepared, num_adapters)
+    parts = [time_parts(stepper) for _ in range(num_steps)]
+    operations = [native_operations(stepper) for _ in range(num_steps)]
+    if not any(operations):
+        operations = [torch_operations(stepper) for _ in range(num_steps)]
+    stepper.close()
+    return {"parts": _medians(parts), "operations": _medians(operations)}
+
+
+def _medians(observed: list[Parts]) -> Parts:
+    names = {name: None for one in observed for name in one}
+    found = {name: median([one.get(name, 0.0) for one in observed]) for name in names}
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def floors(name: str, num_adapters: int) -> Parts:
+    """What the parts of the step cannot be faster than."""
+    floor = ModelFloor(name)
+    read = floor.measure()["read_bytes_per_second"]
+    context = NUM_IN + WARM_UP_STEPS
+    return {
+        "projections": floor.projections_seconds(NUM_REQUESTS, 9),
+        "head": floor.head_seconds(NUM_REQUESTS, 9),
+        "keys and values": kv_bytes(name, NUM_REQUESTS * context) / read,
+        "adapters": num_adapters * floor.adapter_bytes / read,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=FOLDER / "account.json")
+    options = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    prepared = prepare(options.model, NUM_REQUESTS)
+    counts = {"base": 0, "16 adapters": NUM_REQUESTS}
+    found: dict[str, dict[str, Parts]] = {
+        kind: account(prepared, count, options.steps) | {"floor": floors(options.model, count)}
+        for kind, count in counts.items()
+    }
+    for what in ("parts", "operations", "floor"):
+        names = {name: None for kind in found.values() for name in kind[what]}
+        rows = [
+            [name, *(1e3 * found[kind][what].get(name, 0.0) for kind in counts)] for name in names
+        ]
+        if what != "parts":
+            rows.append(["sum", *(1e3 * sum(found[kind][what].values()) for kind in counts)])
+        rows.sort(key=lambda row: -max(row[1:]) if what == "operations" else 0)
+        show(f"{what} of one step, ms ({compute_path()})", ("", *counts), rows[:40])
+    write(options.out, "account", {"model": options.model, "seconds": found})
+    names = list(found["16 adapters"]["parts"])
+    series = {
+        kind: [1e3 * found[kind]["parts"].get(name, 0.0) for name in names] for kind in counts
+    }
+    plot_bars(options.out.with_suffix(".png"), "One decode step", "ms", names, series)
+
+
+if __name__ == "__main__":
+    main()
