@@ -1,0 +1,287 @@
+"""Brings adapters in: from the store into the host tier or the arena, and to a row of the table.
+
+Owned by the engine's thread. Nothing here blocks or touches a tensor: pulls run in the puller's
+threads and report by PullEvents; changes to the arena are collected and ride in the next batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear, TableWrite
+from inference_svc.adapters.drains import Drains
+from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
+from inference_svc.adapters.pull_job import (
+    ImageSink,
+    PullDone,
+    PullEvent,
+    PullFailed,
+    PullJob,
+    PullOpened,
+)
+from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.slots import Resident, Slots
+from inference_svc.adapters.store import ImageHeader
+from inference_svc.errors import AdapterUnusable, InferenceError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Loader:
+    """`device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena.
+
+    `pulled_into` is the memory that pulls write to: the host tier's or the arena's. `stall_s` is
+    how long a pull that nobody waits for any more may go without progress.
+    """
+
+    device: Slots
+    host: HostTier | None
+    pulled_into: memoryview
+    puller: Puller
+    max_rank: int
+    stall_s: float
+    layout_id: str = ""
+    counters: LoadCounters = field(default_factory=LoadCounters)
+    _waiters: Counter[str] = field(default_factory=Counter)
+    _loads: Loads = field(default_factory=Loads)
+    _changes: list[ResidencyChange] = field(default_factory=list)
+    _copying: list[str] = field(default_factory=list)
+    _news: list[str] = field(default_factory=list)
+    _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
+
+    _drains: Drains = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._drains = Drains(self.device)
+        self.device.on_evict = self._on_evict
+
+    def ensure(self, digest: str, now_s: float) -> None:
+        """Starts the load of an adapter that is neither resident nor on its way."""
+        if digest in self.device or digest in self._loads:
+            return
+        load = self._loads.begin(digest, now_s)
+        if self._in_host(digest) is not None:
+            self._wait_for_device_room(digest, load, now_s)
+        elif self.layout_id:
+            self._pull(digest, load)
+
+    def set_layout(self, layout_id: str) -> None:
+        """Pulls may begin; what waited for this begins now."""
+        self.layout_id = layout_id
+        for digest, load in self._loads.by_digest.items():
+            if load.state is LoadState.NEEDS_LAYOUT:
+                self._pull(digest, load)
+
+    def on_pull_event(self, event: PullEvent, now_s: float) -> None:
+        load = self._loads[event.job.digest]
+        assert load.job is event.job
+        if isinstance(event, PullOpened):
+            self._on_opened(event, load, now_s)
+        elif isinstance(event, PullDone):
+            self._on_done(event.job, load, now_s)
+        else:
+            self._on_failed(event, now_s)
+
+    def advance(self, now_s: float, in_order: Callable[[], Iterable[tuple[str, bool]]]) -> None:
+        """Gives room to what waits for it, as far as room goes; gives up pulls that nobody waits
+        for and that stand still.
+
+        `in_order` names the digests that requests wait for, in order of service, and whether the
+        request is aged: room is given in this order, or small images would starve large ones. An
+        aged one takes it from all that come after it; what is in use drains for it. Any other
+        takes it only from what nobody waits for.
+        """
+        self._give_up_orphans(now_s)
+        self._news += self._drains.end(self._loads.is_short)
+        left = self._loads.num_short()
+        ahead: set[str] = set()
+        for digest, is_aged in chain(in_order(), self._loads.unordered()) if left else ():
+            load = self._loads.get(digest)
+            if load is not None and left.get(load.state) and digest not in ahead:
+                left[load.state] -= 1
+                keep = ahead if is_aged else self._waiters
+                if not load.is_cancelled and not self._give_room(digest, load, keep, now_s):
+                    left[load.state] = 0
+                    if is_aged and (self.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM):
+                        assert load.header is not None
+                        self._news += self._drains.start(digest, load.header, ahead)
+            ahead.add(digest)
+            if not any(left.values()):
+                break
+        self._news += self._drains.end(self._loads.is_short)
+
+    def next_expiry_s(self) -> float | None:
+        """When a pull that nobody waits for would be given up."""
+        moments = [self.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)]
+        return min((m + self.stall_s for m in moments if m is not None), default=None)
+
+    def last_progress_s(self, digest: str) -> float | None:
+        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        load = self._loads.get(digest)
+        return None if load is None else load.last_progress_s
+
+    @property
+    def num_loading(self) -> int:
+        """Pulls whose threads may still write."""
+        return sum(load.job is not None for load in self._loads.by_digest.values())
+
+    def cancel_all(self) -> None:
+        for load in self._loads.by_digest.values():
+            if load.job is not None:
+                self.puller.cancel(load.job)
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._copying)
+
+    def copied(self) -> None:
+        """The copies of all changes taken so far have completed."""
+        for digest in self._copying:
+            assert self.host is not None
+            self.host.slots.release(digest)
+        self._copying.clear()
+
+    def take_changes(self) -> tuple[ResidencyChange, ...]:
+        """What takes effect with the next batch."""
+        changes, self._changes = tuple(self._changes), []
+        return changes
+
+    def take_news(self) -> list[str]:
+        """Adapters of which `may_start` may have changed since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def take_failures(self) -> list[tuple[str, InferenceError]]:
+        """Digests that cannot be loaded, each once: their waiters are to be ended."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    # Within.
+
+    @property
+    def _pull_slots(self) -> Slots:
+        return self.device if self.host is None else self.host.slots
+
+    def _in_host(self, digest: str) -> Resident | None:
+        hosted = None if self.host is None else self.host.slots.get(digest)
+        return hosted if hosted is not None and hosted.ready else None
+
+    def _on_evict(self, resident: Resident) -> None:
+        log.debug("evicted %s", resident.digest)
+        self._changes.append(TableClear(resident.slot))
+        self._news.append(resident.digest)
+
+    def _pull(self, digest: str, load: Load) -> None:
+        load.pull(PullJob(digest, self.layout_id))
+        assert load.job is not None
+        self.puller.start(load.job)
+
+    def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
+        """The host image is held until it is copied or the load abandoned."""
+        assert self.host is not None
+        load.header = self.host.slots.acquire(digest, time.time()).header
+        load.job = None
+        self._loads.wait_for_room(digest, LoadState.NEEDS_DEVICE_ROOM, now_s)
+
+    def _abandon(self, digest: str, load: Load) -> None:
+        if load.job is not None:
+            self.puller.cancel(load.job)
+            return
+        self._loads.end(digest)
+        if load.state is LoadState.NEEDS_DEVICE_ROOM:
+            assert self.host is not None
+            self.host.slots.release(digest)
+
+    def _give_up_orphans(self, now_s: float) -> None:
+        for digest in self._loads.orphans(self._waiters):
+            since_s = self.last_progress_s(digest)
+            if since_s is not None and now_s >= since_s + self.stall_s:
+                self._abandon(digest, self._loads[digest])
+
+    def _on_opened(self, event: PullOpened, load: Load, now_s: float) -> None:
+        digest = event.job.digest
+        if digest in self._pull_slots:
+            self._pull_slots.remove(digest)
+        load.header = event.header
+        self._loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
+        reason = self._inadmissible(event.header)
+        if reason is not None:
+            error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
+            self._failures.append((digest, error))
+            self.puller.cancel(event.job)
+
+    def _inadmissible(self, header: ImageHeader) -> str | None:
+        if header.rank > self.max_rank:
+            return f"rank {header.rank}, above max_lora_rank {self.max_rank}"
+        if not (self._pull_slots.admits(header) and self.device.admits(header)):
+            return f"{header.total_bytes} bytes, more than the memory for adapters can give"
+        return None
+
+    def _give_room(self, digest: str, load: Load, keep: Collection[str], now_s: float) -> bool:
+        if load.state is LoadState.NEEDS_DEVICE_ROOM:
+            return self._give_device_room(digest, keep)
+        assert load.header is not None
+        assert load.job is not None
+        resident = self._pull_slots.reserve(load.header, keep, self._waiters)
+        if resident is None:
+            return False
+        self._loads.got_pull_room(digest, now_s)
+        load.job.last_progress_s = now_s
+        if load.job.grant(ImageSink(self.pulled_into, resident.extents)):
+            self.puller.start(load.job)
+        return True
+
+    def _give_device_room(self, digest: str, keep: Collection[str]) -> bool:
+        """Moves a host image into the arena; the copy rides in the next batch."""
+        hosted = self._in_host(digest)
+        assert hosted is not None, "the load holds it"
+        resident = self.device.reserve(hosted.header, keep, self._waiters)
+        if resident is None:
+            return False
+        self._copying.append(digest)
+        self._changes.append(HostCopy(hosted, resident))
+        self._arrive(resident, hosted.load_seconds)
+        return True
+
+    def _arrive(self, resident: Resident, load_seconds: float) -> None:
+        resident.ready = True
+        resident.load_seconds = load_seconds
+        resident.last_used_time_s = time.time()
+        self._news.append(resident.digest)
+        self._loads.end(resident.digest)
+
+    def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
+        resident = self._pull_slots.get(job.digest)
+        assert resident is not None
+        load_seconds = now_s - load.started_s
+        self.counters.pulls_done += 1
+        self.counters.pulled_bytes += resident.header.total_bytes
+        self.counters.load_seconds += load_seconds
+        if self.host is None:
+            self._changes.append(TableWrite(resident))
+            self._arrive(resident, load_seconds)
+            return
+        resident.ready, resident.load_seconds = True, load_seconds
+        if self._waiters[job.digest]:
+            self._wait_for_device_room(job.digest, load, now_s)
+        else:
+            self._loads.end(job.digest)
+
+    def _on_failed(self, event: PullFailed, now_s: float) -> None:
+        digest = event.job.digest
+        if digest in self._pull_slots:
+            self._pull_slots.remove(digest)
+        self._loads.end(digest)
+        if event.error is not None:
+            log.warning("adapter %s cannot be loaded: %s", digest, event.error.message)
+            self.counters.pulls_failed += 1
+            self._failures.append((digest, event.error))
+        elif self._waiters[digest]:
+            self.ensure(digest, now_s)  # cancelled, and wanted again before it had ended
