@@ -154,6 +154,10 @@ class Config(BaseSettings):
     pull_workers: int = Field(default=4, ge=1)
     """Adapters pulled at once."""
 
+    prefetch: bool = True
+    """Load adapters that recent traffic suggests before they are asked for, with a quarter of the
+    bandwidth and into free memory or in place of what is less popular."""
+
     prefix_cache: bool = True
     """Share the keys and values of equal prefixes between requests."""
 

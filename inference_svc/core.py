@@ -216,11 +216,19 @@ class LayoutAccepted:
 
 
 @dataclass(frozen=True, slots=True)
+class Repointed:
+    """A name that requests have used now points to another digest."""
+
+    old_digest: str
+    new_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Ends the loop; whatever still runs is answered with Draining."""
 
 
-Message = Submit | Cancel | Call | LayoutAccepted | Stop
+Message = Submit | Cancel | Call | LayoutAccepted | Repointed | Stop
 
 
 @dataclass(frozen=True, slots=True)

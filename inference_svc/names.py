@@ -38,10 +38,12 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class NameEvent:
-    """A catalog change of `name`; with `name` "", a bookmark: nothing changed up to `revision`."""
+    """A catalog change of `name`, which points to `digest` from then on, or to nothing; with `name`
+    "", a bookmark: nothing changed up to `revision`."""
 
     revision: int
     name: str = ""
+    digest: str = ""
 
 
 class Catalog(Protocol):
@@ -75,6 +77,7 @@ class Directory:
     Entries are right while the watch is live, because the watch removes what changes. While the
     store does not answer they keep resolving for `name_ttl_s` from when they were last known to
     be right. `layout_id` is set by whoever registers the layout, once the store accepted it.
+    `on_repointed` hears the old and the new digest when a name in use here moves.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Directory:
     ) -> None:
         self.layout_id = ""
         self.revision = 0
+        self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
         self._catalog = catalog
         self._servable = servable
         self._name_ttl_s = name_ttl_s
@@ -291,6 +295,9 @@ class Directory:
         if not self._fetches:
             self._changed_at.clear()
         if event.name:
+            known = self._cache.get(event.name)
+            if known is not None and event.digest and event.digest != known.record.digest:
+                self.on_repointed(known.record.digest, event.digest)
             self._cache.remove_name(event.name)
             self._owners.doubt(event.name, self._clock())
             self._changed_at[event.name] = event.revision

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
-from inference_svc.core import LayoutAccepted
+from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
@@ -109,6 +109,7 @@ class InferenceServer:
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)
+        directory.on_repointed = self._repointed
         self._frontend.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
@@ -176,6 +177,10 @@ class InferenceServer:
     def _accept_layout(self, layout_id: str) -> None:
         assert self._frontend is not None
         self._frontend.send(LayoutAccepted(layout_id))
+
+    def _repointed(self, old_digest: str, new_digest: str) -> None:
+        assert self._frontend is not None
+        self._frontend.send(Repointed(old_digest, new_digest))
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE):

@@ -125,6 +125,7 @@ def _engine_config(config: Config) -> EngineConfig:
         max_lora_rank=config.max_lora_rank,
         adapter_wait_s=config.adapter_wait_seconds,
         pull_workers=config.pull_workers,
+        prefetch=config.prefetch,
         prefix_cache=config.prefix_cache,
         num_threads=config.num_threads,
     )

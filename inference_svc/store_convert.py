@@ -82,7 +82,9 @@ def is_about(error: grpc.RpcError, subject: str) -> bool:
 
 
 def to_event(event: pb.AdapterEvent) -> NameEvent:
-    return NameEvent(event.revision, "" if event.kind in _NO_CHANGE else event.name)
+    if event.kind in _NO_CHANGE:
+        return NameEvent(event.revision)
+    return NameEvent(event.revision, event.name, event.digest)
 
 
 def to_record(response: pb.GetAdapterResponse) -> AdapterRecord:

@@ -17,6 +17,7 @@ from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear
 from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
+from inference_svc.adapters.prefetch import Prefetch
 from inference_svc.adapters.pull_job import (
     ImageSink,
     PullDone,
@@ -38,7 +39,8 @@ class Loader:
     """`device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena.
 
     `pulled_into` is the memory that pulls write to: the host tier's or the arena's. `stall_s` is
-    how long a pull that nobody waits for any more may go without progress.
+    how long a pull that nobody waits for any more may go without progress. Without `prefetch`
+    nothing comes unasked.
     """
 
     device: Slots
@@ -47,6 +49,7 @@ class Loader:
     puller: Puller
     max_rank: int
     stall_s: float
+    prefetch: Prefetch | None = None
     layout_id: str = ""
     counters: LoadCounters = field(default_factory=LoadCounters)
     _waiters: Counter[str] = field(default_factory=Counter)
@@ -61,6 +64,8 @@ class Loader:
     def __post_init__(self) -> None:
         self._drains = Drains(self.device)
         self.device.on_evict = self._on_evict
+        if self.host is not None:
+            self.host.slots.on_evict = self._on_host_evict
 
     def ensure(self, digest: str, now_s: float) -> None:
         """Starts the load of an adapter that is neither resident nor on its way."""
@@ -116,11 +121,20 @@ class Loader:
             if not any(left.values()):
                 break
         self._news += self._drains.end(self._loads.is_short)
+        self._look_ahead(now_s)
 
     def next_expiry_s(self) -> float | None:
-        """When a pull that nobody waits for would be given up."""
+        """When a pull that nobody waits for would be given up, or one may be begun."""
         moments = [self.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)]
-        return min((m + self.stall_s for m in moments if m is not None), default=None)
+        expiries = [moment + self.stall_s for moment in moments if moment is not None]
+        if self._may_prefetch and self.prefetch is not None:
+            expiries += filter(None, [self.prefetch.next_look_s()])
+        return min(expiries, default=None)
+
+    def repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
+        """A name that pointed to one now points to the other."""
+        if self.prefetch is not None:
+            self.prefetch.repointed(old_digest, new_digest, now_s)
 
     def last_progress_s(self, digest: str) -> float | None:
         """When bytes last arrived, or the load began; None while it does not wait on the store."""
@@ -163,6 +177,58 @@ class Loader:
         failures, self._failures = self._failures, []
         return failures
 
+    # What nobody waits for yet.
+
+    @property
+    def _may_prefetch(self) -> bool:
+        """Only while nothing is on its way that requests wait for."""
+        return bool(self.prefetch is not None and self.layout_id and not self._loads.by_digest)
+
+    def _look_ahead(self, now_s: float) -> None:
+        if self.prefetch is None or not self._may_prefetch:
+            return
+        digest = self.prefetch.choose(now_s, self._is_here, self._victims)
+        if digest is not None:
+            load = self._loads.begin(digest, now_s)
+            self._loads.keep_unwanted(digest)
+            self._pull(digest, load)
+
+    def _is_here(self, digest: str) -> bool:
+        return digest in self._pull_slots or digest in self.device
+
+    def _victims(self) -> set[str] | None:
+        """What prefetching might evict; None while there is room for any image that we know."""
+        slots = self._pull_slots
+        residents = slots.residents()
+        largest_bytes = max((resident.num_bytes for resident in residents), default=0)
+        if len(slots) < slots.max_images and slots.extents.free_bytes >= largest_bytes:
+            return None
+        return {r.digest for r in residents if slots.may_evict(r, self._waiters)}
+
+    def _give_prefetch_room(self, digest: str, load: Load, now_s: float) -> None:
+        """Free room, or that of what is less popular and not waited for; else not at all."""
+        assert self.prefetch is not None
+        assert load.job is not None
+        assert load.header is not None
+        others = {resident.digest for resident in self._pull_slots.residents()}
+        keep = self.prefetch.hotter_than(digest, others, now_s) | self._waiters.keys()
+        if self._give_room(digest, load, keep, now_s):
+            self.prefetch.opened(load.header.total_bytes, now_s)
+        else:
+            self.puller.cancel(load.job)
+
+    def _prefetched(self, resident: Resident, now_s: float) -> None:
+        """It lies where pulls write to. From a host tier it goes on where room is free."""
+        assert self.prefetch is not None
+        self.prefetch.arrived(now_s)
+        if self.host is None:
+            return
+        others = {other.digest for other in self.device.residents()}
+        on_device = self.device.reserve(resident.header, others)
+        if on_device is not None:
+            self.host.slots.acquire(resident.digest, time.time())
+            self._copy(resident, on_device)
+
     # Within.
 
     @property
@@ -177,6 +243,16 @@ class Loader:
         log.debug("evicted %s", resident.digest)
         self._changes.append(TableClear(resident.slot))
         self._news.append(resident.digest)
+        if self.host is None:
+            self._on_host_evict(resident)
+
+    def _on_host_evict(self, resident: Resident) -> None:
+        """An image has left the memory that pulls write to."""
+        if self.prefetch is not None:
+            self.prefetch.left(resident.digest)
+
+    def _is_prefetching(self, digest: str) -> bool:
+        return self.prefetch is not None and self.prefetch.current == digest
 
     def _pull(self, digest: str, load: Load) -> None:
         load.pull(PullJob(digest, self.layout_id))
@@ -216,6 +292,8 @@ class Loader:
             error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
             self._failures.append((digest, error))
             self.puller.cancel(event.job)
+        elif self._is_prefetching(digest):
+            self._give_prefetch_room(digest, load, now_s)
 
     def _inadmissible(self, header: ImageHeader) -> str | None:
         if header.rank > self.max_rank:
@@ -245,17 +323,21 @@ class Loader:
         resident = self.device.reserve(hosted.header, keep, self._waiters)
         if resident is None:
             return False
-        self._copying.append(digest)
+        self._copy(hosted, resident)
+        self._loads.end(digest)
+        return True
+
+    def _copy(self, hosted: Resident, resident: Resident) -> None:
+        """The host image is held until `copied`."""
+        self._copying.append(hosted.digest)
         self._changes.append(HostCopy(hosted, resident))
         self._arrive(resident, hosted.load_seconds)
-        return True
 
     def _arrive(self, resident: Resident, load_seconds: float) -> None:
         resident.ready = True
         resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
         self._news.append(resident.digest)
-        self._loads.end(resident.digest)
 
     def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
         resident = self._pull_slots.get(job.digest)
@@ -264,21 +346,29 @@ class Loader:
         self.counters.pulls_done += 1
         self.counters.pulled_bytes += resident.header.total_bytes
         self.counters.load_seconds += load_seconds
+        if self.prefetch is not None:
+            self.prefetch.budget.measured(resident.num_bytes, now_s - load.granted_s)
         if self.host is None:
             self._changes.append(TableWrite(resident))
             self._arrive(resident, load_seconds)
-            return
-        resident.ready, resident.load_seconds = True, load_seconds
-        if self._waiters[job.digest]:
-            self._wait_for_device_room(job.digest, load, now_s)
         else:
-            self._loads.end(job.digest)
+            resident.ready, resident.load_seconds = True, load_seconds
+        if self.host is not None and self._waiters[job.digest]:
+            self._wait_for_device_room(job.digest, load, now_s)
+            return
+        self._loads.end(job.digest)
+        if self._is_prefetching(job.digest):
+            self._prefetched(resident, now_s)
 
     def _on_failed(self, event: PullFailed, now_s: float) -> None:
         digest = event.job.digest
         if digest in self._pull_slots:
             self._pull_slots.remove(digest)
         self._loads.end(digest)
+        if self.prefetch is not None and event.error is not None:
+            self.prefetch.forget(digest)
+        if self.prefetch is not None and self._is_prefetching(digest):
+            self.prefetch.refused(now_s)
         if event.error is not None:
             log.warning("adapter %s cannot be loaded: %s", digest, event.error.message)
             self.counters.pulls_failed += 1

@@ -32,7 +32,7 @@ class Load:
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
     waited for room instead. `room_wait_since_s` is set while it waits for room. `header` is known
-    once the pull has opened.
+    once the pull has opened; `granted_s` is when it got room to write to.
     """
 
     started_s: float
@@ -41,6 +41,7 @@ class Load:
     job: PullJob | None = None
     header: ImageHeader | None = None
     room_wait_since_s: float | None = None
+    granted_s: float = 0.0
 
     @property
     def needs_room(self) -> bool:
@@ -72,7 +73,7 @@ class Load:
         assert self.state is LoadState.NEEDS_PULL_ROOM
         assert self.room_wait_since_s is not None
         self.store_wait_since_s += now_s - self.room_wait_since_s
-        self.state, self.room_wait_since_s = LoadState.PULLING, None
+        self.state, self.room_wait_since_s, self.granted_s = LoadState.PULLING, None, now_s
 
 
 @dataclass

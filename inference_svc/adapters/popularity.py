@@ -43,6 +43,9 @@ class Popularity:
         its own, for those who ask for it by version or digest, and fades."""
         self._weights[digest] = max(self._weight(digest), self._weight(from_digest))
 
+    def forget(self, digest: str) -> None:
+        self._weights.pop(digest, None)
+
     def score(self, digest: str, now_s: float) -> float:
         """The weighted count at `now_s`; 0 for what is not known."""
         one = self._one(now_s)

@@ -6,6 +6,7 @@ for is on its way, and tells what became of it. Time comes with every call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -28,7 +29,6 @@ LOOK_S = 0.25
 """Between two looks for something to bring."""
 REST_S = 10.0
 """What found no room is left alone for so long."""
-FAILED_REST_S = 60.0
 
 
 class ByteBudget:
@@ -93,9 +93,11 @@ class Prefetch:
 
     # What is heard of the traffic.
 
-    def requested(self, digest: str, now_s: float) -> None:
-        """A request asks for it; if it is on its way, it is the request's from now on."""
-        self.popularity.note(digest, now_s)
+    def wanted(self, digest: str, now_s: float, *, count: bool = True) -> None:
+        """Somebody asks for it; if it is on its way, it is theirs from now on. `count`: it is a
+        request, of which there may be more."""
+        if count:
+            self.popularity.note(digest, now_s)
         if self.brought.pop(digest, None) is not None:
             self.counters.hits += 1
         if digest == self.current:
@@ -112,10 +114,13 @@ class Prefetch:
     # What to bring.
 
     def choose(
-        self, now_s: float, is_here: Callable[[str], bool], coldest: str | None
+        self,
+        now_s: float,
+        is_here: Callable[[str], bool],
+        victims: Callable[[], Collection[str] | None],
     ) -> str | None:
-        """The digest to bring now, or None. `is_here`: it is there or on its way. `coldest`: what
-        would have to leave for it, None if there is free room."""
+        """The digest to bring now, or None. `is_here`: it is there or on its way. `victims`: of
+        what might leave for it, one would have to; None if there is free room."""
         if self.current or self._next_look_s is None or now_s < self._next_look_s:
             return None
         if (wait_s := self.budget.wait_s(now_s)) > 0:
@@ -125,8 +130,8 @@ class Prefetch:
         found = self.popularity.hottest(
             1, now_s, lambda digest: digest not in self._resting and not is_here(digest)
         )
-        floor = self._displaces(coldest, now_s)
-        if not found or found[0][1] < max(MIN_SCORE, floor):
+        score = found[0][1] if found else 0.0
+        if score < MIN_SCORE or score < self._floor(victims(), now_s):
             self._next_look_s = min(self._resting.values(), default=None)
             return None
         self.current = found[0][0]
@@ -141,9 +146,14 @@ class Prefetch:
         """When `choose` is to be called again; None: not before something is heard."""
         return None if self.current else self._next_look_s
 
-    def _displaces(self, digest: str | None, now_s: float) -> float:
+    def _floor(self, victims: Collection[str] | None, now_s: float) -> float:
+        if victims is None:
+            return 0.0
+        return min((self._displaces(victim, now_s) for victim in victims), default=math.inf)
+
+    def _displaces(self, digest: str, now_s: float) -> float:
         """The score that is needed to take its place."""
-        return 0.0 if digest is None else MARGIN * self.popularity.score(digest, now_s)
+        return MARGIN * self.popularity.score(digest, now_s)
 
     def _look_at(self, now_s: float) -> None:
         if self._next_look_s is None or self._next_look_s > now_s + LOOK_S:
@@ -163,15 +173,19 @@ class Prefetch:
         self.brought[self.current] = self._current_bytes
         self._ended(now_s)
 
-    def refused(self, now_s: float, *, failed: bool = False) -> None:
-        """There was no room for the current one among what is less popular, or its pull failed."""
+    def refused(self, now_s: float) -> None:
+        """There was no room for the current one among what is less popular, or its pull ended."""
         self.counters.wasted_bytes += self._current_bytes
-        self._resting[self.current] = now_s + (FAILED_REST_S if failed else REST_S)
+        self._resting[self.current] = now_s + REST_S
         self._ended(now_s)
 
     def left(self, digest: str) -> None:
         """It has been evicted or unloaded."""
         self.counters.wasted_bytes += self.brought.pop(digest, 0)
+
+    def forget(self, digest: str) -> None:
+        """It cannot be loaded, or an operator has unloaded it: it is not brought back unasked."""
+        self.popularity.forget(digest)
 
     def _ended(self, now_s: float) -> None:
         self.current, self._current_bytes = "", 0

@@ -23,6 +23,8 @@ class Residency(Loader):
         self._waiters[digest] += 1
         if count:
             self._count(digest)
+        if self.prefetch is not None:
+            self.prefetch.wanted(digest, now_s, count=count)
         self.ensure(digest, now_s)
 
     def unwant(self, digest: str, *, expired: bool = False) -> None:
@@ -74,6 +76,9 @@ class Residency(Loader):
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")
         if resident is not None and resident.pinned:
             raise AdapterUnusable(f"adapter {digest} is pinned; unpin it first", subject="ref")
+        if self.prefetch is not None:
+            self.prefetch.forget(digest)
+            self.prefetch.left(digest)
         freed = sum(r.num_bytes for r in (resident, hosted) if r is not None)
         if resident is None or resident.users == 0:
             self._drop(digest)

@@ -152,7 +152,7 @@ class Slots:
         self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]
     ) -> list[Resident] | None:
         """The images whose eviction makes room; None if no eviction does."""
-        evictable = [r for r in self._by_digest.values() if self._may_evict(r, keep)]
+        evictable = [r for r in self._by_digest.values() if self.may_evict(r, keep)]
         evictable.sort(key=lambda resident: resident.digest in wanted)
         return self._until_room(num_bytes, cuts, evictable)
 
@@ -170,7 +170,7 @@ class Slots:
                 return evictable[:num_victims]
         return None
 
-    def _may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
+    def may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         if resident.pinned or resident.users or not resident.ready:
             return False
         return resident.digest not in keep

@@ -10,6 +10,7 @@ import torch
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.prefetch import Prefetch
 from inference_svc.adapters.pull_job import PullEvent
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
@@ -69,9 +70,11 @@ def build_engine(
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
-    puller = Puller(store, config.pull_workers, post, layout.check_header)
+    # One more, so that prefetching takes no thread from what requests wait for.
+    puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
+    prefetch = Prefetch() if config.prefetch else None
     residency = Residency(
-        slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s
+        slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s, prefetch
     )
     scheduler = Scheduler(_limits(config), pages, residency)
     runner = Runner(

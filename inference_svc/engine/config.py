@@ -38,5 +38,6 @@ class EngineConfig:
     fair_quantum: int = 1024
     fair_ageing_s: float = 2.0
     pull_workers: int = 4
+    prefetch: bool = True
     prefix_cache: bool = True
     num_threads: int = 0

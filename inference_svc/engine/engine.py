@@ -19,6 +19,7 @@ from inference_svc.core import (
     Message,
     Output,
     Reply,
+    Repointed,
     Request,
     Sequence,
     SequenceState,
@@ -120,6 +121,8 @@ class Engine:
             self._replies += [] if reply is None else [reply]
         elif isinstance(message, LayoutAccepted):
             self.residency.set_layout(message.layout_id)
+        elif isinstance(message, Repointed):
+            self.residency.repointed(message.old_digest, message.new_digest, now_s)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             with self.times.loading():
                 self.residency.on_pull_event(message, now_s)

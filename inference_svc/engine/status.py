@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inference_svc.adapters.prefetch import PrefetchCounters
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import EngineStatus
 from inference_svc.engine.budget import Budget
@@ -58,6 +59,8 @@ class Describe:
 
     def _counters(self) -> dict[str, float]:
         counters, device = self.residency.counters, self.residency.device
+        prefetch = self.residency.prefetch
+        ahead = PrefetchCounters() if prefetch is None else prefetch.counters
         return {
             "slot_hits": counters.device_hits,
             "host_hits": counters.host_hits,
@@ -67,6 +70,10 @@ class Describe:
             "pull_failures": counters.pulls_failed,
             "pulled_bytes": counters.pulled_bytes,
             "load_seconds": counters.load_seconds,
+            "prefetch_images": ahead.prefetched,
+            "prefetch_bytes": ahead.prefetched_bytes,
+            "prefetch_hits": ahead.hits,
+            "prefetch_wasted_bytes": ahead.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
             "lora_steps": self.runner.num_lora_steps,
         }

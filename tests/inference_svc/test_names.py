@@ -136,6 +136,25 @@ def test_a_change_is_seen_at_the_next_request() -> None:
     run(body)
 
 
+def test_a_name_in_use_that_moves_is_told_with_both_digests() -> None:
+    catalog, directory, _ = make()
+    moves: list[tuple[str, str]] = []
+    directory.on_repointed = lambda old_digest, new_digest: moves.append((old_digest, new_digest))
+
+    async def body() -> None:
+        directory.apply(NameEvent(6, "default/upper", B))
+        catalog.revision = 7
+        await directory.resolve(OPEN, "upper")
+        directory.apply(NameEvent(7, "default/upper", A))  # registered again: nothing moves
+        await directory.resolve(OPEN, "upper")
+        directory.apply(NameEvent(8, "default/upper", B))
+        directory.apply(NameEvent(9, "default/upper", ""))
+        directory.apply(NameEvent(10, "default/unknown", B))
+
+    run(body)
+    assert moves == [(A, B)]
+
+
 def test_a_deleted_name_also_takes_its_digest_entry() -> None:
     catalog, directory, _ = make()
     catalog.records[A] = UPPER

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.store import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
-from inference_svc.store_convert import to_pull_message
+from inference_svc.names import NameEvent
+from inference_svc.store_convert import to_event, to_pull_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 
@@ -66,6 +67,15 @@ def test_damaged_chunks(offset: int, content: bytes, draw: st.DataObject) -> Non
     if isinstance(message, ImageChunk):
         assert message.offset == response.chunk.offset
         assert bytes(message.data) == response.chunk.data
+
+
+def test_a_change_says_what_the_name_points_to() -> None:
+    event = pb.AdapterEvent(
+        revision=7, kind=pb.EVENT_KIND_UPDATED, name="default/a", digest="sha256:1"
+    )
+    assert to_event(event) == NameEvent(7, "default/a", "sha256:1")
+    event.kind = pb.EVENT_KIND_PINNED
+    assert to_event(event) == NameEvent(7), "it points to what it did before"
 
 
 def test_what_is_empty_is_refused() -> None:

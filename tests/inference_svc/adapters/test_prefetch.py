@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.prefetch import (
     BURST_S,
-    FAILED_REST_S,
     FIRST_RATE,
     LOOK_S,
     MARGIN,
@@ -23,11 +22,15 @@ MB = 1_000_000
 
 def ask(prefetch: Prefetch, digest: str, times: int, now_s: float = 0.0) -> None:
     for _ in range(times):
-        prefetch.requested(digest, now_s)
+        prefetch.wanted(digest, now_s)
 
 
 def nothing_is_here(digest: str) -> bool:
     return False
+
+
+def free_room() -> None:
+    """Nothing would have to leave."""
 
 
 @given(
@@ -80,7 +83,7 @@ def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popula
     prefetch = Prefetch()
     for digest, count in counts.items():
         ask(prefetch, digest, count)
-    chosen = prefetch.choose(LOOK_S, here.__contains__, coldest)
+    chosen = prefetch.choose(LOOK_S, here.__contains__, lambda: {coldest})
     absent = {digest: count for digest, count in counts.items() if digest not in here}
     best = max(absent.values(), default=0)
     # Just at the margin rounding may decide.
@@ -113,40 +116,52 @@ def test_one_at_a_time_and_within_the_budget() -> None:
     ask(prefetch, "a", 3)
     ask(prefetch, "b", 2)
     now_s = LOOK_S
-    assert prefetch.choose(0.0, nothing_is_here, None) is None, "not at every request"
+    assert prefetch.choose(0.0, nothing_is_here, free_room) is None, "not at every request"
     assert prefetch.next_look_s() == now_s
-    assert prefetch.choose(now_s, nothing_is_here, None) == "a"
-    assert prefetch.choose(now_s, nothing_is_here, None) is None
+    assert prefetch.choose(now_s, nothing_is_here, free_room) == "a"
+    assert prefetch.choose(now_s, nothing_is_here, free_room) is None
     assert prefetch.next_look_s() is None
     size = int(SHARE * FIRST_RATE * (BURST_S + 2))
     prefetch.opened(size, now_s)
     prefetch.arrived(now_s)
-    assert prefetch.choose(now_s, {"a"}.__contains__, None) is None, "the share is used up"
+    assert prefetch.choose(now_s, {"a"}.__contains__, free_room) is None, "the share is used up"
     later_s = prefetch.next_look_s()
     assert later_s is not None
-    assert prefetch.choose(later_s + 0.001, {"a"}.__contains__, None) == "b"
+    assert prefetch.choose(later_s + 0.001, {"a"}.__contains__, free_room) == "b"
 
 
 def test_traffic_that_has_faded_is_not_brought_back() -> None:
     prefetch = Prefetch()
     ask(prefetch, "a", 1)
-    assert prefetch.choose(3600.0, nothing_is_here, None) is None
+    assert prefetch.choose(3600.0, nothing_is_here, free_room) is None
     assert prefetch.next_look_s() is None
 
 
-@pytest.mark.parametrize(("failed", "rest_s"), [(False, REST_S), (True, FAILED_REST_S)])
-def test_what_was_refused_rests(failed: bool, rest_s: float) -> None:
+def test_what_found_no_room_rests() -> None:
     prefetch = Prefetch()
     ask(prefetch, "a", 3)
-    assert prefetch.choose(LOOK_S, nothing_is_here, None) == "a"
-    prefetch.refused(LOOK_S, failed=failed)
-    assert prefetch.choose(LOOK_S, nothing_is_here, None) is None
-    assert prefetch.next_look_s() == LOOK_S + rest_s
-    assert prefetch.choose(LOOK_S + rest_s, nothing_is_here, None) == "a"
+    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) == "a"
+    prefetch.refused(LOOK_S)
+    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) is None
+    assert prefetch.next_look_s() == LOOK_S + REST_S
+    assert prefetch.choose(LOOK_S + REST_S, nothing_is_here, free_room) == "a"
+
+
+def test_what_an_operator_unloads_is_not_brought_back() -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "a", 3)
+    prefetch.forget("a")
+    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) is None
+
+
+def test_nothing_comes_where_nothing_may_leave() -> None:
+    prefetch = Prefetch()
+    ask(prefetch, "a", 3)
+    assert prefetch.choose(LOOK_S, nothing_is_here, frozenset) is None
 
 
 def test_what_is_counted() -> None:
-    prefetch, counters = Prefetch(), Prefetch().counters
+    prefetch = Prefetch()
     counters = prefetch.counters
     for digest in ("found", "left", "failed", "late", "early"):
         ask(prefetch, digest, 3)
@@ -154,17 +169,17 @@ def test_what_is_counted() -> None:
     now_s = 0.0
     while len(brought) < 5:
         now_s += 1.0
-        digest = prefetch.choose(now_s, brought.__contains__, None)
+        digest = prefetch.choose(now_s, brought.__contains__, free_room)
         assert digest is not None
         brought.append(digest)
         if digest == "early":
-            prefetch.requested(digest, now_s)  # before a byte came: an ordinary pull
+            prefetch.wanted(digest, now_s)  # before a byte came: an ordinary pull
             continue
         prefetch.opened(10, now_s)
         if digest == "late":
-            prefetch.requested(digest, now_s)
+            prefetch.wanted(digest, now_s)
         elif digest == "failed":
-            prefetch.refused(now_s, failed=True)
+            prefetch.refused(now_s)
         else:
             prefetch.arrived(now_s)
     ask(prefetch, "found", 2)
@@ -179,9 +194,11 @@ def test_what_is_counted() -> None:
 def test_a_new_version_is_brought_before_anybody_asks() -> None:
     prefetch = Prefetch()
     ask(prefetch, "v1", 3)
-    assert prefetch.choose(LOOK_S, {"v1"}.__contains__, None) is None
+    assert prefetch.choose(LOOK_S, {"v1"}.__contains__, free_room) is None
     assert prefetch.next_look_s() is None
     prefetch.repointed("v1", "v2", 1.0)
-    assert prefetch.choose(1.0 + LOOK_S, {"v1"}.__contains__, "v1") is None, "as popular as v1"
+    assert prefetch.choose(1.0 + LOOK_S, {"v1"}.__contains__, lambda: {"v1"}) is None, (
+        "as popular as v1"
+    )
     prefetch.repointed("v1", "v2", 2.0)
-    assert prefetch.choose(2.0 + LOOK_S, {"v1"}.__contains__, None) == "v2"
+    assert prefetch.choose(2.0 + LOOK_S, {"v1"}.__contains__, free_room) == "v2"
