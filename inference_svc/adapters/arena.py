@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear
@@ -15,7 +16,7 @@ from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.slots import Resident
 from kernels.host_memory import allocate_host
-from kernels.lora import LoraTable, TableEntry
+from kernels.lora import LoraTable, TableRow
 
 
 class Arena:
@@ -41,8 +42,11 @@ class Arena:
         else:
             self._bytes = torch.zeros(whole_bytes, dtype=torch.uint8, device=device)
         self.flat = self._bytes.view(layout.dtype)
-        num_targets = len(layout.targets)
-        self.table = LoraTable.create(max_loras, num_targets, self.flat, device, max_rank)
+        targets = layout.targets
+        self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
+        self._out_features = np.array([t.out_features for t in targets], dtype=np.int64)
+        self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
+        self.table = LoraTable.create(max_loras, len(targets), self.flat, device, max_rank)
         self._slab = slab
         self._copied: torch.cuda.Event | None = None
 
@@ -60,7 +64,7 @@ class Arena:
                 continue
             if isinstance(change, HostCopy):
                 self._copy(change.host.extents, change.resident.extents)
-            self.table.set_row(change.resident.slot, self._entries(change.resident))
+            self.table.set_row(change.resident.slot, self._row(change.resident))
         if self.device.type == "cuda" and any(isinstance(c, HostCopy) for c in changes):
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -85,30 +89,33 @@ class Arena:
                         self._slab[here : here + end - start], non_blocking=True
                     )
 
-    def _entries(self, resident: Resident) -> list[TableEntry]:
-        """One entry per target the image has: its A then its B, both within one extent."""
-        granules: dict[int, dict[str, int]] = {}
-        ranks: dict[int, int] = {}
-        for segment in resident.header.segments:
-            at = _locate(resident.extents, segment.offset)
-            granules.setdefault(segment.target, {})[segment.kind] = at // GRANULE_BYTES
-            ranks[segment.target] = segment.rank
-        return [
-            TableEntry(
-                target=target,
-                a_granule=found["a"],
-                b_granule=found["b"],
-                rank=ranks[target],
-                in_features=self.layout.targets[target].in_features,
-                out_features=self.layout.targets[target].out_features,
-                is_embedding=self.layout.targets[target].kind == "embedding",
-            )
-            for target, found in granules.items()
-        ]
+    def _row(self, resident: Resident) -> TableRow:
+        """All at once, as this delays a step. Segments are A then B of each target, in order; each
+        lies within one extent."""
+        segments = resident.header.segments
+        targets = np.array([segment.target for segment in segments[::2]], dtype=np.int64)
+        ranks = np.array([segment.rank for segment in segments[::2]], dtype=np.int64)
+        offsets = np.array([segment.offset for segment in segments], dtype=np.int64)
+        granules = _locate(resident.extents, offsets) // GRANULE_BYTES
+        return TableRow(
+            targets,
+            granules[::2],
+            granules[1::2],
+            ranks,
+            self._in_features[targets],
+            self._out_features[targets],
+            np.ones(len(targets), dtype=np.float32),
+            self._is_embedding[targets],
+        )
 
 
-def _locate(extents: Sequence[Extent], offset: int) -> int:
-    for extent in extents:
-        if extent.image_offset <= offset < extent.image_offset + extent.num_bytes:
-            return extent.start + offset - extent.image_offset
-    raise AssertionError(f"image offset {offset} lies in no extent")
+def _locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
+    """Where image offsets [n], ascending, lie in the arena; in bytes."""
+    ordered = sorted(extents, key=lambda extent: extent.image_offset)
+    firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
+    index = np.searchsorted(firsts, offsets, side="right") - 1
+    assert index[0] >= 0, f"image offset {offsets[0]} lies in no extent"
+    within = offsets - firsts[index]
+    sizes = np.array([extent.num_bytes for extent in ordered], dtype=np.int64)
+    assert (within < sizes[index]).all(), "an image offset lies in no extent"
+    return np.array([extent.start for extent in ordered], dtype=np.int64)[index] + within

@@ -10,7 +10,7 @@ import torch
 
 from . import cpu
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
-from .table import GRANULE_BYTES, LoraTable, TableEntry
+from .table import GRANULE_BYTES, LoraTable, TableEntry, TableRow
 
 __all__ = [
     "BASE_SLOT",
@@ -20,6 +20,7 @@ __all__ = [
     "LoraSegment",
     "LoraTable",
     "TableEntry",
+    "TableRow",
     "add_lora",
     "add_lora_embedding",
     "num_calls",

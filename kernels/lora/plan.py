@@ -109,7 +109,7 @@ class LoraPlan:
         assert total >= used, f"{used} tokens do not fit a step of {total}"
         segments = tuple(_segments(row_slots, row_lengths))
         items = list(_items(row_slots, row_lengths))
-        entries = [table.entries[slot] for slot in {segment.slot for segment in segments}]
+        adapters = [table.adapters[slot] for slot in {segment.slot for segment in segments}]
         slots = [s for s, n in zip(row_slots, row_lengths, strict=True) for _ in range(n)]
         slots.extend([BASE_SLOT] * (total - used))
         flat = [field for item in items for field in item]
@@ -118,8 +118,8 @@ class LoraPlan:
         return cls(
             num_tokens=total,
             segments=segments,
-            targets=frozenset(target for row in entries for target in row),
-            max_rank=max((entry.rank for row in entries for entry in row.values()), default=0),
+            targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
+            max_rank=max((adapter.max_rank for adapter in adapters), default=0),
             has_tiles=any(item.kind == ITEM_TILE for item in items),
             token_slots=packed[len(flat) :],
             items=packed[: len(flat)].view(-1, 4),

@@ -35,6 +35,47 @@ class TableEntry:
     is_embedding: bool = False
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class TableRow:
+    """All targets of one adapter, in ascending order, as arrays [n]: see TableEntry.
+
+    Integers are int64, `scales` fp32, `is_embedding` bool.
+    """
+
+    targets: np.ndarray
+    a_granules: np.ndarray
+    b_granules: np.ndarray
+    ranks: np.ndarray
+    in_features: np.ndarray
+    out_features: np.ndarray
+    scales: np.ndarray
+    is_embedding: np.ndarray
+    target_set: frozenset[int] = field(init=False)
+    max_rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_set", frozenset(self.targets.tolist()))
+        object.__setattr__(self, "max_rank", int(self.ranks.max(initial=0)))
+        assert len(self.target_set) == len(self.targets), "a target appears twice"
+
+    @classmethod
+    def of(cls, entries: Sequence[TableEntry]) -> TableRow:
+        entries = sorted(entries, key=lambda entry: entry.target)
+        return cls(
+            np.array([entry.target for entry in entries], dtype=np.int64),
+            np.array([entry.a_granule for entry in entries], dtype=np.int64),
+            np.array([entry.b_granule for entry in entries], dtype=np.int64),
+            np.array([entry.rank for entry in entries], dtype=np.int64),
+            np.array([entry.in_features for entry in entries], dtype=np.int64),
+            np.array([entry.out_features for entry in entries], dtype=np.int64),
+            np.array([entry.scale for entry in entries], dtype=np.float32),
+            np.array([entry.is_embedding for entry in entries], dtype=np.bool_),
+        )
+
+
+NO_ADAPTER = TableRow.of([])
+
+
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
     """Views into the arena, made when first used. For an embedding `a` is `[vocab, rank]`."""
@@ -51,7 +92,7 @@ class LoraTable:
     """Rows of adapters, `[max_loras, num_targets]`, at a fixed address on `device`.
 
     `rows` is int32 `[max_loras, 4, num_targets]`: granule of A, granule of B, rank, and the bits of
-    the fp32 scale; one row is one copy. `entries[slot]` says the same to the host, by target.
+    the fp32 scale; one row is one copy. `adapters[slot]` says the same to the host.
     """
 
     max_loras: int
@@ -59,7 +100,7 @@ class LoraTable:
     max_rank: int
     arena: torch.Tensor
     rows: torch.Tensor
-    entries: tuple[dict[int, TableEntry], ...] = field(repr=False)
+    adapters: list[TableRow] = field(repr=False)
     _weights: tuple[dict[int, TargetWeights], ...] = field(repr=False)
 
     @classmethod
@@ -81,9 +122,9 @@ class LoraTable:
         assert arena.data_ptr() % GRANULE_BYTES == 0 or arena.device.type == "cpu"
         assert arena.numel() * arena.itemsize // GRANULE_BYTES < 2**31, "granules are int32"
         rows = torch.zeros(max_loras, 4, num_targets, dtype=torch.int32, device=device)
-        entries: tuple[dict[int, TableEntry], ...] = tuple({} for _ in range(max_loras))
+        adapters = [NO_ADAPTER] * max_loras
         weights: tuple[dict[int, TargetWeights], ...] = tuple({} for _ in range(max_loras))
-        return cls(max_loras, num_targets, max_rank, arena, rows, entries, weights)
+        return cls(max_loras, num_targets, max_rank, arena, rows, adapters, weights)
 
     @property
     def a_granules(self) -> torch.Tensor:
@@ -102,51 +143,52 @@ class LoraTable:
     def scales(self) -> torch.Tensor:
         return self.rows[:, 3].view(torch.float32)
 
-    def set_row(self, slot: int, entries: Sequence[TableEntry]) -> None:
+    def set_row(self, slot: int, adapter: TableRow | Sequence[TableEntry]) -> None:
         """Makes an adapter visible: one write, ordered on the current stream.
 
-        The bytes its entries point to must be in the arena before any later work of that stream.
+        The bytes that it points to must be in the arena before any later work of that stream.
         """
-        by_target = {entry.target: entry for entry in entries}
-        assert len(by_target) == len(entries), "a target appears twice"
+        if not isinstance(adapter, TableRow):
+            adapter = TableRow.of(adapter)
+        self._check(adapter)
         row = np.zeros((4, self.num_targets), dtype=np.int32)
-        scales = row[3].view(np.float32)
-        for target, entry in by_target.items():
-            assert 0 < entry.rank <= self.max_rank, f"rank {entry.rank} of target {target}"
-            self._check(entry)
-            row[:3, target] = entry.a_granule, entry.b_granule, entry.rank
-            scales[target] = entry.scale
+        targets = adapter.targets
+        row[0, targets] = adapter.a_granules
+        row[1, targets] = adapter.b_granules
+        row[2, targets] = adapter.ranks
+        row[3].view(np.float32)[targets] = adapter.scales
         self._write(slot, torch.from_numpy(row))
-        self._forget(slot)
-        self.entries[slot].update(by_target)
+        self._weights[slot].clear()
+        self.adapters[slot] = adapter
 
     def clear_row(self, slot: int) -> None:
         """Forgets the adapter of `slot`: all its ranks become 0."""
         self._write(slot, torch.zeros(4, self.num_targets, dtype=torch.int32))
-        self._forget(slot)
+        self._weights[slot].clear()
+        self.adapters[slot] = NO_ADAPTER
 
     def weights(self, slot: int) -> dict[int, TargetWeights]:
         """What the adapter of `slot` has of each of its targets, for kernels that run on tensors.
         Native ones and those of a GPU read `rows`, and loading for them makes no tensors."""
-        views, entries = self._weights[slot], self.entries[slot]
-        if len(views) < len(entries):
-            views.update((target, self._views(entry)) for target, entry in entries.items())
+        views, adapter = self._weights[slot], self.adapters[slot]
+        if len(views) < len(adapter.targets):
+            for index, target in enumerate(adapter.targets.tolist()):
+                views[target] = self._views(adapter, index)
         return views
 
-    def _forget(self, slot: int) -> None:
-        self.entries[slot].clear()
-        self._weights[slot].clear()
-
-    def _check(self, entry: TableEntry) -> None:
-        """Asserts that both matrices lie within the arena."""
+    def _check(self, adapter: TableRow) -> None:
+        """Asserts that ranks are as promised, and both matrices of each target in the arena."""
         size = self.arena.numel() * self.arena.itemsize
-        for granule, features in (
-            (entry.a_granule, entry.in_features),
-            (entry.b_granule, entry.out_features),
+        ranks = adapter.ranks
+        wrong = (ranks < 1) | (ranks > self.max_rank)
+        assert not wrong.any(), f"rank {ranks[wrong][0]} of target {adapter.targets[wrong][0]}"
+        for granules, features in (
+            (adapter.a_granules, adapter.in_features),
+            (adapter.b_granules, adapter.out_features),
         ):
-            end = granule * GRANULE_BYTES + entry.rank * features * self.arena.itemsize
-            assert granule >= 0, f"granule {granule} leaves the arena"
-            assert end <= size, f"granule {granule} leaves the arena"
+            ends = granules * GRANULE_BYTES + ranks * features * self.arena.itemsize
+            outside = (granules < 0) | (ends > size)
+            assert not outside.any(), f"granule {granules[outside][0]} leaves the arena"
 
     def _write(self, slot: int, row: torch.Tensor) -> None:
         assert 0 <= slot < self.max_loras, f"slot {slot} of {self.max_loras}"
@@ -155,10 +197,12 @@ class LoraTable:
             row = row.pin_memory()
         self.rows[slot].copy_(row, non_blocking=True)
 
-    def _views(self, entry: TableEntry) -> TargetWeights:
-        a = self._matrix(entry.a_granule, entry.rank, entry.in_features, entry.is_embedding)
-        b = self._matrix(entry.b_granule, entry.rank, entry.out_features)
-        return TargetWeights(a, a.t(), b, b.t(), entry.scale)
+    def _views(self, adapter: TableRow, index: int) -> TargetWeights:
+        rank = int(adapter.ranks[index])
+        a_shape = (int(adapter.in_features[index]), bool(adapter.is_embedding[index]))
+        a = self._matrix(int(adapter.a_granules[index]), rank, *a_shape)
+        b = self._matrix(int(adapter.b_granules[index]), rank, int(adapter.out_features[index]))
+        return TargetWeights(a, a.t(), b, b.t(), float(adapter.scales[index]))
 
     def _matrix(
         self, granule: int, rank: int, num_features: int, transposed: bool = False

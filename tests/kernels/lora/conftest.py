@@ -192,7 +192,7 @@ class Interpreter:
 
 def _without_views(table: LoraTable) -> LoraTable:
     """The kernels read the arena and the rows only; each view would pickle the whole arena."""
-    return replace(table, _weights=tuple({} for _ in table.entries))
+    return replace(table, _weights=tuple({} for _ in table.adapters))
 
 
 @pytest.fixture(scope="session")

@@ -111,11 +111,11 @@ def test_an_evicted_slot_adds_nothing(make_adapters):
     plan = adapters.plan([7])
     x, out = adapters.inputs(plan)
     assert not torch.equal(add_lora(adapters, out, x, plan), out)
-    rows, entries = adapters.table.rows[7].clone(), dict(adapters.table.entries[7])
+    rows, adapter = adapters.table.rows[7].clone(), adapters.table.adapters[7]
     adapters.table.clear_row(7)
     assert torch.equal(add_lora(adapters, out, x, adapters.plan([7])), out)
     adapters.table.rows[7].copy_(rows)
-    adapters.table.entries[7].update(entries)
+    adapters.table.adapters[7] = adapter
 
 
 def test_the_switch_of_onednn_is_put_back(make_adapters):
