@@ -75,7 +75,7 @@ class Sequence:
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`. Its adapter's slot is held while it runs. `is_aged` once it started after it had
-    waited for long; `is_charged` once its tenant's account was.
+    waited for long; `is_charged` once its tenant's account was. `token_counts` are the sampler's.
     """
 
     request: Request
@@ -93,6 +93,7 @@ class Sequence:
     num_preemptions: int = 0
     is_aged: bool = False
     is_charged: bool = False
+    token_counts: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"

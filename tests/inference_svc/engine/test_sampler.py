@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from inference_svc.core import Request, SamplingParams, Sequence
 from inference_svc.engine import sampler as sampler_module
-from inference_svc.engine.sampler import Sampler, uniform
+from inference_svc.engine.sampler import Sampler, uniform, uniforms
 
 VOCAB = 40
 EOS = 3
@@ -136,6 +137,80 @@ def test_penalties_follow_their_formulas() -> None:
         Sampler([EOS]).sample(changed, [penalised])
         for token, value in expected.items():
             assert changed[0, token].item() == pytest.approx(value)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+    st.lists(st.integers(0, VOCAB - 1), max_size=20),
+    st.sampled_from([1.0, 1.3]),
+    st.sampled_from([(0.0, 0.0), (0.4, 0.0), (0.1, 0.7)]),
+)
+def test_counts_that_grow_with_a_sequence_are_those_of_its_tokens(
+    prompt: list[int], output: list[int], repetition: float, others: tuple[float, float]
+) -> None:
+    """Also where it was preempted: its tokens stay, and come into other rows of other batches."""
+    presence, frequency = others
+    params = {
+        "repetition_penalty": repetition,
+        "presence_penalty": presence,
+        "frequency_penalty": frequency,
+        "temperature": 0.0,
+    }
+    sampler, grown = Sampler([EOS]), sequence(tuple(prompt), **params)
+    for step in range(len(output) + 1):
+        grown.token_ids[len(prompt) :] = output[:step]
+        values = logits(3, seed=step)
+        row = step % 3
+        expected = values[row].clone()
+        for token in set(prompt + output[:step]):
+            value = expected[token]
+            expected[token] = value / repetition if value > 0 else value * repetition
+        for token in set(output[:step]):
+            expected[token] -= presence + frequency * output[:step].count(token)
+        others_rows = [sequence(temperature=0.0) for _ in range(2)]
+        before = values.clone()
+        sampler.sample(values, [*others_rows[:row], grown, *others_rows[row:]])
+        torch.testing.assert_close(values[row], expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(
+            values[[i for i in range(3) if i != row]], before[[i for i in range(3) if i != row]]
+        )
+
+
+@pytest.mark.parametrize("width", [1, 255, 256, 257, 1000])
+def test_the_index_found_is_the_first_whose_sum_exceeds_the_number(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    probs = torch.rand(50, width, generator=generator) ** 8
+    probs[:, 1::3] = 0.0
+    probs[:20, width // 2 + 1 :] = 0.0
+    probs /= probs.sum(-1, keepdim=True)
+    numbers = torch.rand(50, 1, dtype=torch.float64, generator=generator)
+    numbers[:10], numbers[10:20] = 0.0, 1 - 2**-53
+    found = sampler_module._invert(probs, numbers)
+    cumulative = np.cumsum(probs.double().numpy(), axis=1)
+    for row, index in enumerate(found.tolist()):
+        number = numbers[row].item() * cumulative[row, -1]
+        assert probs[row, index] > 0
+        assert cumulative[row, index] >= number * (1 - 1e-12)
+        assert index == 0 or cumulative[row, index - 1] <= number * (1 + 1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1))
+def test_numbers_of_many_rows_are_those_of_each(rows: list[tuple[int, int]]) -> None:
+    seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    assert uniforms(seeds, positions).tolist() == [uniform(*row) for row in rows]
+
+
+def test_a_sampler_follows_its_batch_from_step_to_step() -> None:
+    """What it keeps between steps of the same sequences is theirs alone."""
+    sampler, values = Sampler([EOS]), logits(3)
+    drawn, other = sequence(seed=5), sequence(seed=6, top_k=7)
+    greedy = sequence(temperature=0.0)
+    for batch in ([drawn, greedy, other], [drawn, greedy, other], [other, drawn, greedy], [drawn]):
+        got = sampler.sample(values[: len(batch)].clone(), list(batch))
+        assert [token.token_id for token in got] == sample(values[: len(batch)], *batch)
+        for row, token in zip(batch, got, strict=True):
+            row.token_ids.append(token.token_id)
 
 
 def test_min_tokens_bans_the_ends() -> None:

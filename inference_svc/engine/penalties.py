@@ -1,0 +1,93 @@
+"""Penalties on tokens that a sequence has already, and bans of those that may not come yet.
+
+What a sequence holds is counted as it grows, never anew; all rows of a batch change at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from inference_svc.core import SamplingParams, Sequence
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, in order of appearance, and how often each was put out.
+
+    Lives with its sequence, also while that is preempted. Tokens of the prompt count 0; they are
+    left out where only the output is penalised.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._num_seen = sequence.num_prompt
+        prompt: dict[int, int] = {}
+        if sequence.request.sampling.repetition_penalty != 1.0:
+            prompt = dict.fromkeys(sequence.request.prompt_token_ids, 0)
+        self._places = {token: place for place, token in enumerate(prompt)}
+        self._ids = np.array(list(prompt), np.int64)
+        self._counts = np.zeros(len(prompt), np.int64)
+
+    def update(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 ids and counts, of the sequence as it is now. Valid until the next call."""
+        tokens = self._sequence.token_ids
+        for index in range(self._num_seen, len(tokens)):
+            place = self._places.setdefault(tokens[index], len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids), [0]))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts), [0]))
+            self._ids[place] = tokens[index]
+            self._counts[place] += 1
+        self._num_seen = len(tokens)
+        size = len(self._places)
+        return self._ids[:size], self._counts[:size]
+
+
+def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> None:
+    """Changes each (row of `logits` [N, vocab], sequence): repetition over prompt and output as in
+    CTRL (Keskar et al., 2019); presence and frequency over the output, as in the OpenAI API."""
+    places, factors, changes = [], [], []
+    for row, sequence in rows:
+        if sequence.token_counts is None:
+            sequence.token_counts = TokenCounts(sequence)
+        ids, counts = sequence.token_counts.update()
+        sampling = sequence.request.sampling
+        change = sampling.presence_penalty + sampling.frequency_penalty * counts
+        places.append(ids + row * logits.shape[1])
+        factors.append(np.full(len(ids), sampling.repetition_penalty, np.float32))
+        changes.append(np.where(counts > 0, change, 0.0).astype(np.float32))
+    at, factor, less = (
+        torch.from_numpy(np.concatenate(parts)).to(logits.device)
+        for parts in (places, factors, changes)
+    )
+    flat = logits.view(-1)  # one index is much faster than two
+    values = flat.index_select(0, at)
+    values = torch.where(values > 0, values / factor, values * factor)
+    flat.scatter_(0, at, values - less)
+
+
+def ban_ends(
+    logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]], eos_token_ids: Collection[int]
+) -> None:
+    """No end before `min_tokens`: -inf for the stop tokens of each (row, sequence), and for the
+    model's own unless those are ignored."""
+    banned = []
+    for row, sequence in rows:
+        sampling = sequence.request.sampling
+        if sequence.num_output < sampling.min_tokens:
+            ends = () if sampling.ignore_eos else eos_token_ids
+            banned += [(row, token) for token in (*sampling.stop_token_ids, *ends)]
+    if banned:
+        at = torch.tensor(banned, device=logits.device).unbind(1)
+        logits[at] = -torch.inf
