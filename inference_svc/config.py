@@ -170,6 +170,9 @@ class Config(BaseSettings):
     num_threads: int = Field(default=0, ge=0)
     """Threads that compute on CPU. 0: one per core."""
 
+    native_kernels: bool = True
+    """Compute on CPU with the kernels in C++, where there are any; else in torch."""
+
     log_format: Literal["text", "json"] = "text"
     """One line per event, for people or for machines."""
 

@@ -128,6 +128,7 @@ def _engine_config(config: Config) -> EngineConfig:
         prefetch=config.prefetch,
         prefix_cache=config.prefix_cache,
         num_threads=config.num_threads,
+        native_kernels=config.native_kernels,
     )
 
 

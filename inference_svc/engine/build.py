@@ -9,7 +9,7 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.adapters.prefetch import Prefetch
 from inference_svc.adapters.pull_job import PullEvent
 from inference_svc.adapters.puller import Puller
@@ -18,6 +18,7 @@ from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.budget import check_budgets
+from inference_svc.engine.build_model import build_model, native_library
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.engine import Engine
@@ -29,10 +30,7 @@ from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import Transformer
-from inference_svc.model.weights import load_weights
-from kernels.attention import KVCache, page_bytes
+from kernels.attention import KVCache, can_tile, page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +59,12 @@ def build_engine(
     geometry = load_geometry(config.model_dir)
     budget = check_budgets(config, geometry)
     layout = build_layout(geometry, config.base_model, config.aliases, dtype)
-    weights = load_weights(config.model_dir, geometry, dtype, device, Linear)
-    kv_cache = _allocate_kv_cache(config, geometry, dtype, device)
+    library = native_library(config)
+    kv_cache = _allocate_kv_cache(config, geometry, dtype, device, is_native=library is not None)
     host = _allocate_host_tier(config, device)
     slab = None if host is None else host.slab
     arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)
+    model, weights_bytes = build_model(config, geometry, layout, kv_cache, arena, library)
     pulled_into = arena.memory if host is None else host.memory
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
@@ -77,17 +76,11 @@ def build_engine(
         slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s, prefetch
     )
     scheduler = Scheduler(_limits(config), pages, residency)
-    runner = Runner(
-        Transformer(geometry, weights),
-        kv_cache,
-        arena,
-        lora_groups(layout),
-        Sampler(geometry.eos_token_ids),
-    )
+    runner = Runner(model, arena, Sampler(geometry.eos_token_ids))
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times = StepTimes()
     describe = Describe(
-        scheduler, residency, runner, weights.num_bytes, kv_cache.num_bytes, budget, times
+        scheduler, residency, runner, weights_bytes, kv_cache.num_bytes, budget, times
     )
     commands = Commands(residency, describe, config.adapter_wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
@@ -115,7 +108,12 @@ def _limits(config: EngineConfig) -> Limits:
 
 
 def _allocate_kv_cache(
-    config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    geometry: ModelGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_native: bool,
 ) -> KVCache:
     num_bytes = page_bytes(
         num_layers=geometry.num_layers,
@@ -139,6 +137,7 @@ def _allocate_kv_cache(
         head_dim=geometry.head_dim,
         dtype=dtype,
         device=device,
+        is_tiled=is_native and can_tile(config.page_size, geometry.head_dim, dtype),
     )
 
 

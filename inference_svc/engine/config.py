@@ -41,3 +41,4 @@ class EngineConfig:
     prefetch: bool = True
     prefix_cache: bool = True
     num_threads: int = 0
+    native_kernels: bool = True

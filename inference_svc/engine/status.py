@@ -75,5 +75,5 @@ class Describe:
             "prefetch_hits": ahead.hits,
             "prefetch_wasted_bytes": ahead.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
-            "lora_steps": self.runner.num_lora_steps,
+            "lora_steps": self.runner.model.num_lora_steps,
         }

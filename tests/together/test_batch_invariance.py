@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two-slots": {"max_loras": 2},
     "host-tier": {"arena_bytes": 360 << 10, "host_bytes": 2 << 20},
     "small-host-tier": {"arena_bytes": 360 << 10, "host_bytes": 360 << 10},
+    "torch": {"native_kernels": False},
 }
 
 
@@ -93,20 +94,24 @@ def check_case_happened(case: str, running: Any) -> None:
         assert built.residency.host.slots.num_evictions > 0
 
 
-def test_without_adapters_the_lora_path_is_not_entered(start: Callable) -> None:
+@pytest.mark.parametrize("native_kernels", [True, False])
+def test_without_adapters_the_lora_path_is_not_entered(
+    native_kernels: bool, start: Callable
+) -> None:
     from kernels.lora import num_calls
 
-    running = start()
+    running = start(native_kernels=native_kernels)
     running.submit("load", [5, 6], "r16", max_tokens=1)
     running.result("load")
-    before, steps = num_calls(), running.engine.built.engine.runner.num_lora_steps
-    assert before > 0
+    before, steps = num_calls(), running.engine.built.engine.runner.model.num_lora_steps
+    assert steps > 0
+    assert native_kernels or before > 0
     for index in range(4):
         running.submit(f"{index}", [5 + index] * 9, "", max_tokens=8)
     for index in range(4):
         running.result(f"{index}")
     assert num_calls() == before
-    assert running.engine.built.engine.runner.num_lora_steps == steps
+    assert running.engine.built.engine.runner.model.num_lora_steps == steps
 
 
 def test_seeded_sampling_is_the_same_in_any_company(start: Callable) -> None:

@@ -13,13 +13,19 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
-from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
+from inference_svc.model.native import NativeTransformer
+from inference_svc.model.step_arrays import StepArrays
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
+from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
+from kernels.linear import PackedLinear
+from kernels.native import library as native
+from kernels.native.library import NativeOp
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 89,
@@ -76,12 +82,13 @@ def save_model(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
+Rows = Sequence[tuple[core.Sequence, int, int, bool]]
+
+
 @dataclass(eq=False)
 class Decoder:
     """Our decoder with a cache, and sequences whose pages lie scattered in it."""
 
-    geometry: ModelGeometry
-    transformer: Transformer
     cache: KVCache
     sequences: list[core.Sequence] = field(default_factory=list)
 
@@ -96,43 +103,109 @@ class Decoder:
         self.sequences.append(sequence)
         return sequence
 
-    def step(
-        self, rows: Sequence[tuple[core.Sequence, int, int, bool]], lora: Lora | None = None
-    ) -> torch.Tensor:
+    def step(self, rows: Rows) -> torch.Tensor:
         """Rows of (sequence, first token, number of tokens, samples); fp32 logits of those that
         sample."""
-        return self.transformer.forward(self._inputs(rows), self.cache, lora)
+        raise NotImplementedError
 
-    def logits(
-        self, token_ids: Sequence[int], chunk: int, lora: Lora | None = None
-    ) -> torch.Tensor:
+    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
+        """One row's step; fp32 logits after each of its tokens."""
+        raise NotImplementedError
+
+    def logits(self, token_ids: Sequence[int], chunk: int) -> torch.Tensor:
         """Logits after every token, computed `chunk` tokens at a time, the sequence being alone."""
         sequence, parts = self.add(token_ids), []
         for start in range(0, len(token_ids), chunk):
-            inputs = self._inputs([(sequence, start, min(chunk, len(token_ids) - start), True)])
-            inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
-            parts.append(self.transformer.forward(inputs, self.cache, lora))
+            count = min(chunk, len(token_ids) - start)
+            parts.append(self.every_logit((sequence, start, count, True)))
         return torch.cat(parts)
 
-    def _inputs(self, rows: Sequence[tuple[core.Sequence, int, int, bool]]) -> StepInputs:
-        batch = core.Batch(tuple(core.BatchRow(*row) for row in rows))
-        return StepInputs.build(batch, self.cache.page_size)
+
+@dataclass(eq=False, kw_only=True)
+class TorchDecoder(Decoder):
+    transformer: Transformer
+    lora: Lora | None = None
+
+    def step(self, rows: Rows) -> torch.Tensor:
+        return self.transformer.forward(self._inputs(rows), self.cache, self.lora)
+
+    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
+        inputs = self._inputs([row])
+        inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
+        return self.transformer.forward(inputs, self.cache, self.lora)
+
+    def _inputs(self, rows: Rows) -> StepInputs:
+        return StepInputs.build(batch_of(rows), self.cache.page_size)
+
+
+@dataclass(eq=False, kw_only=True)
+class NativeDecoder(Decoder):
+    transformer: NativeTransformer
+    arrays: StepArrays
+
+    def step(self, rows: Rows) -> torch.Tensor:
+        self.arrays.fill(batch_of(rows))
+        return self.transformer.forward().clone()
+
+    def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
+        self.arrays.fill(batch_of([row]))
+        count = row[2]
+        self.arrays.logit_rows[:count] = torch.arange(count)
+        self.arrays.num_logits[0] = count
+        return self.transformer.forward().clone()
+
+
+def batch_of(rows: Rows) -> core.Batch:
+    return core.Batch(tuple(core.BatchRow(*row) for row in rows))
+
+
+class NoAdapters:
+    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return []
+
+    def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return []
+
+    def add_head(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return []
+
+
+MAX_TOKENS, NUM_CELLS = 120, 400
 
 
 @pytest.fixture
 def load_decoder() -> Callable[..., Decoder]:
-    def load(folder: Path, dtype: torch.dtype = torch.float32, page_size: int = 4) -> Decoder:
+    """`load_decoder(folder, dtype, page_size, path)`; path: "torch", "native" with keys and values
+    in rows, or "tiled", native with them tiled."""
+
+    def load(
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        page_size: int = 4,
+        path: str = "torch",
+    ) -> Decoder:
         geometry = load_geometry(folder)
         cache = KVCache.allocate(
             num_layers=geometry.num_layers,
-            num_pages=400 // page_size,
+            num_pages=NUM_CELLS // page_size,
             page_size=page_size,
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             dtype=dtype,
+            is_tiled=path == "tiled",
         )
-        weights = load_weights(folder, geometry, dtype, "cpu", Linear)
-        return Decoder(geometry, Transformer(geometry, weights), cache)
+        if path == "torch":
+            weights = load_weights(folder, geometry, dtype, "cpu", Linear)
+            return TorchDecoder(cache, transformer=Transformer(geometry, weights))
+        library = native.load()
+        assert library is not None
+        packed = load_weights(folder, geometry, dtype, "cpu", PackedLinear.pack)
+        arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, NUM_CELLS // page_size, page_size)
+        workspace = Workspace.allocate(geometry, MAX_TOKENS, MAX_TOKENS, dtype)
+        transformer = NativeTransformer(
+            geometry, packed, cache, arrays, workspace, NoAdapters(), library
+        )
+        return NativeDecoder(cache, transformer=transformer, arrays=arrays)
 
     return load
 

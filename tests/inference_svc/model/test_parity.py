@@ -54,11 +54,12 @@ NUM_TOKENS = 100
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
+@pytest.mark.parametrize("path", ["torch", "native"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits(name, dtype, tolerance, random_model, save_model, load_decoder, relative_rms):
+def test_logits(name, path, dtype, tolerance, random_model, save_model, load_decoder, relative_rms):
     family, changes = MODELS[name]
     model = random_model(family, **changes)
-    decoder = load_decoder(save_model(model), dtype)
+    decoder = load_decoder(save_model(model), dtype, path=path)
     token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,)).tolist()
     with torch.no_grad():
         wanted = model.to(dtype)(torch.tensor([token_ids])).logits[0].float()

@@ -11,9 +11,11 @@ import torch
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
-@pytest.fixture
-def decoder(random_model, save_model, load_decoder):
-    return load_decoder(save_model(random_model("Qwen3", head_dim=8, **WINDOWED)))
+@pytest.fixture(params=["torch", "native", "tiled"])
+def decoder(request, random_model, save_model, load_decoder):
+    page_size = 16 if request.param == "tiled" else 4
+    folder = save_model(random_model("Qwen3", head_dim=16, **WINDOWED))
+    return load_decoder(folder, page_size=page_size, path=request.param)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -108,7 +110,8 @@ def test_lora_equals_merged_weights(random_model, save_model, load_decoder, rela
     lora = DenseLora(deltas, merge("model.embed_tokens"), merge("lm_head").T.contiguous())
     with torch.no_grad():
         wanted = model(torch.tensor([token_ids])).logits[0]
-    got = decoder.logits(token_ids, 20, lora)
+    decoder.lora = lora
+    got = decoder.logits(token_ids, 20)
     assert relative_rms(wanted, got) <= 1e-4
     assert relative_rms(base, got) > 0.1
     assert lora.groups == list(deltas) * 2

@@ -1,0 +1,66 @@
+"""LoRA for programs of native operations: built once over the arena, planned anew every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.core import BASE_SLOT, BatchRow
+from kernels.lora import LoraGroup
+from kernels.lora.native import NativeLora, NativeLoraPlan
+from kernels.native.library import NativeOp
+
+
+class NativeLoraOps:
+    """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
+    `model.native.AdapterOps`."""
+
+    def __init__(
+        self, arena: Arena, groups: Mapping[str, LoraGroup], max_tokens: int, max_rows: int
+    ) -> None:
+        self._groups = groups
+        self._table = arena.table
+        self._plan = NativeLoraPlan(max_tokens)
+        self._head_plan = NativeLoraPlan(max_rows)
+        most = max(len(group.targets) for group in groups.values())
+        self._lora = NativeLora.create(arena.table, self._plan, most)
+        self._head_lora = NativeLora.create(arena.table, self._head_plan, 1)
+        self._names = tuple(groups)
+        self._group_of_target = np.zeros(arena.table.num_targets, np.int64)
+        for index, group in enumerate(groups.values()):
+            self._group_of_target[list(group.targets)] = index
+        self._known: dict[bytes, frozenset[str]] = {}
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._lora.shrunk.nbytes + self._head_lora.shrunk.nbytes
+
+    def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
+        """Takes in the step's rows; the groups that any of their adapters changes."""
+        slots = [row.slot for row in rows]
+        used = set(slots) - {BASE_SLOT}
+        if not used:
+            return frozenset()
+        self._plan.fill(slots, [row.num_tokens for row in rows])
+        self._head_plan.fill([row.slot for row in rows if row.samples])
+        ranks = self._table.ranks.numpy()[list(used)]
+        counts = np.bincount(self._group_of_target, ranks.any(axis=0), len(self._names))
+        key = (counts > 0).tobytes()
+        if key not in self._known:
+            names = (name for name, count in zip(self._names, counts, strict=True) if count)
+            self._known[key] = frozenset(names)
+        return self._known[key]
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> list[NativeOp]:
+        return self._lora.add_ops(self._groups[group], x, out)
+
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
+        (target,) = self._groups[EMBEDDING].targets
+        return self._lora.add_embedding_ops(target, token_ids, out)
+
+    def add_head(self, x: Tensor, out: Tensor) -> list[NativeOp]:
+        return self._head_lora.add_ops(self._groups[HEAD], x, out)

@@ -1,0 +1,60 @@
+"""Chooses how a model is computed, and makes it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import ModelLayout, lora_groups
+from inference_svc.adapters.native_lora import NativeLoraOps
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.native_model import NativeModel
+from inference_svc.engine.step_model import StepModel
+from inference_svc.engine.torch_model import TorchModel
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.layers import Linear
+from inference_svc.model.native import NativeTransformer
+from inference_svc.model.step_arrays import StepArrays
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import load_weights
+from inference_svc.model.workspace import Workspace
+from kernels.attention import KVCache
+from kernels.linear import PackedLinear
+from kernels.native.library import Library, load
+
+log = logging.getLogger(__name__)
+
+
+def native_library(config: EngineConfig) -> Library | None:
+    """The native kernels, if they are wanted, to be had, and compute this model."""
+    if not config.native_kernels or torch.device(config.device).type != "cpu":
+        return None
+    if config.dtype not in ("float32", "bfloat16"):
+        log.warning("the native kernels do not compute %s: the torch path serves", config.dtype)
+        return None
+    return load()
+
+
+def build_model(
+    config: EngineConfig,
+    geometry: ModelGeometry,
+    layout: ModelLayout,
+    kv_cache: KVCache,
+    arena: Arena,
+    library: Library | None,
+) -> tuple[StepModel, int]:
+    """The model, its weights read, and the bytes of them. Raises UnsupportedModel."""
+    dtype, groups = getattr(torch, config.dtype), lora_groups(layout)
+    if library is None:
+        plain = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
+        model = TorchModel(Transformer(geometry, plain), kv_cache, arena, groups)
+        return model, plain.num_bytes
+    packed = load_weights(config.model_dir, geometry, dtype, config.device, PackedLinear.pack)
+    max_pages = -(-config.max_model_len // config.page_size)
+    step = StepArrays(config.max_batch_tokens, config.max_sequences, max_pages, config.page_size)
+    lora = NativeLoraOps(arena, groups, config.max_batch_tokens, config.max_sequences)
+    workspace = Workspace.allocate(geometry, config.max_batch_tokens, config.max_sequences, dtype)
+    transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)
+    return NativeModel(transformer, step, lora, library.variant), packed.num_bytes

@@ -1,0 +1,36 @@
+"""A step computed by one program of native operations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from inference_svc.adapters.native_lora import NativeLoraOps
+from inference_svc.core import Batch
+from inference_svc.model.native import NativeTransformer
+from inference_svc.model.step_arrays import StepArrays
+
+
+class NativeModel:
+    """See `StepModel`."""
+
+    def __init__(
+        self, transformer: NativeTransformer, step: StepArrays, lora: NativeLoraOps, variant: str
+    ) -> None:
+        self._transformer = transformer
+        self._step = step
+        self._lora = lora
+        self.path = f"native {variant}"
+        self._groups: frozenset[str] = frozenset()
+        self.num_lora_steps = 0
+
+    def prepare(self, batch: Batch) -> None:
+        self._step.fill(batch)
+        self._groups = self._lora.plan(batch.rows)
+        self.num_lora_steps += bool(self._groups)
+
+    def forward(self) -> Tensor:
+        return self._transformer.forward(self._groups)
+
+    def profile(self) -> list[tuple[str, float]]:
+        """`forward`, measured: every operation's name and seconds, in order."""
+        return self._transformer.profile(self._groups)

@@ -1,0 +1,195 @@
+"""The decoder as a program: every operation of a step, top down, over fixed buffers in C++.
+
+What `Transformer` computes, in the same order and with the same roundings, but in one call: no
+Python between operations, no allocation. Programs differ only in which adapters' operations they
+hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.step_arrays import StepArrays
+from inference_svc.model.weights import LayerWeights, ModelWeights
+from inference_svc.model.workspace import Workspace
+from kernels.attention import KVCache
+from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
+from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
+from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import Library, NativeOp, Program
+
+EMBEDDING, HEAD = "embed", "head"
+
+
+class AdapterOps(Protocol):
+    """Operations that add what the step's adapters change, after the base projection; groups as in
+    `model.lora.Lora`. They read a plan that is refilled before each run."""
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> list[NativeOp]: ...
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
+    def add_head(self, x: Tensor, out: Tensor) -> list[NativeOp]: ...
+
+
+class NativeTransformer:
+    """`step` holds the inputs and `workspace` the activations of any step."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        weights: ModelWeights[PackedLinear],
+        kv_cache: KVCache,
+        step: StepArrays,
+        workspace: Workspace,
+        adapters: AdapterOps,
+        library: Library,
+    ) -> None:
+        self._geometry = geometry
+        self._weights = weights
+        self._kv_cache = kv_cache
+        self._step = step
+        self._workspace = workspace
+        self._adapters = adapters
+        self._library = library
+        self._angles = self._allocate_angles()
+        rows = step.rows
+        self._attention = {
+            window: NativeAttention(kv_cache, rows, geometry.num_heads, window)
+            for window in dict.fromkeys(geometry.sliding_windows)
+        }
+        self._ops = tuple(self._all_ops())
+        self._programs: dict[frozenset[str], Program] = {}
+
+    def forward(self, groups: frozenset[str] = frozenset()) -> Tensor:
+        """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
+        [num_logits, vocab_size], overwritten by the next run."""
+        self._program(groups).run()
+        return self._workspace.logits[: int(self._step.num_logits)]
+
+    def profile(self, groups: frozenset[str] = frozenset()) -> list[tuple[str, float]]:
+        """`forward`, measured: every operation's name and seconds, in order."""
+        return self._program(groups).profile()
+
+    def _program(self, groups: frozenset[str]) -> Program:
+        if groups not in self._programs:
+            ops = [op for group, op in self._ops if not group or group in groups]
+            self._programs[groups] = self._library.program(ops)
+        return self._programs[groups]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that steps are computed in."""
+        angles = sum(tensor.nbytes for tensor in self._angles)
+        attention = sum(attention.num_bytes for attention in self._attention.values())
+        return self._workspace.num_bytes + angles + attention
+
+    def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
+        """Each operation, with the group of adapters that it belongs to ("": always runs)."""
+        step, work, weights = self._step, self._workspace, self._weights
+        yield "", embed_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
+        yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
+        yield "", self._angles_op()
+        for attention in self._attention.values():
+            yield "", attention.items_op()
+        delta = None
+        for index, layer in enumerate(weights.layers):
+            yield from self._attention_ops(index, layer, delta)
+            delta = work.delta
+            yield from self._mlp_ops(index, layer)
+        yield (
+            "",
+            rms_norm_op(
+                work.hidden,
+                delta,
+                weights.norm.weight,
+                work.normed_logits,
+                step.num_logits,
+                eps=weights.norm.eps,
+                rows=step.logit_rows,
+            ),
+        )
+        yield "", linear_op(work.normed_logits, weights.head, work.logits, step.num_logits)
+        yield from _of(HEAD, self._adapters.add_head(work.normed_logits, work.logits))
+
+    def _attention_ops(
+        self, index: int, layer: LayerWeights[PackedLinear], delta: Tensor | None
+    ) -> Iterator[tuple[str, NativeOp]]:
+        step, work = self._step, self._workspace
+        norm = layer.input_norm
+        yield (
+            "",
+            rms_norm_op(
+                work.hidden, delta, norm.weight, work.normed, step.num_tokens, eps=norm.eps
+            ),
+        )
+        yield from self._project(f"layers.{index}.qkv", work.normed, layer.qkv, work.qkv)
+        yield "", self._rope_and_store_op(index, layer)
+        attention = self._attention[self._geometry.sliding_windows[index]]
+        scale = self._geometry.head_dim**-0.5
+        yield "", attention.attend_op(work.qkv, work.mixed, index, scale=scale)
+        yield from self._project(f"layers.{index}.o", work.mixed, layer.o, work.delta)
+
+    def _allocate_angles(self) -> tuple[Tensor, Tensor]:
+        shape = (len(self._step.positions), self._geometry.head_dim // 2)
+        dtype = self._workspace.hidden.dtype
+        return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+    def _angles_op(self) -> NativeOp:
+        rope, (cos, sin) = self._geometry.rope, self._angles
+        frequencies = rope.inverse_frequencies(self._geometry.head_dim)
+        step = self._step
+        return rotary_angles_op(
+            step.positions,
+            frequencies,
+            cos,
+            sin,
+            step.num_tokens,
+            scaling=rope.attention_scaling,
+        )
+
+    def _rope_and_store_op(self, index: int, layer: LayerWeights[PackedLinear]) -> NativeOp:
+        cos, sin = self._angles
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        return rope_and_store_op(
+            self._workspace.qkv,
+            self._kv_cache,
+            index,
+            cos,
+            sin,
+            self._step.rows,
+            num_heads=self._geometry.num_heads,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+        )
+
+    def _mlp_ops(
+        self, index: int, layer: LayerWeights[PackedLinear]
+    ) -> Iterator[tuple[str, NativeOp]]:
+        step, work = self._step, self._workspace
+        norm = layer.post_attention_norm
+        yield (
+            "",
+            rms_norm_op(
+                work.hidden, work.delta, norm.weight, work.normed, step.num_tokens, eps=norm.eps
+            ),
+        )
+        yield from self._project(
+            f"layers.{index}.gate_up", work.normed, layer.gate_up, work.gate_up
+        )
+        yield "", swiglu_op(work.gate_up, work.gated, step.num_tokens)
+        yield from self._project(f"layers.{index}.down", work.gated, layer.down, work.delta)
+
+    def _project(
+        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor
+    ) -> Iterator[tuple[str, NativeOp]]:
+        yield "", linear_op(x, weights, out, self._step.num_tokens)
+        yield from _of(group, self._adapters.add(group, x, out))
+
+
+def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:
+    return ((group, op) for op in ops)

@@ -1,0 +1,90 @@
+"""One step's inputs at fixed addresses, refilled in place: what a program of native operations
+reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from inference_svc.core import Batch
+from kernels.attention.native import StepRows
+
+
+class StepArrays:
+    """Host memory for steps of up to `max_tokens` tokens of up to `max_rows` sequences with up to
+    `max_pages` pages each.
+
+    T tokens in the order of the batch's R rows, of which N sample. All of `token_ids`,
+    `positions` and `cells` (where a token's keys and values go) are int64 [T]; `query_starts` int32
+    [R + 1], `context_lengths` int32 [R] and `page_table` int32 [R, max_pages] as in
+    `kernels.attention.AttentionPlan`; `logit_rows` int64 [N], the last token of each row that
+    samples. The counts `num_tokens`, `num_rows` and `num_logits` are int32 [1].
+    """
+
+    def __init__(self, max_tokens: int, max_rows: int, max_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64)
+        self.cells = torch.zeros(max_tokens, dtype=torch.int64)
+        self.query_starts = torch.zeros(max_rows + 1, dtype=torch.int32)
+        self.context_lengths = torch.zeros(max_rows, dtype=torch.int32)
+        self.page_table = torch.zeros(max_rows, max_pages, dtype=torch.int32)
+        self.logit_rows = torch.zeros(max_rows, dtype=torch.int64)
+        self.num_tokens = torch.zeros(1, dtype=torch.int32)
+        self.num_rows = torch.zeros(1, dtype=torch.int32)
+        self.num_logits = torch.zeros(1, dtype=torch.int32)
+        self._table = self.page_table.numpy()
+        self._pages_of_row: list[list[int]] = [[] for _ in range(max_rows)]
+        self._num_pages_of_row = [0] * max_rows
+
+    @property
+    def rows(self) -> StepRows:
+        """What attention reads."""
+        return StepRows(
+            self.num_rows,
+            self.num_tokens,
+            self.query_starts,
+            self.context_lengths,
+            self.page_table,
+            self.cells,
+        )
+
+    def fill(self, batch: Batch) -> int:
+        """Describes `batch`, which has rows; returns N."""
+        rows = batch.rows
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int32)
+        ends = np.cumsum(counts, dtype=np.int32)
+        total = int(ends[-1])
+        if total == len(rows):
+            tokens = [row.sequence.token_ids[row.start] for row in rows]
+            positions, row_of_token = starts, np.arange(total)
+        else:
+            tokens = []
+            for row in rows:
+                tokens += row.sequence.token_ids[row.start : row.start + row.num_tokens]
+            row_of_token = np.repeat(np.arange(len(rows)), counts)
+            positions = np.arange(total) + (starts - ends + counts)[row_of_token]
+        assert len(tokens) == total, "a row asks for tokens that are not known yet"
+        self._fill_pages(batch)
+        pages = self._table[row_of_token, positions // self.page_size]
+        self.token_ids.numpy()[:total] = tokens
+        self.positions.numpy()[:total] = positions
+        self.cells.numpy()[:total] = pages * self.page_size + positions % self.page_size
+        self.query_starts.numpy()[1 : len(rows) + 1] = ends
+        self.context_lengths.numpy()[: len(rows)] = starts + counts
+        samples = ends[[row.samples for row in rows]] - 1
+        self.logit_rows.numpy()[: len(samples)] = samples
+        self.num_tokens[0], self.num_rows[0] = total, len(rows)
+        self.num_logits[0] = len(samples)
+        return len(samples)
+
+    def _fill_pages(self, batch: Batch) -> None:
+        """A row that has kept its sequence and its pages is left as it is."""
+        for index, row in enumerate(batch.rows):
+            pages = row.sequence.page_ids
+            if self._pages_of_row[index] is pages and self._num_pages_of_row[index] == len(pages):
+                continue
+            self._table[index, : len(pages)] = pages
+            self._pages_of_row[index] = pages
+            self._num_pages_of_row[index] = len(pages)

@@ -1,0 +1,64 @@
+"""What a program of native operations reads says what the step's tensors say."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.step_arrays import StepArrays
+
+PAGE_SIZE = 4
+
+
+def make_sequence(length: int, rng: random.Random) -> Sequence:
+    prompt = tuple(rng.randrange(1000) for _ in range(length))
+    sequence = Sequence(Request("r", prompt, SamplingParams()))
+    sequence.page_ids = rng.sample(range(100), -(-length // PAGE_SIZE))
+    return sequence
+
+
+def check(arrays: StepArrays, batch: Batch) -> None:
+    wanted = StepInputs.build(batch, PAGE_SIZE)
+    num_logits = arrays.fill(batch)
+    num_tokens, num_rows = len(wanted.token_ids), len(batch.rows)
+    assert int(arrays.num_tokens) == num_tokens
+    assert int(arrays.num_rows) == num_rows
+    assert int(arrays.num_logits) == num_logits == len(wanted.logit_rows)
+    plan = wanted.attention
+    assert arrays.token_ids[:num_tokens].equal(wanted.token_ids)
+    assert arrays.positions[:num_tokens].equal(wanted.positions)
+    assert arrays.cells[:num_tokens].equal(plan.cells)
+    assert arrays.logit_rows[:num_logits].equal(wanted.logit_rows)
+    assert arrays.query_starts[: num_rows + 1].equal(plan.query_starts)
+    assert arrays.context_lengths[:num_rows].equal(plan.context_lengths)
+    for row, context in enumerate(plan.context_lengths.tolist()):
+        pages = -(-context // PAGE_SIZE)
+        assert arrays.page_table[row, :pages].equal(plan.page_table[row, :pages])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_step_after_step(seed: int) -> None:
+    """Sequences grow, are recomputed on other pages, change places and leave."""
+    rng = random.Random(seed)
+    arrays = StepArrays(200, 6, 12, PAGE_SIZE)
+    sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(6)]
+    for _ in range(8):
+        rows = []
+        for sequence in rng.sample(sequences, rng.randint(1, 6)):
+            known = len(sequence.token_ids)
+            end = rng.randint(1, known)
+            start = end - 1 if rng.random() < 0.5 else rng.randrange(end)
+            rows.append(BatchRow(sequence, start, end - start, end == known))
+        check(arrays, Batch(tuple(rows)))
+        sequence = rng.choice(sequences)
+        if rng.random() < 0.3:  # preempted: other pages, in another list
+            sequence.page_ids = rng.sample(range(100), len(sequence.page_ids))
+        elif len(sequence.token_ids) < 40:
+            sequence.token_ids.append(rng.randrange(1000))
+            missing = -(-len(sequence.token_ids) // PAGE_SIZE) - len(sequence.page_ids)
+            sequence.page_ids += rng.sample(range(100), missing)
