@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.host_memory import allocate_host
@@ -18,9 +18,9 @@ PANEL = 32
 class PackedLinear:
     """One projection. Nothing of the tensors that it was packed from is kept.
 
-    weights: [panels, in, PANEL] of float32, or [panels, ceil(in / 2), PANEL, 2] of bfloat16 with
-    two neighbouring inputs side by side; zero beyond the last input and output. bias: float32
-    [out_features].
+    weights: [panels, in, PANEL] of float32, or [panels, ceil(in / 2), 2 * PANEL] of bfloat16, two
+    neighbouring inputs of one output side by side; zero beyond the last input and output.
+    bias: float32 [out_features].
     """
 
     weights: Tensor
@@ -33,19 +33,19 @@ class PackedLinear:
         """weight: [out, in] of float32 or bfloat16, on the CPU; bias: [out]."""
         assert weight.dtype in (torch.float32, torch.bfloat16)
         out_features, in_features = weight.shape
-        step = 2 if weight.dtype == torch.bfloat16 else 1
-        num_panels, num_steps = -(-out_features // PANEL), -(-in_features // step)
-        shape = (num_panels, num_steps, PANEL, step)
-        packed = allocate_host(math.prod(shape) * weight.itemsize).view(weight.dtype).view(shape)
-        for panel, rows in enumerate(weight.split(PANEL)):
-            whole = in_features // step
-            # [rows, steps, step] -> [steps, rows, step]
-            steps = rows[:, : whole * step].unflatten(1, (whole, step)).transpose(0, 1)
-            packed[panel, :whole, : len(rows)] = steps
-            if whole < num_steps:
-                packed[panel, whole, : len(rows), 0] = rows[:, -1]
+        if weight.dtype == torch.bfloat16:
+            pairs = F.pad(weight, (0, in_features % 2))
+            steps = pairs.contiguous().view(torch.int32)  # [out, ceil(in / 2)]
+        else:
+            steps = weight
+        num_panels, whole = -(-out_features // PANEL), out_features // PANEL
+        packed = allocate_host(num_panels * PANEL * steps.shape[1] * 4).view(steps.dtype)
+        packed = packed.view(num_panels, steps.shape[1], PANEL)
+        inner, rest = steps.split([whole * PANEL, out_features - whole * PANEL])
+        packed[:whole] = inner.unflatten(0, (whole, PANEL)).transpose(1, 2)
+        packed[whole:, :, : len(rest)] = rest.t()
         return PackedLinear(
-            packed if step == 2 else packed.squeeze(-1),
+            packed.view(weight.dtype),
             None if bias is None else bias.float(),
             in_features,
             out_features,

@@ -20,40 +20,43 @@ constexpr int LINE_BYTES = 64;
 // x rows that stay in L2 while the panels pass by.
 constexpr int64_t ROW_BLOCK_BYTES = 384 * 1024;
 
-// One product works on a tile of up to MAX_ROWS rows by TILE outputs, whose sums lie in registers:
-// 24 of 32, or 12 of 16. 14 rows would fit too, but rows 2 KiB apart then compete for the same lines
-// of the first cache.
+// One product works on a tile of up to MAX_ROWS rows, whose sums lie in registers: 24 of 32, or 12
+// of 16. 14 rows would fit too, but rows 2 KiB apart then compete for the same lines of the first
+// cache.
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;
 #else
 constexpr int MAX_ROWS = 6;
 #endif
-constexpr int TILE_VECTORS = 2;
-constexpr int TILE = TILE_VECTORS * VF_WIDTH;
-static_assert(PANEL % TILE == 0);
 
-// With more rows than this the panel that comes next is fetched while this one is computed with. With
-// fewer a panel is computed with as fast as it arrives, and the hardware fetches better alone.
+// The width of the tile: few rows by a whole panel, many by two vectors.
+constexpr int tile_vectors(int rows) {
+  constexpr int panel = PANEL / VF_WIDTH;
+  return rows * panel <= 2 * MAX_ROWS ? panel : 2;
+}
+
+// With more rows than this the panel that comes next is fetched while this one is computed with.
+// With fewer a panel is computed with as fast as it arrives, and the hardware fetches better alone.
 constexpr int MAX_ROWS_UNFETCHED = MAX_ROWS / 2;
 
 template <typename T>
 constexpr int STEP = sizeof(T) == 2 ? 2 : 1;
 
 template <int ROWS>
-using Sums = VF[ROWS][TILE_VECTORS];
+using Sums = VF[ROWS][tile_vectors(ROWS)];
 
 #if defined(__AVX512BF16__)
 
 // One step of two in K; pair(r) is row r's two values.
 template <int ROWS, typename Pair>
 inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16* w, Pair pair) {
-  const __m512bh w0 = (__m512bh)_mm512_load_si512(w);
-  const __m512bh w1 = (__m512bh)_mm512_load_si512(w + 2 * VF_WIDTH);
+  constexpr int VECTORS = tile_vectors(ROWS);
+  __m512bh weights[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) weights[v] = (__m512bh)_mm512_load_si512(w + v * 2 * VF_WIDTH);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
     const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair(r)));
-    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], x, w0);
-    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], x, w1);
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, weights[v]);
   }
 }
 
@@ -73,21 +76,25 @@ inline VF even(VI x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 inline VF odd(VI x) { return _mm256_castsi256_ps(_mm256_and_si256(x, vbits(0xffff0000))); }
 #endif
 
+// Half a step: of every pair what `half` (even or odd) makes of it.
+template <int ROWS, typename Pair, typename Half>
+inline __attribute__((always_inline)) void multiply_half(Sums<ROWS>& sums, const bf16* w,
+                                                         Pair pair, Half half) {
+  constexpr int VECTORS = tile_vectors(ROWS);
+  VF weights[VECTORS];
+  for (int v = 0; v < VECTORS; ++v) weights[v] = half(vbits(w + v * 2 * VF_WIDTH));
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+    const VF x = half(vbits(pair(r)));
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = vfma(x, weights[v], sums[r][v]);
+  }
+}
+
 template <int ROWS, typename Pair>
 inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16* w, Pair pair) {
-  const VI w0 = vbits(w), w1 = vbits(w + 2 * VF_WIDTH);
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    const VF x = even(vbits(pair(r)));
-    sums[r][0] = vfma(x, even(w0), sums[r][0]);
-    sums[r][1] = vfma(x, even(w1), sums[r][1]);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    const VF x = odd(vbits(pair(r)));
-    sums[r][0] = vfma(x, odd(w0), sums[r][0]);
-    sums[r][1] = vfma(x, odd(w1), sums[r][1]);
-  }
+  multiply_half<ROWS>(sums, w, pair, [](VI x) { return even(x); });
+  asm volatile("" ::: "memory");  // loads again rather than hold the pairs in registers
+  multiply_half<ROWS>(sums, w, pair, [](VI x) { return odd(x); });
 }
 
 #endif
@@ -118,33 +125,34 @@ inline void multiply_all(Sums<ROWS>& sums, const bf16* x, int64_t stride, const 
 template <int ROWS, bool FETCH>
 inline void multiply_all(Sums<ROWS>& sums, const float* x, int64_t stride, const float* w,
                          int64_t k, const char* next) {
+  constexpr int VECTORS = tile_vectors(ROWS);
 #pragma GCC unroll 2
   for (int64_t i = 0; i < k; ++i) {
-    const VF w0 = vload(w + i * PANEL), w1 = vload(w + i * PANEL + VF_WIDTH);
+    VF weights[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) weights[v] = vload(w + i * PANEL + v * VF_WIDTH);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       const VF xr = vset1(x[r * stride + i]);
-      sums[r][0] = vfma(xr, w0, sums[r][0]);
-      sums[r][1] = vfma(xr, w1, sums[r][1]);
+      for (int v = 0; v < VECTORS; ++v) sums[r][v] = vfma(xr, weights[v], sums[r][v]);
     }
     fetch<FETCH>(next + 2 * i * LINE_BYTES);
     fetch<FETCH>(next + (2 * i + 1) * LINE_BYTES);
   }
 }
 
-// The sums of ROWS rows of x, `stride` apart, and the TILE outputs at w, over all k inputs.
+// The sums of ROWS rows of x, `stride` apart, and the outputs at w, over all k inputs.
 template <typename T, int ROWS, bool FETCH>
 void multiply_tile(float* out, const T* x, int64_t stride, const T* w, int64_t k,
                    const char* next) {
+  constexpr int VECTORS = tile_vectors(ROWS);
   Sums<ROWS> sums;
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = vzero();
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = vzero();
   multiply_all<ROWS, FETCH>(sums, x, stride, w, k, next);
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) {
-    vstore(out + r * TILE, sums[r][0]);
-    vstore(out + r * TILE + VF_WIDTH, sums[r][1]);
-  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECTORS; ++v) vstore(out + r * PANEL + v * VF_WIDTH, sums[r][v]);
 }
 
 template <typename T>
@@ -159,16 +167,18 @@ MultiplyTile<T> multiply_tile_of(int rows, bool fetch) {
   return multiply_tile<T, ROWS, false>;
 }
 
-// Adds the bias to a tile's sums and writes what of its outputs, from `column` on, there is.
+// Adds the bias to the sums of `rows` rows by one panel and writes what of its outputs, from `column`
+// on, there is.
 template <typename Out>
-void store_tile(const LinearArgs& args, const float* sums, int64_t row, int rows, int64_t column) {
+void store_panel(const LinearArgs& args, const float* sums, int64_t row, int rows,
+                 int64_t column) {
   Out* out = static_cast<Out*>(args.out) + row * args.out_stride;
-  for (int v = 0; v < TILE_VECTORS; ++v, column += VF_WIDTH, sums += VF_WIDTH) {
+  for (int v = 0; v < PANEL / VF_WIDTH; ++v, column += VF_WIDTH, sums += VF_WIDTH) {
     const int64_t n = std::min<int64_t>(args.out_features - column, VF_WIDTH);
     if (n <= 0) return;
     const VF bias = args.bias ? vload(args.bias + column, n) : vzero();
     for (int r = 0; r < rows; ++r) {
-      const VF sum = vadd(vload(sums + r * TILE), bias);
+      const VF sum = vadd(vload(sums + r * PANEL), bias);
       Out* to = out + r * args.out_stride + column;
       if (n == VF_WIDTH)
         vstore(to, sum);
@@ -183,19 +193,20 @@ void store_tile(const LinearArgs& args, const float* sums, int64_t row, int rows
 template <typename T, typename Out>
 void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t panel,
                     const T* next) {
-  alignas(64) float sums[MAX_ROWS * TILE];
+  alignas(64) float sums[MAX_ROWS * PANEL];
   const T* w = static_cast<const T*>(args.weights) + panel * panel_elements<T>(args.in_features);
   const int64_t tiles = (last - first + MAX_ROWS - 1) / MAX_ROWS;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t row = first + (last - first) * i / tiles;
     const int rows = static_cast<int>(first + (last - first) * (i + 1) / tiles - row);
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    for (int part = 0; part < PANEL; part += TILE) {
+    const int width = tile_vectors(rows) * VF_WIDTH;
+    for (int part = 0; part < PANEL; part += width) {
       const bool fetch = next && last - first > MAX_ROWS_UNFETCHED && i == 0 && part == 0;
-      multiply_tile_of<T>(rows, fetch)(sums, x, args.x_stride, w + part * STEP<T>,
+      multiply_tile_of<T>(rows, fetch)(sums + part, x, args.x_stride, w + part * STEP<T>,
                                        args.in_features, reinterpret_cast<const char*>(next));
-      store_tile<Out>(args, sums, row, rows, panel * PANEL + part);
     }
+    store_panel<Out>(args, sums, row, rows, panel * PANEL);
   }
 }
 
