@@ -132,8 +132,8 @@ class Config(BaseSettings):
     """Bytes of the arena, where resident adapters lie: 256MiB if not set."""
 
     host_memory: ByteSize | None = Field(default=None, ge=0)
-    """Bytes of pinned host memory that keeps adapters one copy away from the arena. Unset: 1GiB;
-    always 0 on CPU, where the arena is the host tier."""
+    """Bytes of host memory that keeps adapters one copy away from the arena. Unset: 1GiB on CUDA; 0
+    on CPU, where adapters are pulled straight into the arena."""
 
     memory_limit: ByteSize | None = Field(default=None, gt=0)
     """Bytes that all of it may take together on the device that computes; more is refused at start.
@@ -290,7 +290,9 @@ def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {dtype} of the model is not supported: choose one")
-    host_memory = 1024 * MIB if config.host_memory is None else config.host_memory
+    host_memory = config.host_memory
+    if host_memory is None:
+        host_memory = ByteSize(0 if device == "cpu" else 1024 * MIB)
     kv_memory = config.kv_memory or _kv_memory(config, device, machine)
     page_bytes = config.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
     kv_tokens = kv_memory // page_bytes * config.page_size
@@ -303,7 +305,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
             or max(BATCH_TOKENS[device], config.max_sequences),
             "max_model_len": _max_model_len(config, model, kv_tokens),
             "kv_memory": ByteSize(kv_memory),
-            "host_memory": ByteSize(0 if device == "cpu" else host_memory),
+            "host_memory": host_memory,
         }
     )
 

@@ -325,8 +325,8 @@ class EngineStatus:
     """A picture of the engine for GetServerInfo, `loadout top` and metrics.
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
-    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `counters` and
-    `histograms` are monotonic.
+    (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
+    is the engine's. `counters` and `histograms` are monotonic.
     """
 
     num_running: int
@@ -336,4 +336,5 @@ class EngineStatus:
     memory: dict[str, tuple[int, int]]
     counters: dict[str, float]
     memory_limit_bytes: int = 0
+    process_id: int = 0
     histograms: dict[str, HistogramState] = field(default_factory=dict)

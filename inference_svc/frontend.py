@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from inference_svc.core import (
 )
 from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.generation import Delta, Generation
+from inference_svc.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
 
 log = logging.getLogger(__name__)
@@ -124,7 +126,11 @@ class Frontend:
         return await self._call(Command.LIST_RESIDENT)
 
     async def describe(self) -> EngineStatus:
-        return await self._call(Command.DESCRIBE)
+        status: EngineStatus = await self._call(Command.DESCRIBE)
+        if status.process_id in (0, os.getpid()):
+            return status
+        own_bytes = resident_bytes()
+        return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
 
     async def _call(self, command: Command, digest: str = "", pin: bool = False) -> Any:
         if self.failed.is_set():

@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ from inference_svc.core import StoreNews
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.handle import EngineThread
 from inference_svc.engine.handle_process import EngineProcess
+from inference_svc.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.replicas import Replicas
 from inference_svc.server import InferenceServer
@@ -62,7 +64,8 @@ Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
 @contextmanager
 def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
     """The child has its own access to the store. It begins to load at once."""
-    engine = EngineProcess(_engine_config(config), ImageClientRecipe(config), replicas.hear)
+    engine_config = replace(_engine_config(config), frontend_bytes=resident_bytes())
+    engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.hear)
     replicas.share(lambda news: engine.send(StoreNews(news)))
     try:
         yield engine.load

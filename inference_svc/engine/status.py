@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from inference_svc.adapters.prefetch import PrefetchCounters
@@ -36,6 +37,7 @@ class Describe:
             memory=self._memory(),
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
+            process_id=os.getpid(),
             histograms=self.times.states,
         )
 

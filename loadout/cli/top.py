@@ -32,7 +32,7 @@ Examples:
 
 TIMEOUT_S = 3.0
 MAX_ROWS = 20
-HOST_MEMORY = ("host_tier", "process")
+HOST_MEMORY = ("host_tier", "process", "frontend")
 """What lies on the host also when a GPU computes."""
 
 T = TypeVar("T")

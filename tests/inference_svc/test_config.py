@@ -75,6 +75,7 @@ def test_auto_follows_the_model_and_the_machine(model: Path) -> None:
     config = resolve(parse(model), CPU, MODEL)
     assert (config.device, config.dtype, config.max_model_len) == ("cpu", "bfloat16", 4096)
     assert (config.kv_memory, config.host_memory) == (512 * MIB, 0)
+    assert resolve(parse(model, "--host-memory", "7MiB"), CPU, MODEL).host_memory == 7 * MIB
     config = resolve(parse(model, "--dtype", "float32"), GPU, MODEL)
     assert (config.device, config.dtype) == ("cuda", "float32")
     assert (config.kv_memory, config.host_memory) == (900 * MIB - 256 * MIB, 1024 * MIB)

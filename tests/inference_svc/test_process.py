@@ -185,3 +185,16 @@ def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) 
     names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
     areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "process"]
     assert names == [*areas, "needed", "limit"]
+
+
+def test_every_byte_of_both_processes_is_somewhere(process: Process) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        stub = pb_grpc.InferenceServiceStub(channel)
+        info = stub.GetServerInfo(pb.GetServerInfoRequest())
+    memory = {use.name: use.capacity_bytes for use in info.memory}
+    areas = {"weights", "kv_pages", "arena", "workspace", "host_tier", "process"}
+    assert memory.keys() == areas | {"frontend"}
+    assert memory["frontend"] > 100 << 20, "torch and gRPC are loaded there as well"
+    resident_bytes = psutil.Process(process.popen.pid).memory_info().rss
+    assert abs(memory["frontend"] - resident_bytes) < 32 << 20
+    assert info.limits.memory_bytes > sum(memory.values())
