@@ -23,7 +23,7 @@ SPLIT_ROWS = 16
 _BLOCK_CELLS = 64
 _MAX_PARTS = 17
 _MAX_PRODUCT_ROWS = 6
-_SLOTS_PER_THREAD = 4
+_SLOTS_PER_THREAD = 8
 
 
 class _KvLayer(ctypes.Structure):
@@ -47,7 +47,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Item(ctypes.Structure):
-    _fields_ = tuple((f"field{i}", ctypes.c_int32) for i in range(10))
+    _fields_ = tuple((f"field{i}", ctypes.c_int32) for i in range(11))
 
 
 class _RotaryAnglesArgs(ctypes.Structure):
@@ -84,6 +84,7 @@ class _ItemsArgs(ctypes.Structure):
         ("num_kv_heads", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
         ("block_queries", ctypes.c_int64),
         ("split_rows", ctypes.c_int64),
         ("max_slots", ctypes.c_int64),
@@ -262,6 +263,7 @@ class NativeAttention:
             self.cache.num_kv_heads,
             self._group,
             self.window or 0,
+            self._block_rows,
             self._block_queries,
             self._split_rows,
             len(self._arrived),
@@ -287,7 +289,7 @@ class NativeAttention:
             out.stride(0),
             self._group,
             self.window or 0,
-            self._block_queries * self._group,
+            self._block_rows,
             self._split_rows,
             ctypes.addressof(self._items),
             self._num_items.data_ptr(),
@@ -311,8 +313,12 @@ class NativeAttention:
         return self.num_heads // self.cache.num_kv_heads
 
     @property
+    def _block_rows(self) -> int:
+        return max(BLOCK_ROWS, self._group)
+
+    @property
     def _block_queries(self) -> int:
-        return max(1, BLOCK_ROWS // self._group)
+        return self._block_rows // self._group
 
     @property
     def _split_rows(self) -> int:
@@ -326,7 +332,7 @@ class NativeAttention:
     def _scratch_bytes(self) -> int:
         """Of one thread, as attention.cpp carves it up, for the widest vectors."""
         item_bytes = self.cache.data.itemsize
-        rows = self._block_queries * self._group
+        rows = self._block_rows
         state_bytes = 4 * (rows * (self._width + 16) + rows + 16)
         tile_bytes = (rows + 2 * _BLOCK_CELLS) * self._width * item_bytes
         block_bytes = _MAX_PRODUCT_ROWS * _BLOCK_CELLS * (4 + item_bytes)

@@ -1,7 +1,9 @@
 // Attention over paged keys and values: decode rows and chunks of prompts in one batch.
 //
-// A work item is one block of a row's queries, with all query heads of one key head: the rows of
-// two small matrix products per block of cells, with the softmax carried along in fp32. What a
+// A work item is one block of a row's queries with the query heads of one or more key heads. Per
+// key head and block of cells these are the rows of two small matrix products, with the softmax
+// carried along in fp32. Key heads that fit in one item stay together: their cells are neighbours,
+// and memory is read fastest in long pieces. What a
 // query gets depends on its own sequence alone, bit for bit: cells are taken in blocks and parts
 // at fixed positions, and the parts are merged in order, whoever computed them.
 #include <algorithm>
@@ -20,6 +22,7 @@ constexpr int TILE_VECTORS = TILE / VF_WIDTH;
 constexpr int PART = 512;       // cells that one thread takes at least, where a context is split
 constexpr int LONG_PARTS = 16;  // a longer context has longer parts
 constexpr int MAX_PARTS = LONG_PARTS + 1;
+constexpr int LEAST_SHARES = 8;  // of its work that a thread takes, where it can be cut so small
 constexpr float NOTHING_SEEN = -1e30f;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -29,7 +32,8 @@ int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step;
 // Queries [first_query, first_query + num_queries) of a row over cells [first_cell, end_cell) of
 // its sequence, of which this item computes `num_parts` parts from `first_part` on.
 struct AttentionItem {
-  int32_t row, kv_head;
+  int32_t row;
+  int32_t first_head, num_heads;  // of keys and values
   int32_t first_query, num_queries;
   int32_t first_cell, end_cell;
   int32_t part_cells;
@@ -43,8 +47,9 @@ struct AttentionItemsArgs {
   int64_t num_kv_heads;
   int64_t group;          // query heads per key head
   int64_t window;         // 0: every position up to the query's own is seen
+  int64_t block_rows;     // queries * group * key heads of one item at most
   int64_t block_queries;  // queries of one item at most
-  int64_t split_rows;     // only items of at most so many queries * group are split
+  int64_t split_rows;     // only items of at most so many queries * group are split into parts
   int64_t max_slots;
   AttentionItem* items;
   int32_t* num_items;
@@ -71,20 +76,28 @@ static void attention_items(const AttentionItemsArgs& args, const Slice& slice) 
         item.first_part = item.first_cell / item.part_cells;
         item.num_parts = (item.end_cell - 1) / item.part_cells + 1 - item.first_part;
         item.slot = -1;
-        // Reading a cell costs about as much as 8 queries' work on it.
-        body(item, num_cells * (8 + item.num_queries * args.group));
+        item.num_heads = 1;
+        body(item);
       }
     }
   };
+  // Reading a cell costs about as much as 8 queries' work on it.
+  const auto cost = [&](const AttentionItem& item) {
+    return (item.end_cell - item.first_cell) * (8 + item.num_queries * args.group);
+  };
   int64_t total = 0;
-  each_block([&](const AttentionItem&, int64_t cost) { total += cost * args.num_kv_heads; });
+  each_block([&](const AttentionItem& item) { total += cost(item) * args.num_kv_heads; });
+  const int64_t largest = total / (LEAST_SHARES * slice.num_threads);
   int32_t num_items = 0, num_slots = 0;
-  each_block([&](AttentionItem item, int64_t cost) {
-    const bool is_large = cost * 4 * slice.num_threads > total;
-    const bool is_split = is_large && slice.num_threads > 1 && item.num_parts > 1 &&
-                          item.num_queries * args.group <= args.split_rows;
-    for (int32_t head = 0; head < args.num_kv_heads; ++head) {
-      item.kv_head = head;
+  each_block([&](AttentionItem item) {
+    const int64_t num_rows = item.num_queries * args.group;
+    const int64_t fit = std::min(args.block_rows / num_rows, largest / cost(item));
+    const int64_t step = std::clamp<int64_t>(fit, 1, args.num_kv_heads);
+    const bool is_split = cost(item) > largest && slice.num_threads > 1 && item.num_parts > 1 &&
+                          num_rows <= args.split_rows;
+    for (int64_t head = 0; head < args.num_kv_heads; head += step) {
+      item.first_head = head;
+      item.num_heads = std::min(step, args.num_kv_heads - head);
       if (!is_split || num_slots == args.max_slots) {
         args.items[num_items++] = item;
         continue;
@@ -109,7 +122,7 @@ struct AttendArgs {
   int64_t out_stride;
   int64_t group;
   int64_t window;
-  int64_t block_rows;  // block_queries * group at most
+  int64_t block_rows;
   int64_t split_rows;
   const AttentionItem* items;
   const int32_t* num_items;
@@ -259,59 +272,81 @@ struct Attention {
   const AttendArgs& args;
   Scratch<T>& scratch;
   const AttentionItem& item;
+  const AttentionItem* following;  // what this thread likely computes afterwards, or null
   const int32_t* pages;
-  int64_t num_rows;        // queries * group
+  int64_t head_rows;       // queries * group
+  int64_t num_rows;        // those of all key heads, head by head
   int64_t first_position;  // of the first query
 
-  Attention(const AttendArgs& args, Scratch<T>& scratch, const AttentionItem& item)
+  Attention(const AttendArgs& args, Scratch<T>& scratch, const AttentionItem& item,
+            const AttentionItem* following)
       : args(args),
         scratch(scratch),
         item(item),
-        pages(args.rows.page_table + item.row * args.rows.page_table_stride),
-        num_rows(item.num_queries * args.group),
+        following(following),
+        pages(pages_of(item)),
+        head_rows(item.num_queries * args.group),
+        num_rows(head_rows * item.num_heads),
         first_position(item.end_cell - item.num_queries) {}
 
   int64_t width() const { return scratch.total.width; }
-  int64_t token() const { return args.rows.query_starts[item.row] + item.first_query; }
 
-  // Row r of the products is query r / group, head r % group of the key head.
+  const int32_t* pages_of(const AttentionItem& of) const {
+    return args.rows.page_table + of.row * args.rows.page_table_stride;
+  }
+
+  // Row r of a key head's products is query r / group, query head r % group.
   void pack_queries() {
     const int64_t size = args.cache.head_dim;
-    const T* q = static_cast<const T*>(args.q) + item.kv_head * args.group * size;
+    const T* q = static_cast<const T*>(args.q);
     for (int64_t r = 0; r < num_rows; ++r) {
-      const int64_t query = r / args.group, head = r % args.group;
       T* row = scratch.q + r * width();
-      std::memcpy(row, q + (token() + query) * args.q_stride + head * size, size * sizeof(T));
+      std::memcpy(row, q + token(r) * args.q_stride + query_head(r) * size, size * sizeof(T));
       std::fill(row + size, row + width(), T{});
     }
   }
 
+  int64_t token(int64_t r) const {
+    return args.rows.query_starts[item.row] + item.first_query + r % head_rows / args.group;
+  }
+  int64_t query_head(int64_t r) const {
+    return (item.first_head + r / head_rows) * args.group + r % args.group;
+  }
+
   void compute_part(int64_t part, State& state) {
     state.clear(num_rows);
-    const int64_t begin = std::max<int64_t>(part * item.part_cells, item.first_cell / TILE * TILE);
+    const int64_t begin = start_of(item, part);
     const int64_t end = std::min<int64_t>((part + 1) * item.part_cells, item.end_cell);
     Cells<T> cells;
     for (cells.begin = begin; cells.begin < end; cells.begin = cells.end) {
       cells.end = std::min<int64_t>(cells.begin / BLOCK * BLOCK + BLOCK, end);
-      if (cells.end < end) prefetch(cells.end, std::min<int64_t>(cells.end + BLOCK, end));
-      locate(cells);
-      const int64_t num_chunks = (num_rows + MAX_ROWS<T> - 1) / MAX_ROWS<T>;
-      for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-        const int64_t first = num_rows * chunk / num_chunks;
-        const int64_t count = num_rows * (chunk + 1) / num_chunks - first;
-        with_constant<1, MAX_ROWS<T>>(static_cast<int>(count), [&](auto m) {
-          compute_rows<decltype(m)::value>(cells, first, state);
-        });
+      for (int64_t head = 0; head < item.num_heads; ++head) {
+        prefetch_after(cells, head, end);
+        locate(cells, item.first_head + head);
+        compute_head(cells, head * head_rows, state);
       }
     }
   }
 
+  void compute_head(const Cells<T>& cells, int64_t first, const State& state) {
+    const int64_t num_chunks = (head_rows + MAX_ROWS<T> - 1) / MAX_ROWS<T>;
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+      const int64_t begin = head_rows * chunk / num_chunks;
+      const int64_t count = head_rows * (chunk + 1) / num_chunks - begin;
+      with_constant<1, MAX_ROWS<T>>(static_cast<int>(count), [&](auto m) {
+        compute_rows<decltype(m)::value>(cells, first, begin, state);
+      });
+    }
+  }
+
+  // Rows [begin, begin + M) of the key head whose rows start at `first`.
   template <int M>
-  void compute_rows(const Cells<T>& cells, int64_t first, State& state) {
-    const int64_t last_seen = first_position + (first + M - 1) / args.group;
+  void compute_rows(const Cells<T>& cells, int64_t first, int64_t begin, const State& state) {
+    const int64_t last_seen = first_position + (begin + M - 1) / args.group;
     const int64_t num_cells = std::min(cells.end, last_seen + 1) - cells.begin;
     if (num_cells <= 0) return;
     const int64_t num_tiles = (num_cells + TILE - 1) / TILE;
+    first += begin;
     const T* q = scratch.q + first * width();
     const int64_t size = round_up(args.cache.head_dim, P);
     each_vectors(num_tiles * TILE_VECTORS, [&](int64_t at, auto n) {
@@ -319,9 +354,13 @@ struct Attention {
                                       cells.key_stride, size);
     });
     float factor[M];
-    for (int i = 0; i < M; ++i) {
-      factor[i] = soften(cells, first + i, i, num_tiles * TILE_VECTORS, state);
-    }
+    with_constant<1, BLOCK_TILES>(static_cast<int>(num_tiles), [&](auto n) {
+      for (int i = 0; i < M; ++i) {
+        const int64_t position = first_position + (begin + i) / args.group;
+        factor[i] =
+            soften<decltype(n)::value * TILE_VECTORS>(cells, position, first + i, i, state);
+      }
+    });
     float* out = state.out + first * width();
     each_vectors(width() / VF_WIDTH, [&](int64_t at, auto n) {
       weigh<T, M, decltype(n)::value>(out + at * VF_WIDTH, width(), factor, scratch.p, cells.values,
@@ -341,57 +380,56 @@ struct Attention {
   }
 
   // Scores to weights, for row `i` of the chunk. Returns by what the earlier sums shrink.
-  float soften(const Cells<T>& cells, int64_t row, int i, int64_t num_vectors, State& state) {
-    const int64_t position = first_position + row / args.group;
+  template <int N>
+  float soften(const Cells<T>& cells, int64_t position, int64_t row, int i, const State& state) {
     const int64_t begin = args.window ? position - args.window + 1 - cells.begin : 0;
     const int64_t end = std::min(cells.end, position + 1) - cells.begin;
     const VF scale = vset1(args.scale * 1.44269504f);
-    float* s = scratch.s + i * BLOCK;
+    const float* s = scratch.s + i * BLOCK;
     T* p = scratch.p + i * BLOCK;
-    VF scores[BLOCK_VECTORS];
-    VF top = vset1(state.largest[row]);
-    const bool sees_all = begin <= 0 && end >= num_vectors * VF_WIDTH;
-    for (int64_t j = 0; j < num_vectors; ++j) {
-      scores[j] = vmul(vload(s + j * VF_WIDTH), scale);
-      if (!sees_all) {
-        scores[j] = keep_lanes(scores[j], begin - j * VF_WIDTH, end - j * VF_WIDTH,
-                               vset1(-INFINITY));
+    VF x[N];
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) x[j] = vmul(vload(s + j * VF_WIDTH), scale);
+    if (begin > 0 || end < N * VF_WIDTH) {
+      LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+        const int64_t at = j * VF_WIDTH;
+        x[j] = keep_lanes(x[j], begin - at, end - at, vset1(-INFINITY));
       }
-      top = vmax(top, scores[j]);
     }
-    const float largest = reduce_max(top);
-    const VF shrink = vexp2(vset1(state.largest[row] - largest));
-    state.largest[row] = largest;
+    VF top = vset1(state.largest[row]);
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) top = vmax(top, x[j]);
+    const VF largest = vset1(reduce_max(top));
+    const VF shrink = vexp2(vsub(vset1(state.largest[row]), largest));
+    state.largest[row] = first_lane(largest);
     VF sum = vmul(vload(state.weights + row * VF_WIDTH), shrink);
-    for (int64_t j = 0; j < num_vectors; ++j) {
-      const VF weight = vexp2(vsub(scores[j], vset1(largest)));
-      sum = vadd(sum, weight);
-      vstore(p + j * VF_WIDTH, weight);
+    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
+      x[j] = vexp2(vsub(x[j], largest));
+      sum = vadd(sum, x[j]);
+      vstore(p + j * VF_WIDTH, x[j]);
     }
     vstore(state.weights + row * VF_WIDTH, sum);
     return first_lane(shrink);
   }
 
-  void locate(Cells<T>& cells) {
+  void locate(Cells<T>& cells, int64_t kv_head) {
     if (args.cache.is_tiled) {
-      locate_tiles(cells);
+      locate_tiles(cells, kv_head);
     } else {
-      pack_rows(cells);
+      pack_rows(cells, kv_head);
     }
   }
 
-  void locate_tiles(Cells<T>& cells) {
+  void locate_tiles(Cells<T>& cells, int64_t kv_head) {
     const KvLayer& cache = args.cache;
     cells.key_stride = cache.page_size * P;
     cells.value_stride = width() * P;
     for (int64_t tile = 0; cells.begin + tile * TILE < cells.end; ++tile) {
       const int64_t cell = cells.begin + tile * TILE;
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* keys = cache.keys<T>(page, item.kv_head) + offset * P;
+      const T* keys = cache.keys<T>(page, kv_head) + offset * P;
       for (int j = 0; j < TILE_VECTORS; ++j) {
         cells.keys[tile * TILE_VECTORS + j] = keys + j * VF_WIDTH * P;
       }
-      const T* values = cache.values<T>(page, item.kv_head) + cache.value_at<T>(offset);
+      const T* values = cache.values<T>(page, kv_head) + cache.value_at<T>(offset);
       const bool is_whole = cell >= item.first_cell && cell + TILE <= item.end_cell;
       cells.values[tile] = is_whole ? values : copy_seen(values, tile, cell);
     }
@@ -418,7 +456,7 @@ struct Attention {
   }
 
   // Pages in rows: the block is copied into tiles.
-  void pack_rows(Cells<T>& cells) {
+  void pack_rows(Cells<T>& cells, int64_t kv_head) {
     const KvLayer& cache = args.cache;
     cells.key_stride = BLOCK * P;
     cells.value_stride = width() * P;
@@ -429,8 +467,8 @@ struct Attention {
          c < cells.end - cells.begin; ++c) {
       const int64_t cell = cells.begin + c;
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* k = cache.keys<T>(page, item.kv_head) + offset * cache.head_dim;
-      const T* v = cache.values<T>(page, item.kv_head) + offset * cache.head_dim;
+      const T* k = cache.keys<T>(page, kv_head) + offset * cache.head_dim;
+      const T* v = cache.values<T>(page, kv_head) + offset * cache.head_dim;
       for (int64_t d = 0; d < cache.head_dim; ++d) {
         scratch.keys[(d / P * BLOCK + c) * P + d % P] = k[d];
         scratch.values[(c / P * width() + d) * P + c % P] = v[d];
@@ -442,14 +480,34 @@ struct Attention {
     }
   }
 
-  void prefetch(int64_t begin, int64_t end) const {
+  // Asks for what comes after key head `head` of these cells: the next head, the next block, or
+  // the beginning of the following item. All at once, which is measured to be faster than little
+  // by little: most of the wait is for addresses, and they are translated side by side.
+  void prefetch_after(const Cells<T>& cells, int64_t head, int64_t end) const {
+    if (!args.cache.is_tiled) return;
+    if (head + 1 < item.num_heads) {
+      prefetch(pages, cells.begin, cells.end, item.first_head + head + 1);
+    } else if (cells.end < end) {
+      prefetch(pages, cells.end, std::min<int64_t>(cells.end + BLOCK, end), item.first_head);
+    } else if (following) {
+      const AttentionItem& next = *following;
+      const int64_t begin = start_of(next, next.first_part);
+      prefetch(pages_of(next), begin, std::min<int64_t>(begin / BLOCK * BLOCK + BLOCK, next.end_cell),
+               next.first_head);
+    }
+  }
+
+  static int64_t start_of(const AttentionItem& item, int64_t part) {
+    return std::max<int64_t>(part * item.part_cells, item.first_cell / TILE * TILE);
+  }
+
+  void prefetch(const int32_t* pages, int64_t begin, int64_t end, int64_t kv_head) const {
     const KvLayer& cache = args.cache;
-    if (!cache.is_tiled) return;
     constexpr int64_t LINE = 64 / sizeof(T);
     for (int64_t cell = begin; cell < end; cell += TILE) {
       const int64_t page = pages[cell / cache.page_size], offset = cell % cache.page_size;
-      const T* keys = cache.keys<T>(page, item.kv_head) + offset * P;
-      const T* values = cache.values<T>(page, item.kv_head) + cache.value_at<T>(offset);
+      const T* keys = cache.keys<T>(page, kv_head) + offset * P;
+      const T* values = cache.values<T>(page, kv_head) + cache.value_at<T>(offset);
       for (int64_t d = 0; d < cache.head_dim; d += P) {
         _mm_prefetch(reinterpret_cast<const char*>(keys + d * cache.page_size), _MM_HINT_T0);
       }
@@ -461,9 +519,8 @@ struct Attention {
 
   void write(const State& state) const {
     const int64_t size = args.cache.head_dim;
-    T* out = static_cast<T*>(args.out) + item.kv_head * args.group * size;
     for (int64_t r = 0; r < num_rows; ++r) {
-      T* row = out + (token() + r / args.group) * args.out_stride + r % args.group * size;
+      T* row = static_cast<T*>(args.out) + token(r) * args.out_stride + query_head(r) * size;
       const VF scale = vset1(1.0f / reduce_add(vload(state.weights + r * VF_WIDTH)));
       for_vectors(size, [&](int64_t d, auto lanes) {
         vstore(row + d, vmul(vload(state.out + r * width() + d), scale), lanes);
@@ -507,9 +564,11 @@ void attend(const AttendArgs& args, const Slice& slice) {
   if (slice.thread >= args.max_threads) return;
   const int64_t width = round_up(args.cache.head_dim, TILE);
   Scratch<T> scratch(args.scratch + slice.thread * args.scratch_bytes, args.block_rows, width);
-  for (int64_t i; (i = slice.take()) < *args.num_items;) {
-    Attention<T> attention(args, scratch, args.items[i]);
-    attention.run();
+  const int64_t num_items = *args.num_items;
+  for (int64_t i; (i = slice.take()) < num_items;) {
+    const int64_t next = slice.counter->load(std::memory_order_relaxed);
+    const AttentionItem* following = next < num_items ? &args.items[next] : nullptr;
+    Attention<T>(args, scratch, args.items[i], following).run();
   }
 }
 
