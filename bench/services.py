@@ -54,6 +54,7 @@ class Wanted:
             "--log-level": "warning",
         }
         words = [str(word) for flag in flags.items() for word in flag]
+        words.append("--no-prefetch")  # it would bring back what `set_resident` has unloaded
         return words if self.prefix_cache else [*words, "--no-prefix-cache"]
 
 

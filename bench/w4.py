@@ -40,7 +40,7 @@ IN_ARENA = 32
 KV_TOKENS = 1 << 14
 REFERENCE_N = 5
 OVERLOAD = 1.2
-COUNTERS = ("slot_hits", "host_hits", "slot_misses", "slot_evictions", "preemptions")
+COUNTERS = ("slot_hits", "host_hits", "slot_evictions", "pulls", "prefetch_hits", "preemptions")
 
 
 def start_engine(
@@ -122,6 +122,8 @@ class Driver:
         """Requests per second with always enough of them waiting."""
         self.play(replace(traffic, rate=64.0), min(window_s, 2.0), seed)  # warms up
         tokens = self.play(replace(traffic, rate=1000.0), window_s, seed)["tokens_per_second"]
+        if tokens == 0:
+            raise SystemExit("no token within the window: take a longer --window")
         return float(tokens) / traffic.lengths.mean_out
 
 

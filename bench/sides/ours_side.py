@@ -29,6 +29,7 @@ class OursSide:
             arena_bytes=arena_bytes(spec.base_model, max(spec.max_resident, 1)),
             max_loras=max(spec.max_resident, 1),
             max_lora_rank=spec.max_rank,
+            prefetch=False,  # it would bring back what `set_resident` has unloaded
             prefix_cache=False,
             num_threads=spec.num_threads,
         )
