@@ -6,6 +6,7 @@ that may see it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,7 +49,8 @@ class Arena:
         self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
         self.table = LoraTable.create(max_loras, len(targets), self.flat, device, max_rank)
         self._slab = slab
-        self._copied: torch.cuda.Event | None = None
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copying: deque[tuple[str, torch.cuda.Event | None]] = deque()
 
     @property
     def memory(self) -> memoryview:
@@ -57,22 +59,39 @@ class Arena:
         return memoryview(self._bytes.numpy().data)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
-        """Carries out `changes` in order, on the stream that computes."""
+        """Carries out `changes` in order. The table is written on the stream that computes; copies
+        from the host run beside it, on a stream of their own, after every step so far: one of them
+        may have read what lay there before."""
         for change in changes:
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
-                continue
-            if isinstance(change, HostCopy):
-                self._copy(change.host.extents, change.resident.extents)
-            self.table.set_row(change.resident.slot, self._row(change.resident))
-        if self.device.type == "cuda" and any(isinstance(c, HostCopy) for c in changes):
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            elif isinstance(change, HostCopy):
+                self._start_copy(change)
+            else:
+                self.table.set_row(change.resident.slot, self._row(change.resident))
 
-    @property
-    def copies_are_done(self) -> bool:
-        """Whether the host memory that `apply` copied from may be reused. Never blocks."""
-        return self._copied is None or self._copied.query()
+    def take_copied(self) -> list[str]:
+        """The digests whose copies have completed since the last call. Never blocks."""
+        done = []
+        while self._copying:
+            digest, copied = self._copying[0]
+            if copied is not None and not copied.query():
+                break
+            done.append(digest)
+            self._copying.popleft()
+        return done
+
+    def _start_copy(self, change: HostCopy) -> None:
+        copied = None
+        if self._copies is None:
+            self._copy(change.host.extents, change.resident.extents)
+        else:
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copies):
+                self._copy(change.host.extents, change.resident.extents)
+                copied = torch.cuda.Event()
+                copied.record()
+        self._copying.append((change.resident.digest, copied))
 
     def _copy(self, sources: Sequence[Extent], destinations: Sequence[Extent]) -> None:
         assert self._slab is not None

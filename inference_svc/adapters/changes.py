@@ -23,7 +23,8 @@ class TableClear:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Copies an image from the host tier into the arena, then makes it visible."""
+    """Starts to copy an image from the host tier into the arena; a TableWrite follows when it lies
+    there."""
 
     host: Resident
     resident: Resident

@@ -55,7 +55,7 @@ class Loader:
     _waiters: Counter[str] = field(default_factory=Counter)
     _loads: Loads = field(default_factory=Loads)
     _changes: list[ResidencyChange] = field(default_factory=list)
-    _copying: list[str] = field(default_factory=list)
+    _copying: dict[str, HostCopy] = field(default_factory=dict)
     _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
@@ -155,12 +155,14 @@ class Loader:
     def is_copying(self) -> bool:
         return bool(self._copying)
 
-    def copied(self) -> None:
-        """The copies of all changes taken so far have completed."""
-        for digest in self._copying:
+    def copied(self, digests: Iterable[str]) -> None:
+        """These lie in the arena, whole: they become visible with the next batch."""
+        for digest in digests:
             assert self.host is not None
             self.host.slots.release(digest)
-        self._copying.clear()
+            copy = self._copying.pop(digest)
+            self._changes.append(TableWrite(copy.resident))
+            self._arrive(copy.resident, copy.host.load_seconds)
 
     def take_changes(self) -> tuple[ResidencyChange, ...]:
         """What takes effect with the next batch."""
@@ -329,9 +331,8 @@ class Loader:
 
     def _copy(self, hosted: Resident, resident: Resident) -> None:
         """The host image is held until `copied`."""
-        self._copying.append(hosted.digest)
-        self._changes.append(HostCopy(hosted, resident))
-        self._arrive(resident, hosted.load_seconds)
+        self._copying[hosted.digest] = HostCopy(hosted, resident)
+        self._changes.append(self._copying[hosted.digest])
 
     def _arrive(self, resident: Resident, load_seconds: float) -> None:
         resident.ready = True

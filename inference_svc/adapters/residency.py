@@ -97,9 +97,10 @@ class Residency(Loader):
         assert self._waiters == waiters, "waiters without a request, or the reverse"
         self.device.check_integrity()
         for resident in self.device.residents():
-            assert resident.ready or resident.digest in self._loads, "a half-loaded image"
+            is_coming = resident.digest in self._loads or resident.digest in self._copying
+            assert resident.ready != is_coming, "a half-loaded image"
         self._loads.check_integrity(waiters)
-        held = Counter(self._copying)
+        held = Counter(list(self._copying))
         for digest, load in self._loads.by_digest.items():
             held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
         if self.host is None:

@@ -78,8 +78,7 @@ class Engine:
         return self._say(), stepped or self.residency.is_copying
 
     def step(self) -> bool:
-        if self.runner.copies_are_done:
-            self.residency.copied()
+        self.residency.copied(self.runner.take_copied())
         batch = self.scheduler.schedule(time.monotonic())
         if batch is None:
             return False

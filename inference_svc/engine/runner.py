@@ -25,10 +25,9 @@ class Runner:
         """How long the model computed the last batch, with choosing its tokens: on a device that
         computes beside us, until they were here."""
 
-    @property
-    def copies_are_done(self) -> bool:
-        """Whether all residency changes of earlier batches have read what they copy."""
-        return self._arena.copies_are_done
+    def take_copied(self) -> list[str]:
+        """The adapters whose copies into the arena have completed since the last call."""
+        return self._arena.take_copied()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledToken]:

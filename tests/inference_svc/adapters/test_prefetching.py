@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.prefetch import LOOK_S, MARGIN, Prefetch
@@ -73,10 +74,11 @@ class World:
                 self.residency.acquire(digest)
                 self.waiting.remove(digest)
                 self.running.append(digest)
-        self.residency.take_changes()
+        changes = self.residency.take_changes()
         self.residency.take_news()
         self.residency.take_failures()
-        self.residency.copied()
+        copies = [change for change in changes if isinstance(change, HostCopy)]
+        self.residency.copied([copy.resident.digest for copy in copies])
 
     def request(self, digest: str) -> None:
         self.residency.want(digest, self.now_s)

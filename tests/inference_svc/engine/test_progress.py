@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import Residency
@@ -82,6 +83,7 @@ class World:
         self.now_s = 0.0
         self.live: dict[str, Sequence] = {}
         self.loads: list[str] = []
+        self.copying: list[str] = []
         self.num_made = 0
 
     def submit(self, digest: str, priority: int, num_tokens: int) -> None:
@@ -108,10 +110,13 @@ class World:
         if event is not None:
             self.residency.on_pull_event(event, self.now_s)
         assert not self.residency.take_failures()
-        self.residency.copied()
+        self.residency.copied(self.copying)
+        self.copying = []
         self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
         batch = self.scheduler.schedule(self.now_s)
         if batch is not None:
+            copies = [change for change in batch.residency if isinstance(change, HostCopy)]
+            self.copying = [copy.resident.digest for copy in copies]
             sampled = [SampledToken(7) for row in batch.rows if row.samples]
             self.settler.settle(batch, sampled, self.now_s)
         for name, sequence in list(self.live.items()):
