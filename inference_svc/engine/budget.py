@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from inference_svc.engine.build_model import native_library
 from inference_svc.engine.config import EngineConfig
 from inference_svc.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
@@ -87,7 +88,7 @@ def plan_budgets(config: EngineConfig, geometry: ModelGeometry) -> tuple[Budget,
     """The device's budget first; on CUDA the host has one of its own. Nothing is allocated."""
     dtype = getattr(torch, config.dtype)
     on_device = (
-        Line("weights", weights_bytes(geometry, dtype), "a smaller model or --dtype"),
+        Line("weights", _weights_bytes(config, geometry, dtype), "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
@@ -121,13 +122,23 @@ def _budget(place: str, lines: tuple[Line, ...], limit_bytes: int) -> Budget:
     return Budget(place, lines, limit, "what the machine and its container leave")
 
 
+def _weights_bytes(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Packed, a tied head cannot share the embedding's memory."""
+    num_bytes = weights_bytes(geometry, dtype)
+    if geometry.tie_word_embeddings and native_library(config) is not None:
+        num_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
+    return num_bytes
+
+
 def workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
-    """What the widest step computes with: activations of `max_batch_tokens`, the keys and values
-    of one longest sequence side by side, logits and the sampler's copies of `max_sequences`."""
+    """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
+    them to, the keys and values of one longest sequence side by side, logits and the sampler's
+    copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     attention = 3 * geometry.q_size + 4 * geometry.kv_size
-    per_token = (3 * hidden + max(attention, 3 * intermediate)) * item_bytes
+    per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
+    per_token += 3 * config.max_lora_rank * item_bytes
     per_token += 2 * hidden * 4  # norms, in fp32
     gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
     logits = config.max_sequences * geometry.vocab_size * 4

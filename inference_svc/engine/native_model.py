@@ -23,6 +23,11 @@ class NativeModel:
         self._groups: frozenset[str] = frozenset()
         self.num_lora_steps = 0
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Of the memory that steps are computed in."""
+        return self._transformer.num_bytes + self._lora.workspace_bytes
+
     def prepare(self, batch: Batch) -> None:
         self._step.fill(batch)
         self._groups = self._lora.plan(batch.rows)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.engine.budget import Budget, Line, human, plan_budgets
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
 from inference_svc.store_client import NoStore
 
@@ -88,6 +89,19 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
     assert wider_budget.bytes_of("workspace") > budget.bytes_of("workspace")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_native_path_stays_within_its_lines(config: EngineConfig, dtype: str) -> None:
+    config = replace(config, dtype=dtype)
+    built = build_engine(config, NoStore(), lambda event: None)
+    (budget,) = plan_budgets(config, built.geometry)
+    model, describe = built.engine.runner.model, built.engine.commands.describe
+    assert isinstance(model, NativeModel)
+    assert 0 < model.workspace_bytes <= budget.bytes_of("workspace")
+    weights_bytes, _ = describe().memory["weights"]
+    assert weights_bytes <= 1.01 * budget.bytes_of("weights")
+    built.puller.close()
+
+
 def test_an_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
     limited = replace(config, memory_limit_bytes=100 * MIB)
     with pytest.raises(ValueError, match=r"the host memory does not suffice.*\n  weights"):
@@ -100,6 +114,7 @@ from pathlib import Path
 from inference_svc.core import Request, SamplingParams, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.native_model import NativeModel
 from inference_svc.memory import resident_bytes
 from inference_svc.store_client import NoStore
 fields = json.loads(sys.argv[1])
