@@ -80,6 +80,7 @@ class Sequence:
 
     request: Request
     token_ids: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
     num_computed: int = 0
     num_cached: int = 0
     page_ids: list[int] = field(default_factory=list)
@@ -98,10 +99,7 @@ class Sequence:
     def __post_init__(self) -> None:
         assert self.request.prompt_token_ids, "a sequence has at least one token"
         self.token_ids = list(self.request.prompt_token_ids)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+        self.num_prompt = len(self.token_ids)
 
     @property
     def num_output(self) -> int:
@@ -112,8 +110,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(NamedTuple):
     """One sequence's share of a step: tokens [start, start + num_tokens) of `sequence.token_ids`.
 
     `samples` is true when this step computes the last known token, so that a next one follows.

@@ -149,7 +149,7 @@ class Scheduler:
         changes = self.adapters.take_changes()
         if not rows and not changes:
             return None
-        rows.sort(key=lambda row: (row.slot, not row.is_decode))
+        rows.sort(key=lambda row: (row.sequence.slot, row.num_tokens > 1 or not row.samples))
         return Batch(tuple(rows), changes)
 
     def _grants(self) -> dict[int, int]:
@@ -180,6 +180,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
         """Pages for the next `num_tokens` of a running sequence, preempting others or itself."""
+        if sequence.num_computed + num_tokens <= len(sequence.page_ids) * self.pages.page_size:
+            return True
         needed = self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
         while not self.pages.can_allocate(needed):
             victim = self.running[-1]

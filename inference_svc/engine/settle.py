@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from inference_svc.core import (
     Batch,
-    BatchRow,
     FinishReason,
     Output,
     SampledToken,
@@ -30,11 +29,14 @@ class Settler:
         """One output per row that sampled. `sampled` is in the order of those rows."""
         tokens = iter(sampled)
         outputs = []
-        for row in batch.rows:
-            row.sequence.num_computed += row.num_tokens
-            self._publish_pages(row)
-            if row.samples:
-                outputs.append(self._append(row.sequence, next(tokens), now_s))
+        pages = self.scheduler.pages
+        page_size = pages.page_size
+        for sequence, start, num_tokens, samples in batch.rows:
+            end = sequence.num_computed = sequence.num_computed + num_tokens
+            if pages.caching and start // page_size < end // page_size:
+                self._publish_pages(sequence, start // page_size, end // page_size)
+            if samples:
+                outputs.append(self._append(sequence, next(tokens), now_s))
         return outputs
 
     def end(
@@ -56,13 +58,11 @@ class Settler:
             timings=_timings(sequence, now_s),
         )
 
-    def _publish_pages(self, row: BatchRow) -> None:
-        sequence, pages = row.sequence, self.scheduler.pages
-        if not pages.caching:
-            return
-        full = sequence.num_computed // pages.page_size
-        extend_page_keys(sequence, full, pages.page_size)
-        for index in range(row.start // pages.page_size, full):
+    def _publish_pages(self, sequence: Sequence, first: int, end: int) -> None:
+        """Its pages [first, end) have become full."""
+        pages = self.scheduler.pages
+        extend_page_keys(sequence, end, pages.page_size)
+        for index in range(first, end):
             pages.publish(sequence.page_ids[index], sequence.page_hashes[index])
 
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
@@ -85,12 +85,14 @@ class Settler:
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.request.sampling
-        if sequence.num_output >= sampling.min_tokens:
+        num_tokens = len(sequence.token_ids)
+        num_output = num_tokens - sequence.num_prompt
+        if num_output >= sampling.min_tokens:
             ends = not sampling.ignore_eos and token_id in self.eos_token_ids
             if ends or token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        full = len(sequence.token_ids) >= self.max_model_len
-        return FinishReason.LENGTH if full or sequence.num_output >= sampling.max_tokens else None
+        full = num_tokens >= self.max_model_len or num_output >= sampling.max_tokens
+        return FinishReason.LENGTH if full else None
 
 
 def _usage(sequence: Sequence) -> Usage:
