@@ -48,8 +48,8 @@ SILENCE_S = 15.0
 """A source that sends nothing for longer, although it is there, is left for another. Longer than a
 store lets a pull wait for memory, for another replica and for a compiler together."""
 SILENCE_POLL_S = 0.5
-PULL_NICENESS = 10
-"""A tenth of what an ordinary thread gets, where both want the same core."""
+PULL_NICENESS = 5
+"""A third of what an ordinary thread gets, where both want the same core."""
 MAX_CORRUPT = 2
 """Bytes that fail their hash are pulled again, once."""
 
