@@ -1,0 +1,120 @@
+"""The most that a prefill which starts on layer 0, while later layers still arrive, could gain.
+
+    python -m bench.layer_wise [--model bench-200m] [--rounds 20] [--out FILE]
+
+One load of a cold adapter and one prefill of 32 tokens, over gRPC, both services as processes: one
+after the other, as it is now, and both begun at the same moment. Side by side neither waits for the
+other's layers, so that no real layer-wise prefill can end before the later of the two: what that
+gains on the one after the other is the bound. The prefill is the base's, whose work the adapter
+only adds to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
+from bench.results import FOLDER, median, show, write
+from bench.services import Services, Wanted
+from bench.w1 import THREADS
+from bench.w2 import MAX_LEN, MAX_RESIDENT, NUM_IN, PAUSE_S
+
+WORTH_IT = 0.10
+"""Gain of the cold first token from which on it would be kept."""
+
+
+class Work:
+    """Loads and prefills of both services; seconds."""
+
+    def __init__(self, prepared: Prepared, services: Services, folders: Iterator[Path]) -> None:
+        self._services = services
+        self._folders = folders
+        self._prompt = prompts(1, NUM_IN, prepared.vocab)[0]
+        self._number = 0
+
+    def next_cold(self) -> str:
+        """Compiled in the store's memory, never on the inference service."""
+        self._number += 1
+        name = f"cold-{self._number}"
+        self._services.register(name, next(self._folders))
+        self._services.pull_once(name)
+        return name
+
+    def load(self, name: str) -> None:
+        self._services.client.load(name)
+
+    def prefill(self) -> None:
+        for _ in self._services.client.generate(
+            self._prompt, max_tokens=1, temperature=0.0, ignore_eos=True
+        ):
+            pass
+
+    def one_after_the_other(self, name: str) -> None:
+        self.load(name)
+        self.prefill()
+
+    def side_by_side(self, name: str) -> None:
+        beside = threading.Thread(target=self.load, args=(name,))
+        beside.start()
+        self.prefill()
+        beside.join()
+
+
+def measure(prepared: Prepared, rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        folders = make_variants(prepared.adapters["0"], folder / "adapters")
+        wanted = Wanted(
+            prepared.model_dir,
+            prepared.name,
+            max_resident=MAX_RESIDENT,
+            max_rank=RANK,
+            max_sequences=MAX_RESIDENT,
+            max_len=MAX_LEN,
+            num_threads=THREADS,
+            prefix_cache=False,
+            source_root=folder,
+        )
+        with Services(wanted, folder) as services:
+            work = Work(prepared, services, folders)
+            kinds = {
+                "load": work.load,
+                "prefill": lambda name: work.prefill(),
+                "one after the other": work.one_after_the_other,
+                "side by side": work.side_by_side,
+            }
+            for round_index in range(rounds + 1):
+                for kind, run in kinds.items():
+                    cold = work.next_cold()
+                    time.sleep(PAUSE_S)
+                    began_s = time.perf_counter()
+                    run(cold)
+                    if round_index:
+                        seconds.setdefault(kind, []).append(time.perf_counter() - began_s)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="bench-200m")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=FOLDER / "layer_wise.json")
+    options = parser.parse_args()
+    seconds = measure(prepare(options.model, 1), options.rounds)
+    medians = {kind: median(values) for kind, values in seconds.items()}
+    gain = 1 - medians["side by side"] / medians["one after the other"]
+    show("Layer-wise readiness", ("what", "ms"), [(k, 1e3 * s) for k, s in medians.items()])
+    print(f"at most {gain:.0%} of the cold first token; kept from {WORTH_IT:.0%} on")
+    result: dict[str, Any] = {"model": options.model, "image_bytes": image_bytes(options.model)}
+    write(options.out, "layer-wise", {**result, "gain": gain, "seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()
