@@ -12,6 +12,7 @@ import logging
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ def _compile(compiler: str, variant: str, path: Path) -> None:
     flags = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
     flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     with tempfile.TemporaryDirectory(prefix="loadout-native-") as folder:
-        _run([compiler, *flags, *FLAGS[variant], "-c", *units], Path(folder))
+        compile_one = [compiler, *flags, *FLAGS[variant], "-c"]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda unit: _run([*compile_one, unit], Path(folder)), units))
         objects = [str(unit) for unit in sorted(Path(folder).glob("*.o"))]
         finished = path.with_name(f".{path.name}.{Path(folder).name}")
         _run([compiler, "-shared", "-o", str(finished), *objects], Path(folder))
