@@ -173,6 +173,9 @@ class Config(BaseSettings):
     native_kernels: bool = True
     """Compute on CPU with the kernels in C++, where there are any; else in torch."""
 
+    cuda_graphs: bool = True
+    """On CUDA record decode steps once, at start, and replay them."""
+
     log_format: Literal["text", "json"] = "text"
     """One line per event, for people or for machines."""
 

@@ -132,6 +132,7 @@ def _engine_config(config: Config) -> EngineConfig:
         prefix_cache=config.prefix_cache,
         num_threads=config.num_threads,
         native_kernels=config.native_kernels,
+        cuda_graphs=config.cuda_graphs,
     )
 
 

@@ -68,7 +68,9 @@ def build_engine(
     pulled_into = arena.memory if host is None else host.memory
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
-    pages = PagePool(kv_cache.num_pages, config.page_size, config.prefix_cache)
+    # On a device the last page takes what padding writes.
+    num_pages = kv_cache.num_pages - (device.type != "cpu")
+    pages = PagePool(num_pages, config.page_size, config.prefix_cache)
     # One more, so that prefetching takes no thread from what requests wait for.
     puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
     prefetch = Prefetch() if config.prefetch else None
@@ -123,8 +125,9 @@ def _allocate_kv_cache(
         dtype=dtype,
     )
     num_pages = config.kv_bytes // num_bytes
-    if num_pages * config.page_size < config.max_model_len:
-        needed = -(-config.max_model_len // config.page_size) * num_bytes
+    num_spare = int(device.type != "cpu")
+    if (num_pages - num_spare) * config.page_size < config.max_model_len:
+        needed = (-(-config.max_model_len // config.page_size) + num_spare) * num_bytes
         raise ValueError(
             f"kv_memory of {config.kv_bytes} bytes holds {num_pages * config.page_size} tokens, "
             f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
 from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import ModelLayout, lora_groups
 from inference_svc.adapters.native_lora import NativeLoraOps
+from inference_svc.engine.captured import CudaRecorder
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.device_model import DeviceModel
 from inference_svc.engine.native_model import NativeModel
 from inference_svc.engine.step_model import StepModel
 from inference_svc.engine.torch_model import TorchModel
+from inference_svc.model.device_step import DeviceStep
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import Linear
 from inference_svc.model.native import NativeTransformer
@@ -22,6 +27,7 @@ from inference_svc.model.weights import load_weights
 from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.linear import PackedLinear
+from kernels.lora import LoraGroup
 from kernels.native.library import Library, load
 
 log = logging.getLogger(__name__)
@@ -49,8 +55,12 @@ def build_model(
     dtype, groups = getattr(torch, config.dtype), lora_groups(layout)
     if library is None:
         plain = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
-        model = TorchModel(Transformer(geometry, plain), kv_cache, arena, groups)
-        return model, plain.num_bytes
+        decoder = Transformer(geometry, plain)
+        if arena.device.type != "cpu":
+            model = _device_model(config, decoder, kv_cache, arena, groups)
+            model.warm_up()
+            return model, plain.num_bytes
+        return TorchModel(decoder, kv_cache, arena, groups), plain.num_bytes
     packed = load_weights(config.model_dir, geometry, dtype, config.device, PackedLinear.pack)
     max_pages = -(-config.max_model_len // config.page_size)
     step = StepArrays(config.max_batch_tokens, config.max_sequences, max_pages, config.page_size)
@@ -58,3 +68,25 @@ def build_model(
     workspace = Workspace.allocate(geometry, config.max_batch_tokens, config.max_sequences, dtype)
     transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)
     return NativeModel(transformer, step, lora, library.variant), packed.num_bytes
+
+
+def _device_model(
+    config: EngineConfig,
+    transformer: Transformer,
+    kv_cache: KVCache,
+    arena: Arena,
+    groups: Mapping[str, LoraGroup],
+) -> DeviceModel:
+    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+    max_pages = -(-config.max_model_len // config.page_size)
+    step = DeviceStep(
+        max_tokens,
+        max_rows,
+        max_pages,
+        config.page_size,
+        arena.device,
+        reserved_bytes=DeviceLora.num_bytes(max_tokens, max_rows),
+    )
+    lora = DeviceLora(arena, groups, step.block, max_tokens, max_rows)
+    record = CudaRecorder() if config.cuda_graphs else None
+    return DeviceModel(transformer, kv_cache, step, lora, max_rows, record)

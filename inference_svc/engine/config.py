@@ -42,3 +42,4 @@ class EngineConfig:
     prefix_cache: bool = True
     num_threads: int = 0
     native_kernels: bool = True
+    cuda_graphs: bool = True

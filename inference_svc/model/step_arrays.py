@@ -3,8 +3,11 @@ reads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from inference_svc.core import Batch
 from kernels.attention.native import StepRows
@@ -21,18 +24,26 @@ class StepArrays:
     samples. The counts `num_tokens`, `num_rows` and `num_logits` are int32 [1].
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, max_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        zeros: Callable[..., Tensor] = torch.zeros,
+    ) -> None:
+        """`zeros` allocates, as torch's does, on the CPU."""
         self.page_size = page_size
-        self.token_ids = torch.zeros(max_tokens, dtype=torch.int64)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64)
-        self.cells = torch.zeros(max_tokens, dtype=torch.int64)
-        self.query_starts = torch.zeros(max_rows + 1, dtype=torch.int32)
-        self.context_lengths = torch.zeros(max_rows, dtype=torch.int32)
-        self.page_table = torch.zeros(max_rows, max_pages, dtype=torch.int32)
-        self.logit_rows = torch.zeros(max_rows, dtype=torch.int64)
-        self.num_tokens = torch.zeros(1, dtype=torch.int32)
-        self.num_rows = torch.zeros(1, dtype=torch.int32)
-        self.num_logits = torch.zeros(1, dtype=torch.int32)
+        self.token_ids = zeros(max_tokens, dtype=torch.int64)
+        self.positions = zeros(max_tokens, dtype=torch.int64)
+        self.cells = zeros(max_tokens, dtype=torch.int64)
+        self.query_starts = zeros(max_rows + 1, dtype=torch.int32)
+        self.context_lengths = zeros(max_rows, dtype=torch.int32)
+        self.page_table = zeros(max_rows, max_pages, dtype=torch.int32)
+        self.logit_rows = zeros(max_rows, dtype=torch.int64)
+        self.num_tokens = zeros(1, dtype=torch.int32)
+        self.num_rows = zeros(1, dtype=torch.int32)
+        self.num_logits = zeros(1, dtype=torch.int32)
         self._table = self.page_table.numpy()
         self._pages_of_row: list[list[int]] = [[] for _ in range(max_rows)]
         self._num_pages_of_row = [0] * max_rows
@@ -78,6 +89,28 @@ class StepArrays:
         self.num_tokens[0], self.num_rows[0] = total, len(rows)
         self.num_logits[0] = len(samples)
         return len(samples)
+
+    def clear(self) -> None:
+        """A step of no rows."""
+        for counts in (self.num_tokens, self.num_rows, self.num_logits):
+            counts[0] = 0
+
+    def pad(self, num_rows: int, page: int) -> None:
+        """Decode rows up to `num_rows`, of one token each, that read and write nothing but `page`.
+        The step's own rows decode and sample, all of them."""
+        used = int(self.num_rows[0])
+        assert self.num_tokens[0] == self.num_logits[0] == used, "not only decode rows"
+        padded = slice(used, num_rows)
+        self.token_ids.numpy()[padded] = 0
+        self.positions.numpy()[padded] = 0
+        self.cells.numpy()[padded] = page * self.page_size
+        self.query_starts.numpy()[used + 1 : num_rows + 1] = np.arange(used + 1, num_rows + 1)
+        self.context_lengths.numpy()[padded] = 1
+        self.logit_rows.numpy()[padded] = np.arange(used, num_rows)
+        self._table[padded, 0] = page
+        self._num_pages_of_row[padded] = [-1] * (num_rows - used)  # to be filled again
+        for counts in (self.num_tokens, self.num_rows, self.num_logits):
+            counts[0] = num_rows
 
     def _fill_pages(self, batch: Batch) -> None:
         """A row that has kept its sequence and its pages is left as it is."""

@@ -17,7 +17,7 @@ from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear, RotaryEmbedding, Rotation, swiglu
 from inference_svc.model.lora import Lora
 from inference_svc.model.weights import LayerWeights, ModelWeights
-from kernels.attention import KVCache, attend
+from kernels.attention import KVCache, attend, rotate_and_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,8 @@ class Transformer:
         """x: [T, hidden_size] -> [T, hidden_size]."""
         g = self.geometry
         qkv = _project(layer.qkv, x, step.lora, f"layers.{index}.qkv")
-        heads = qkv[:, : g.q_size + g.kv_size].unflatten(1, (-1, g.head_dim))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
-            heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
-        q, k = step.rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
-        # The rotated keys go back beside the values, as the cache wants them.
-        qkv[:, g.q_size : g.q_size + g.kv_size].view(k.shape).copy_(k)
-        step.kv_cache.write(index, step.inputs.attention.cells, qkv[:, g.q_size :])
         mixed = attend(
-            q,
+            self._rotate_and_store(index, layer, qkv, step),
             step.kv_cache,
             index,
             step.inputs.attention,
@@ -74,6 +66,34 @@ class Transformer:
             window=g.sliding_windows[index],
         )
         return _project(layer.o, mixed.flatten(1), step.lora, f"layers.{index}.o")
+
+    def _rotate_and_store(
+        self, index: int, layer: LayerWeights[Linear], qkv: Tensor, step: _Step
+    ) -> Tensor:
+        """q [T, num_heads, head_dim], normed and rotated; k and v go to their cells."""
+        g, cells = self.geometry, step.inputs.attention.cells
+        if qkv.is_cuda:
+            rotate_and_store(
+                qkv,
+                step.kv_cache,
+                index,
+                cells,
+                step.rotation.cos,
+                step.rotation.sin,
+                None if layer.q_norm is None else layer.q_norm.weight,
+                None if layer.k_norm is None else layer.k_norm.weight,
+                g.rms_norm_eps,
+            )
+            return qkv[:, : g.q_size].unflatten(1, (-1, g.head_dim))
+        heads = qkv[:, : g.q_size + g.kv_size].unflatten(1, (-1, g.head_dim))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
+            heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
+        q, k = step.rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
+        # The rotated keys go back beside the values, as the cache wants them.
+        qkv[:, g.q_size : g.q_size + g.kv_size].view(k.shape).copy_(k)
+        step.kv_cache.write(index, cells, qkv[:, g.q_size :])
+        return q
 
     def _mlp(self, index: int, layer: LayerWeights[Linear], x: Tensor, step: _Step) -> Tensor:
         """x: [T, hidden_size] -> [T, hidden_size]."""

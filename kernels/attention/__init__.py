@@ -1,7 +1,7 @@
 """Attention of many sequences at once over keys and values that lie in pages.
 
 `reference.attend` is the definition; `attend` runs `cpu.attend` in plain torch, or on CUDA the
-kernels of `triton_ops`, which also has `rotate_and_store`. `KVCache` owns the cells,
+kernels of `triton_ops`, as does `rotate_and_store`. `KVCache` owns the cells,
 `AttentionPlan` says for one step which queries see which cells.
 """
 
@@ -13,7 +13,7 @@ from kernels.attention import cpu
 from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
 
-__all__ = ["AttentionPlan", "KVCache", "attend", "can_tile", "page_bytes"]
+__all__ = ["AttentionPlan", "KVCache", "attend", "can_tile", "page_bytes", "rotate_and_store"]
 
 
 def attend(
@@ -32,3 +32,20 @@ def attend(
     from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
 
     return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cache: KVCache,
+    layer: int,
+    cells: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """See `triton_ops.rotate_and_store`; on CUDA only."""
+    from kernels.attention import triton_ops
+
+    triton_ops.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)

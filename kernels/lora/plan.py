@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .table import LoraTable
+
+IntArray = NDArray[np.int64]
 
 BASE_SLOT = -1
 TILE_TOKENS = 64
@@ -30,15 +34,6 @@ class LoraSegment(NamedTuple):
     start: int
     end: int
     slot: int
-
-
-class LoraItem(NamedTuple):
-    """One program's tokens: a single-token row, or up to TILE_TOKENS neighbours of longer rows."""
-
-    start: int
-    num_tokens: int
-    slot: int
-    kind: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,8 @@ class LoraPlan:
     token_slots: torch.Tensor
     """int32 [num_tokens]: slot of each token, -1 = base."""
     items: torch.Tensor
-    """int32 [num_items, 4]: LoraItem rows; after the last one, zeros."""
+    """int32 [num_items, 4]: start, number of tokens, slot and kind of each program's tokens, which
+    are a single-token row or up to TILE_TOKENS neighbours of longer rows. After the last: zeros."""
 
     @property
     def has_adapters(self) -> bool:
@@ -107,12 +103,12 @@ class LoraPlan:
         used = sum(row_lengths)
         total = used if num_tokens is None else num_tokens
         assert total >= used, f"{used} tokens do not fit a step of {total}"
-        segments = tuple(_segments(row_slots, row_lengths))
-        items = list(_items(row_slots, row_lengths))
+        segments = tuple(plan_segments(row_slots, row_lengths))
+        items = plan_items(np.asarray(row_slots, np.int64), np.asarray(row_lengths, np.int64))
         adapters = [table.adapters[slot] for slot in {segment.slot for segment in segments}]
         slots = [s for s, n in zip(row_slots, row_lengths, strict=True) for _ in range(n)]
         slots.extend([BASE_SLOT] * (total - used))
-        flat = [field for item in items for field in item]
+        flat = items.flatten().tolist()
         # One list, one copy to the device.
         packed = _to_device(flat + slots, device)
         return cls(
@@ -120,7 +116,7 @@ class LoraPlan:
             segments=segments,
             targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
             max_rank=max((adapter.max_rank for adapter in adapters), default=0),
-            has_tiles=any(item.kind == ITEM_TILE for item in items),
+            has_tiles=bool((items[:, 3] == ITEM_TILE).any()),
             token_slots=packed[len(flat) :],
             items=packed[: len(flat)].view(-1, 4),
         )
@@ -158,7 +154,8 @@ class LoraPlan:
         self.items[: len(plan.items)].copy_(plan.items)
 
 
-def _segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegment]:
+def plan_segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegment]:
+    """`LoraPlan.segments` of rows."""
     start = 0
     for slot, rows in groupby(zip(slots, lengths, strict=True), key=lambda row: row[0]):
         end = start + sum(length for _, length in rows)
@@ -167,18 +164,26 @@ def _segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegm
         start = end
 
 
-def _items(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraItem]:
-    """Runs of neighbours of one slot and kind, cut into items."""
-    start = 0
-    rows = zip(slots, lengths, strict=True)
-    for (slot, is_token), run in groupby(rows, key=lambda row: (row[0], row[1] == 1)):
-        end = start + sum(length for _, length in run)
-        if slot != BASE_SLOT:
-            step = 1 if is_token else TILE_TOKENS
-            kind = ITEM_TOKEN if is_token else ITEM_TILE
-            for first in range(start, end, step):
-                yield LoraItem(first, min(step, end - first), slot, kind)
-        start = end
+def plan_items(row_slots: IntArray, row_lengths: IntArray) -> NDArray[np.int32]:
+    """`LoraPlan.items` of rows: runs of neighbours of one slot and kind, cut into items."""
+    ends = np.cumsum(row_lengths)
+    is_token = row_lengths == 1
+    begins_run = np.ones(len(row_slots), dtype=np.bool_)
+    begins_run[1:] = (row_slots[1:] != row_slots[:-1]) | (is_token[1:] != is_token[:-1])
+    firsts = np.flatnonzero(begins_run)
+    run_starts = (ends - row_lengths)[firsts]
+    run_ends = np.append(run_starts[1:], ends[-1:])
+    steps = np.where(is_token[firsts], 1, TILE_TOKENS)
+    counts = np.where(row_slots[firsts] == BASE_SLOT, 0, -((run_starts - run_ends) // steps))
+    run = np.repeat(np.arange(len(firsts)), counts)
+    items = np.empty((len(run), 4), dtype=np.int32)
+    items[:, 0] = (
+        run_starts[run] + (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * (steps[run])
+    )
+    items[:, 1] = np.minimum(steps[run], run_ends[run] - items[:, 0])
+    items[:, 2] = row_slots[firsts][run]
+    items[:, 3] = np.where(is_token[firsts], ITEM_TOKEN, ITEM_TILE)[run]
+    return items
 
 
 def _to_device(values: list[int], device: torch.device | str) -> torch.Tensor:

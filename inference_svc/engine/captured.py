@@ -1,0 +1,110 @@
+"""Decode steps of fixed sizes, recorded once and replayed: one launch in place of hundreds."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[], Tensor]
+
+
+class Recorded(Protocol):
+    """One computation over fixed addresses."""
+
+    def replay(self) -> Tensor:
+        """Its result from what lies there now; it may be gone with the next replay of any."""
+
+
+Record = Callable[[Compute], Recorded]
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool: they replay one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Recorded:
+        # Once outside: compiles kernels, and lets libraries allocate what they keep.
+        compute()
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: only this one's calls are recorded.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+        return _CudaGraph(graph, result)
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
+        self._graph = graph
+        self._result = result
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._result
+
+
+class Eager:
+    """Computes anew at every replay: what a recording must equal."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def replay(self) -> Tensor:
+        return self._compute()
+
+
+class CapturedSteps:
+    """`compute(size, with_lora)` computes a decode step of `size` rows from fixed addresses."""
+
+    def __init__(
+        self, sizes: Sequence[int], compute: Callable[[int, bool], Tensor], record: Record
+    ) -> None:
+        self._sizes = sorted(sizes)
+        self._compute = compute
+        self._record = record
+        self._recorded: dict[tuple[int, bool], Recorded] = {}
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest size that holds so many rows."""
+        index = bisect.bisect_left(self._sizes, num_rows)
+        return self._sizes[index] if index < len(self._sizes) else None
+
+    def record_all(self) -> None:
+        """Largest first, so that the smaller ones find their memory in the pool."""
+        started_s = time.monotonic()
+        for size in reversed(self._sizes):
+            for with_lora in (True, False):
+                self._find(size, with_lora)
+        log.info(
+            "recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - started_s
+        )
+
+    def replay(self, size: int, with_lora: bool) -> Tensor:
+        """fp32 logits [size, vocab_size]."""
+        return self._find(size, with_lora).replay()
+
+    def _find(self, size: int, with_lora: bool) -> Recorded:
+        key = (size, with_lora)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(lambda: self._compute(size, with_lora))
+        return self._recorded[key]
+
+
+def captured_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, and from there steps that waste at most a third on padding; up to `max_rows`."""
+    sizes = {1, 2, 4, max_rows}
+    power = 8
+    while power < max_rows:
+        sizes |= {power, power * 3 // 2}
+        power *= 2
+    return sorted(size for size in sizes if size <= max_rows)

@@ -1,0 +1,101 @@
+"""One step's inputs at fixed addresses on the device: filled on the host, sent in one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from inference_svc.core import Batch
+from inference_svc.model.inputs import StepInputs
+from inference_svc.model.step_arrays import StepArrays
+from inference_svc.model.step_block import ALIGNMENT_BYTES, StepBlock
+from kernels.attention import AttentionPlan
+from kernels.attention.plan import TILE_QUERIES, query_tiles
+
+NUM_TENSORS = 16
+"""At least as many as lie in a block."""
+
+
+class DeviceStep:
+    """Steps of up to `max_tokens` tokens of up to `max_rows` sequences of `max_pages` pages each.
+
+    `block` is shared with whatever else changes with every step: `reserved_bytes` of it.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        device: torch.device,
+        reserved_bytes: int,
+    ) -> None:
+        max_tiles = max_tokens // TILE_QUERIES + max_rows
+        num_bytes = 24 * max_tokens + 16 * (max_rows + 1) + 8 * max_tiles + 12
+        num_bytes += 4 * max_rows * max_pages + NUM_TENSORS * ALIGNMENT_BYTES
+        self.block = StepBlock(num_bytes + reserved_bytes, device)
+        self._arrays = StepArrays(max_tokens, max_rows, max_pages, page_size, self.block.zeros)
+        self._tiles = self.block.zeros(max_tiles, 2, dtype=torch.int32)
+        arrays, twin = self._arrays, self.block.on_device
+        self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
+        self._cells, self._logit_rows = twin(arrays.cells), twin(arrays.logit_rows)
+        self._query_starts = twin(arrays.query_starts)
+        self._context_lengths = twin(arrays.context_lengths)
+        self._page_table, self._device_tiles = twin(arrays.page_table), twin(self._tiles)
+        self._num_tiles = 0
+        self._has_decodes = False
+
+    def fill(self, batch: Batch) -> None:
+        """Describes `batch` on the host."""
+        self._arrays.fill(batch)
+        counts = np.diff(self._arrays.query_starts.numpy()[: len(batch.rows) + 1])
+        tiles = query_tiles(counts)
+        self._num_tiles = len(tiles)
+        self._tiles.numpy()[: len(tiles)] = tiles
+        self._has_decodes = bool((counts == 1).any())
+
+    def pad(self, num_rows: int, page: int) -> None:
+        """See `StepArrays.pad`."""
+        self._arrays.pad(num_rows, page)
+
+    def fill_padding(self, page: int) -> None:
+        """As many decode rows as there may be, all of them padding."""
+        self._arrays.clear()
+        self.pad(len(self._context_lengths), page)
+
+    def inputs(self) -> StepInputs:
+        """What was filled, as views of the device."""
+        arrays = self._arrays
+        counts = (arrays.num_tokens, arrays.num_rows, arrays.num_logits)
+        num_tokens, num_rows, num_logits = (int(count) for count in counts)
+        return self._views(num_tokens, num_rows, num_logits, self._num_tiles, self._has_decodes)
+
+    def decode_inputs(self, num_rows: int) -> StepInputs:
+        """Views of a step of so many decode rows, whatever is filled in."""
+        return self._views(num_rows, num_rows, num_rows, 0, True)
+
+    def _views(
+        self, num_tokens: int, num_rows: int, num_logits: int, num_tiles: int, has_decodes: bool
+    ) -> StepInputs:
+        arrays = self._arrays
+        # Host facts, for plans that are made on the host: on the CPU.
+        seen = num_rows if self.block.device.type == "cpu" else 0
+        attention = AttentionPlan(
+            cells=self._cells[:num_tokens],
+            query_starts=self._query_starts[: num_rows + 1],
+            context_lengths=self._context_lengths[:num_rows],
+            page_table=self._page_table[:num_rows],
+            tiles=self._device_tiles[:num_tiles],
+            has_decodes=has_decodes,
+            page_size=arrays.page_size,
+            host_query_starts=arrays.query_starts.numpy()[: seen + 1].astype(np.int64),
+            host_context_lengths=arrays.context_lengths.numpy()[:seen].astype(np.int64),
+            host_page_table=arrays.page_table.numpy()[:seen].astype(np.int64),
+        )
+        return StepInputs(
+            token_ids=self._token_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            logit_rows=self._logit_rows[:num_logits],
+            attention=attention,
+        )

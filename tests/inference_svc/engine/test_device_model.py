@@ -1,0 +1,199 @@
+"""The step of fixed addresses gives what the plain step gives: padded and replayed, with adapters
+and without. On the CPU a recording computes anew; with a CUDA device it is a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from inference_svc import core
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.device_lora import DeviceLora
+from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.engine.captured import CudaRecorder, Eager, captured_sizes
+from inference_svc.engine.device_model import DeviceModel
+from inference_svc.engine.torch_model import TorchModel
+from inference_svc.model.device_step import DeviceStep
+from inference_svc.model.geometry import load_geometry
+from inference_svc.model.layers import Linear
+from inference_svc.model.transformer import Transformer
+from inference_svc.model.weights import load_weights
+from kernels.attention import KVCache
+from kernels.lora import TableEntry
+
+PAGE_SIZE, NUM_PAGES, MAX_TOKENS, MAX_ROWS, NUM_SLOTS = 4, 60, 70, 6, 3
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@dataclass
+class Bench:
+    """One model, its adapters, and ways to compute it that share nothing but the weights."""
+
+    transformer: Transformer
+    arena: Arena
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.device
+
+    def cache(self) -> KVCache:
+        g = self.transformer.geometry
+        return KVCache.allocate(
+            num_layers=g.num_layers,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            dtype=self.arena.flat.dtype,
+            device=self.device,
+        )
+
+    def plain(self) -> TorchModel:
+        return TorchModel(
+            self.transformer, self.cache(), self.arena, lora_groups(self.arena.layout)
+        )
+
+    def fixed(self, record: Callable | None) -> DeviceModel:
+        reserved = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS)
+        step = DeviceStep(MAX_TOKENS, MAX_ROWS, 20, PAGE_SIZE, self.device, reserved)
+        groups = lora_groups(self.arena.layout)
+        lora = DeviceLora(self.arena, groups, step.block, MAX_TOKENS, MAX_ROWS)
+        model = DeviceModel(self.transformer, self.cache(), step, lora, MAX_ROWS, record)
+        model.warm_up()
+        return model
+
+
+@pytest.fixture(scope="module", params=["cpu", GPU])
+def bench(request, tmp_path_factory) -> Bench:
+    folder: Path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    device = torch.device(request.param)
+    geometry = load_geometry(folder)
+    weights = load_weights(folder, geometry, torch.float32, device, Linear)
+    layout = build_layout(geometry, "model", (), torch.float32)
+    arena = Arena(layout, 1 << 20, NUM_SLOTS, 4, device)
+    arena.flat.copy_(torch.randn(arena.flat.shape) * 0.1)
+    for slot in range(NUM_SLOTS):
+        # The embedding and every other target; matrices may lie anywhere, one over another.
+        entries = [
+            TableEntry(
+                index,
+                slot + index,
+                slot + 2 * index,
+                slot + 2,
+                target.in_features,
+                target.out_features,
+                is_embedding=target.kind == "embedding",
+            )
+            for index, target in enumerate(layout.targets)
+            if index % 2 == 0
+        ]
+        arena.table.set_row(slot, entries)
+    return Bench(Transformer(geometry, weights), arena)
+
+
+def sequence(length: int, first_page: int, slot: int) -> core.Sequence:
+    tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
+    made = core.Sequence(core.Request(f"{first_page}", tokens, core.SamplingParams()))
+    made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
+    made.slot = slot
+    return made
+
+
+def steps(slots: list[int]) -> list[core.Batch]:
+    """A prompt in two parts beside others, then decodes of all, of some, and of one."""
+    lengths = [50, 9, 1, 22, 5]
+    sequences = [
+        sequence(length, 15 * bool(index) + 8 * index, slot)
+        for index, (length, slot) in enumerate(zip(lengths, slots, strict=True))
+    ]
+    long, *others = sequences
+    first = [core.BatchRow(long, 0, 30, samples=False)]
+    first += [core.BatchRow(s, 0, len(s.token_ids), samples=True) for s in others]
+    batches = [first, [core.BatchRow(long, 30, 20, samples=True)]]
+    for chosen in (sequences, sequences[1:4], sequences[:1], sequences):
+        rows = []
+        for s in chosen:
+            s.token_ids.append(len(s.token_ids) % 64)
+            if len(s.token_ids) > PAGE_SIZE * len(s.page_ids):
+                s.page_ids.append(s.page_ids[-1] + 1)
+            rows.append(core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True))
+        batches.append(rows)
+    return [core.Batch(tuple(rows)) for rows in batches]
+
+
+@torch.inference_mode()
+def run(model: DeviceModel | TorchModel, batches: list[core.Batch]) -> list[torch.Tensor]:
+    found = []
+    for batch in batches:
+        model.prepare(batch)
+        found.append(model.forward().clone())
+    return found
+
+
+SLOTS = [[-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_equals_the_plain_step(bench, slots):
+    record = Eager if bench.device.type == "cpu" else CudaRecorder()
+    model = bench.fixed(record)
+    plain = bench.plain()
+    wanted = run(plain, steps(slots))
+    for other in (model, bench.fixed(None)):
+        for one, got in zip(wanted, run(other, steps(slots)), strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
+    assert model.num_replays == 4
+    assert model.num_lora_steps == plain.num_lora_steps
+
+
+def test_wider_steps_than_were_recorded_are_computed(bench):
+    model = bench.fixed(Eager)
+    assert captured_sizes(MAX_ROWS) == [1, 2, 4, 6]
+    assert captured_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+    model.prepare(steps([0, 0, 1, 1, 1])[0])
+    assert model.forward().shape == (4, 64)
+    assert model.num_replays == 0
+
+
+@pytest.mark.parametrize("bench", [GPU], indirect=True)
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_a_replay_is_bitwise_the_computed_step(bench, slots):
+    """At the same padded size: a wider product may be another one."""
+    captured = run(bench.fixed(CudaRecorder()), steps(slots))
+    for one, got in zip(captured, run(bench.fixed(Eager), steps(slots)), strict=True):
+        assert torch.equal(one, got)
+
+
+@pytest.mark.parametrize("bench", [GPU], indirect=True)
+def test_a_step_waits_for_nothing(bench):
+    model = bench.fixed(CudaRecorder())
+    batches = steps(SLOTS[1])
+    run(model, batches[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(model, steps(SLOTS[1]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
