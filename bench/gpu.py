@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from bench import results
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.changes import HostCopy, TableClear
+from inference_svc.adapters.changes import HostCopy, TableClear, TableWrite
 from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
@@ -139,8 +140,12 @@ class Served:
         )
 
     def load(self, index: int) -> None:
+        """Copied, waited for, and made visible."""
         host, resident = self.images[index]
         self.arena.apply([HostCopy(host, resident)])
+        while not self.arena.take_copied():
+            pass
+        self.arena.apply([TableWrite(resident)])
 
     def model(self, *, is_captured: bool) -> DeviceModel:
         reserved = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS)
@@ -167,7 +172,11 @@ def sequences(num_rows: int, num_adapters: int) -> list[core.Sequence]:
 
 
 @torch.inference_mode()
-def step_times(model: DeviceModel, rows: list[core.Sequence]) -> tuple[list[float], list[float]]:
+def step_times(
+    model: DeviceModel,
+    rows: list[core.Sequence],
+    before_step: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float]]:
     """Seconds of each step up to its tokens, and of the host's part before them."""
     whole, host = [], []
     for index in range(WARM_UP_STEPS + STEPS):
@@ -175,6 +184,7 @@ def step_times(model: DeviceModel, rows: list[core.Sequence]) -> tuple[list[floa
             tuple(core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in rows)
         )
         begin = time.perf_counter()
+        before_step()
         model.prepare(batch)
         logits = model.forward()
         queued = time.perf_counter()
@@ -214,7 +224,7 @@ def decode(served: Served) -> list[dict[str, Any]]:
 
 def load(served: Served) -> dict[str, Any]:
     """One adapter from host memory to the arena, visible to kernels; alone."""
-    seconds = []
+    seconds: list[float] = []
     for index in range(NUM_ADAPTERS):
         served.arena.apply([TableClear(index)])
         torch.cuda.synchronize()
@@ -227,6 +237,37 @@ def load(served: Served) -> dict[str, Any]:
         "image_bytes": served.image_bytes,
         "load_ms": median_s * 1e3,
         "gb_per_s": served.image_bytes / median_s / 1e9,
+    }
+
+
+@torch.inference_mode()
+def decode_under_loads(served: Served) -> dict[str, Any]:
+    """Steps of 32 rows with 16 adapters while others are copied one after the other, beside the
+    same steps alone."""
+    model, arena = served.model(is_captured=True), served.arena
+    rows = sequences(MAX_ROWS, NUM_ADAPTERS // 2)
+    alone, _ = step_times(model, rows)
+    loads: list[int] = []
+    next_index = NUM_ADAPTERS // 2
+
+    def keep_loading() -> None:
+        nonlocal next_index
+        if loads and not arena.take_copied():
+            return
+        next_index = NUM_ADAPTERS // 2 + (next_index + 1) % (NUM_ADAPTERS // 2)
+        arena.apply([HostCopy(*served.images[next_index])])
+        loads.append(next_index)
+
+    rows = sequences(MAX_ROWS, NUM_ADAPTERS // 2)
+    beside, _ = step_times(model, rows, keep_loading)
+    while loads and not arena.take_copied():
+        pass
+    return {
+        "alone_p50_ms": statistics.median(alone) * 1e3,
+        "alone_max_ms": max(alone) * 1e3,
+        "loading_p50_ms": statistics.median(beside) * 1e3,
+        "loading_max_ms": max(beside) * 1e3,
+        "loads": len(loads),
     }
 
 
@@ -279,10 +320,15 @@ def main() -> int:
     found["weights_bytes"] = served.transformer.weights.num_bytes
     found["load"] = load(served)
     found["decode"] = decode(served)
+    found["decode_under_loads"] = decode_under_loads(served)
     for name in ("lora", "attention", "decode"):
         columns = list(found[name][0])
         results.show(name, columns, [[row[column] for column in columns] for row in found[name]])
-    print(json.dumps({name: found[name] for name in ("floors", "load")}, indent=1))
+    print(
+        json.dumps(
+            {name: found[name] for name in ("floors", "load", "decode_under_loads")}, indent=1
+        )
+    )
     results.write(options.out, "gpu", found)
     return 0
 

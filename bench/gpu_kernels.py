@@ -50,6 +50,7 @@ class Adapters:
 
     table: LoraTable
     groups: list[LoraGroup]
+    entries: list[list[TableEntry]]
 
     @classmethod
     def make(cls) -> Adapters:
@@ -72,13 +73,13 @@ class Adapters:
             LoraGroup((3 * i, 3 * i + 1, 3 * i + 2), HIDDEN, offsets, WIDTHS)
             for i in range(NUM_LAYERS)
         ]
-        return cls(table, groups)
+        return cls(table, groups, rows)
 
     def stacked(self, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """vLLM's form: per target A [adapters, 1, rank, in] and B [adapters, 1, out, rank]."""
         a_parts, b_parts = [], []
         for k, width in enumerate(WIDTHS):
-            entries = [self.table.entries[slot][3 * layer + k] for slot in range(MAX_ADAPTERS)]
+            entries = [self.entries[slot][3 * layer + k] for slot in range(MAX_ADAPTERS)]
             a_parts.append(torch.stack([self._matrix(e.a_granule, HIDDEN) for e in entries]))
             b = torch.stack([self._matrix(e.b_granule, width) for e in entries])
             b_parts.append(b.transpose(1, 2).contiguous())
