@@ -57,10 +57,10 @@ class Request:
     sampling: SamplingParams
     digest: str = ""
     cache_seed: str = ""
-    tenant: str = ""
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    tenant: str = ""
 
 
 class SequenceState(enum.Enum):

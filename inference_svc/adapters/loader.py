@@ -104,7 +104,7 @@ class Loader:
         takes it only from what nobody waits for.
         """
         self._give_up_orphans(now_s)
-        self._news += self._drains.end(self._loads.is_short)
+        self._after_drains(now_s)
         left = self._loads.num_short()
         ahead: set[str] = set()
         for digest, is_aged in chain(in_order(), self._loads.unordered()) if left else ():
@@ -120,7 +120,7 @@ class Loader:
             ahead.add(digest)
             if not any(left.values()):
                 break
-        self._news += self._drains.end(self._loads.is_short)
+        self._news += self._drains.end(lambda digest: not self._loads.is_short(digest))
         self._look_ahead(now_s)
 
     def next_expiry_s(self) -> float | None:
@@ -317,6 +317,18 @@ class Loader:
         if load.job.grant(ImageSink(self.pulled_into, resident.extents)):
             self.puller.start(load.job)
         return True
+
+    def _after_drains(self, now_s: float) -> None:
+        """What drained for a digest is its room, whatever came before it meanwhile, or drains no
+        more: else all would wait for each other."""
+        if not self._drains:
+            return
+        drained = self._drains.drained(self._waiters)
+        for digest, keep in drained:
+            if self._loads.is_short(digest):
+                self._give_room(digest, self._loads[digest], keep, now_s)
+        over = {digest for digest, _ in drained}
+        self._news += self._drains.end(lambda d: d in over or not self._loads.is_short(d))
 
     def _give_device_room(self, digest: str, keep: Collection[str]) -> bool:
         """Moves a host image into the arena; the copy rides in the next batch."""

@@ -141,12 +141,11 @@ class Slots:
         return resident
 
     def to_drain(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
-        """The images in use that must be given up for room for this one: of few users first. None
+        """The images that must be given up for room for this one, those of few users first. None
         if that makes no room, either."""
         idle_first = sorted(self._by_digest.values(), key=lambda resident: resident.users)
         planned = [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
-        victims = self._until_room(header.total_bytes, target_cuts(header), planned)
-        return None if victims is None else [victim for victim in victims if victim.users]
+        return self._until_room(header.total_bytes, target_cuts(header), planned)
 
     def _victims(
         self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]

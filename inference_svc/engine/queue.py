@@ -25,9 +25,9 @@ class FairQueue:
         self._quantum = quantum
         self._ageing_s = ageing_s
         self._tenants: dict[str, TenantQueue] = {}
-        self._with_adapters: dict[str, TenantQueue] = {}  # who waited longest for a start first
+        self._with_adapters: dict[str, TenantQueue] = {}  # whose oldest waited longest first
         self._turns = Turns(quantum)  # of tenants with something ready
-        self._flows: dict[str, set[Flow]] = {}  # by digest
+        self._flows: dict[str, dict[Flow, None]] = {}  # by digest, in order of arrival
         self._parked: set[str] = set()
         self.num_ready = 0
         self.num_parked = 0
@@ -75,7 +75,7 @@ class FairQueue:
         tenant = self._tenants[name]
         with _Recount(self, tenant):
             flow = tenant.add(sequence, self.is_parked(digest))
-        self._flows.setdefault(digest, set()).add(flow)
+        self._flows.setdefault(digest, {})[flow] = None
         if digest:
             self._with_adapters.setdefault(name, tenant)
 
@@ -92,7 +92,7 @@ class FairQueue:
 
     def _forget(self, flow: Flow) -> None:
         flows = self._flows[flow.digest]
-        flows.remove(flow)
+        del flows[flow]
         if not flows:
             del self._flows[flow.digest]
             self._parked.discard(flow.digest)
@@ -128,8 +128,9 @@ class FairQueue:
             charge = num_tokens + GENERATED_WEIGHT * _num_to_come(sequence)
             tenant.started(sequence, charge)
             self._turns.charge(tenant.name, charge)
+        was_oldest = tenant.oldest is sequence
         self.remove(sequence)
-        if tenant.has_adapters:
+        if was_oldest and tenant.has_adapters:  # else what it waits for would leave before it can
             self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
 
     def ended(self, sequence: Sequence) -> None:

@@ -55,7 +55,7 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`. Those whose adapter is not there
-    are parked in it."""
+    are parked in it. `is_short`: pages were missing to start another in the last step."""
 
     limits: Limits
     pages: PagePool
@@ -63,7 +63,7 @@ class Scheduler:
     queue: FairQueue = field(init=False)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
-    _is_short: bool = False
+    is_short: bool = False
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
@@ -163,7 +163,7 @@ class Scheduler:
         budget = self.limits.max_batch_tokens - len(grants)
         if len(grants) == len(self.running):
             return grants
-        if self.num_places and not self._is_short:
+        if self.num_places and not self.is_short:
             budget -= min(budget // 4, self.queue.ready_tokens)
         first, *others = [s for s in self.running if s.num_uncomputed > 1]
         others.sort(key=lambda sequence: sequence.num_uncomputed)
@@ -205,7 +205,7 @@ class Scheduler:
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
         """Starts waiting sequences in order of service."""
-        self._is_short = False
+        self.is_short = False
         while self.num_places > 0 and budget > 0:
             sequence = self.queue.first(now_s)
             if sequence is None:
@@ -215,7 +215,7 @@ class Scheduler:
                 self._look_at(digest, now_s)
                 continue
             if not self._start(sequence, now_s):
-                self._is_short = True
+                self.is_short = True
                 return  # pages are short: whoever is next in order must not be passed
             num_tokens = self._chunk(sequence, budget)
             sequence.page_ids += self.pages.allocate(

@@ -77,6 +77,11 @@ class TenantQueue:
         return bool(self._by_age)
 
     @property
+    def oldest(self) -> Sequence | None:
+        """Of those that wait for an adapter or to use one."""
+        return self._by_age[0][2].sequences[0] if self._by_age else None
+
+    @property
     def lowest_priority(self) -> int | None:
         """Of what is ready."""
         return self._priorities[0] if self._priorities else None

@@ -1,156 +1,21 @@
-"""Scheduler and residency together: whatever is asked, cancelled or short, nothing waits for ever.
-
-The puller here is synchronous and never fails; all policy is the real one.
-"""
+"""Scheduler and residency: whatever is asked, cancelled or short, nothing waits for ever."""
 
 from __future__ import annotations
-
-from collections import Counter, deque
-from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.adapters.changes import HostCopy
-from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullJob, PullOpened
-from inference_svc.adapters.residency import Residency
-from inference_svc.adapters.slots import Shape, Slots
-from inference_svc.adapters.store import ImageHeader, Segment
-from inference_svc.core import Request, SampledToken, SamplingParams, Sequence, SequenceState
-from inference_svc.engine.pages import PagePool
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
-from inference_svc.errors import AdapterNotFound, AdapterUnusable, NoRoom
-
-KIB = 1024
-SIZES = {"a": 2, "b": 3, "c": 5, "d": 8}
-
-
-def header(digest: str) -> ImageHeader:
-    """An image of as many targets as its size in KiB."""
-    segments = [
-        Segment(target, kind, 4, target * KIB + offset, 512)
-        for target in range(SIZES[digest])
-        for kind, offset in (("a", 0), ("b", 512))
-    ]
-    size = SIZES[digest] * KIB
-    return ImageHeader(digest, digest, "layout", 1, size, tuple(segments))
-
-
-class StepPuller:
-    """Says PullOpened, then, once there is room, PullDone: one event each time it is asked."""
-
-    def __init__(self) -> None:
-        self.jobs: deque[PullJob] = deque()
-        self.posted: deque[PullEvent] = deque()
-
-    def start(self, job: PullJob) -> None:
-        self.jobs.append(job)
-
-    def cancel(self, job: PullJob) -> None:
-        if job.cancel():
-            self.posted.append(PullFailed(job, None))
-
-    def next_event(self) -> PullEvent | None:
-        if self.posted:
-            return self.posted.popleft()
-        if not self.jobs:
-            return None
-        job = self.jobs.popleft()
-        if job.is_cancelled:
-            return PullFailed(job, None)
-        if job.progress.header is None:
-            job.progress.begin(header(job.digest))
-            job._is_parked = True
-            return PullOpened(job, header(job.digest))
-        return PullDone(job)
-
-
-class World:
-    """Everything of an engine but tensors and threads; a turn is a second."""
-
-    def __init__(self, host_kib: int) -> None:
-        self.puller = StepPuller()
-        host = HostTier(host_kib * KIB, pin_memory=False) if host_kib else None
-        slots = Slots(10 * KIB, 3, Shape.of(header("d")))
-        memory = memoryview(bytearray(16 * KIB))
-        self.residency = Residency(slots, host, memory, self.puller, 64, 1e9)
-        self.residency.set_layout("layout")
-        self.scheduler = Scheduler(Limits(2, 16, 16, 32, 2.0), PagePool(64, 4), self.residency)
-        self.settler = Settler(self.scheduler, frozenset(), max_model_len=64)
-        self.now_s = 0.0
-        self.live: dict[str, Sequence] = {}
-        self.loads: list[str] = []
-        self.copying: list[str] = []
-        self.num_made = 0
-
-    def submit(self, digest: str, priority: int, num_tokens: int) -> None:
-        self.num_made += 1
-        name = f"{self.num_made}"
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        arrival_s = self.now_s + self.num_made * 1e-6
-        request = Request(name, (5, 6), sampling, digest, "", priority, arrival_s)
-        self.live[name] = Sequence(request)
-        self.scheduler.add(self.live[name], self.now_s)
-
-    def cancel(self, which: int) -> None:
-        if self.live:
-            name = sorted(self.live)[which % len(self.live)]
-            self.settler.end(self.live.pop(name), self.now_s)
-
-    def load(self, digest: str) -> None:
-        self.residency.want(digest, self.now_s)
-        self.loads.append(digest)
-
-    def turn(self) -> None:
-        self.now_s += 1.0
-        event = self.puller.next_event()
-        if event is not None:
-            self.residency.on_pull_event(event, self.now_s)
-        assert not self.residency.take_failures()
-        self.residency.copied(self.copying)
-        self.copying = []
-        self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
-        batch = self.scheduler.schedule(self.now_s)
-        if batch is not None:
-            copies = [change for change in batch.residency if isinstance(change, HostCopy)]
-            self.copying = [copy.resident.digest for copy in copies]
-            sampled = [SampledToken(7) for row in batch.rows if row.samples]
-            self.settler.settle(batch, sampled, self.now_s)
-        for name, sequence in list(self.live.items()):
-            if sequence.state is SequenceState.FINISHED:
-                del self.live[name]
-        for digest in list(self.loads):
-            if self.residency.can_run(digest):
-                self.loads.remove(digest)
-                self.residency.unwant(digest)
-            else:
-                self.residency.ensure(digest, self.now_s)
-        self.check()
-
-    def check(self) -> None:
-        self.scheduler.check_integrity()
-        waiting = Counter(s.request.digest for s in self.scheduler.queue)
-        del waiting[""]
-        self.residency.check_integrity(waiting + Counter(self.loads))
-
-    def pin(self, digest: str) -> None:
-        if self.residency.can_run(digest):
-            with suppress(NoRoom):
-                self.residency.device.pin(digest)
-
-    def unload(self, digest: str) -> None:
-        with suppress(AdapterNotFound, AdapterUnusable):
-            self.residency.unload(digest)
-
+from tests.inference_svc.engine.world import SIZES, World
 
 digests = st.sampled_from([*SIZES, ""])
 adapters = st.sampled_from([*SIZES])
 actions = st.one_of(
-    st.tuples(st.just("submit"), digests, st.integers(0, 1), st.integers(1, 6)),
-    st.tuples(st.just("cancel"), st.integers(0, 9)),
+    st.tuples(
+        st.just("submit"), digests, st.integers(0, 2), st.integers(1, 6), st.sampled_from("st")
+    ),
+    st.tuples(st.just("cancel"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("preempt")),
     st.tuples(st.just("load"), adapters),
     st.tuples(st.just("unload"), adapters),
     st.tuples(st.just("pin"), adapters),
@@ -160,9 +25,9 @@ actions = st.one_of(
 
 @pytest.mark.parametrize("host_kib", [0, 10, 32], ids=["arena", "small-host", "host"])
 @settings(max_examples=60, deadline=None)
-@given(st.lists(actions, max_size=40))
-def test_everything_ends(host_kib: int, asked: list[tuple]) -> None:
-    world = World(host_kib)
+@given(st.lists(actions, max_size=40), st.sampled_from([3, 64]))
+def test_everything_ends(host_kib: int, asked: list[tuple], num_pages: int) -> None:
+    world = World(host_kib, num_pages=num_pages)
     for action, *arguments in asked:
         getattr(world, action)(*arguments)
         world.check()

@@ -1,0 +1,75 @@
+"""Which adapters in use are given up for one that waited too long, and for how long."""
+
+from __future__ import annotations
+
+from inference_svc.adapters.drains import Drains
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.store import ImageHeader, Segment
+
+KIB = 1024
+
+
+def header(digest: str, kib: int) -> ImageHeader:
+    """An image that can be cut at each KiB."""
+    segments = tuple(Segment(target, "a", 4, target * KIB, KIB) for target in range(kib))
+    return ImageHeader(digest, digest, "layout", 1, kib * KIB, segments)
+
+
+def in_use(**users: int) -> Slots:
+    """Ten KiB with images of three, used by so many."""
+    slots = Slots(10 * KIB, 4)
+    for digest, count in users.items():
+        resident = slots.reserve(header(digest, 3))
+        assert resident is not None
+        resident.ready = True
+        for _ in range(count):
+            slots.acquire(digest, 0.0)
+    return slots
+
+
+def picked(drains: Drains) -> set[str]:
+    return {digest for digest in ("a", "b", "c") if digest in drains}
+
+
+def test_as_few_as_make_room_and_those_of_few_users_first() -> None:
+    drains = Drains(in_use(a=3, b=1, c=2))
+    drains.start("small", header("small", 3), ahead=())
+    assert picked(drains) == {"b"}
+    drains.start("large", header("large", 5), ahead=())
+    assert picked(drains) == {"a", "b", "c"}, "not those that drain already"
+
+
+def test_neither_what_is_due_before_nor_what_is_pinned() -> None:
+    slots = in_use(a=3, b=1, c=2)
+    slots.pin("c")
+    drains = Drains(slots)
+    drains.start("x", header("x", 3), ahead={"b"})
+    assert picked(drains) == {"a"}
+    drains = Drains(slots)
+    drains.start("x", header("x", 3), ahead={"a", "b"})
+    assert picked(drains) == set()
+
+
+def test_a_choice_holds_until_it_is_drained() -> None:
+    """However the numbers of users change: or none would ever be given up."""
+    slots = in_use(a=2, b=1)
+    drains = Drains(slots)
+    drains.start("x", header("x", 5), ahead=())
+    assert picked(drains) == {"b"}
+    slots.release("a")
+    slots.release("a")
+    assert drains.start("x", header("x", 5), ahead=()) == []
+    assert picked(drains) == {"b"}
+    slots.release("b")
+    slots.acquire("a", 0.0)
+    slots.pin("b")
+    assert drains.start("x", header("x", 5), ahead=()) == ["b"], "it can no longer be evicted"
+    assert picked(drains) == {"a"}
+
+
+def test_what_drained_for_one_that_has_room_is_free_again() -> None:
+    drains = Drains(in_use(a=1, b=1, c=1))
+    drains.start("x", header("x", 3), ahead=())
+    assert drains.end(lambda digest: False) == []
+    assert drains.end(lambda digest: digest == "x") == ["a"]
+    assert picked(drains) == set()

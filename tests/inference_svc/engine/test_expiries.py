@@ -1,0 +1,43 @@
+"""Sequences by their moments."""
+
+from __future__ import annotations
+
+from inference_svc.core import Request, SamplingParams, Sequence, SequenceState
+from inference_svc.engine.expiries import Expiries
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Sequence(Request(f"{n}", (1,), SamplingParams())) for n in range(count)]
+
+
+def test_what_is_due_comes_once_and_in_order() -> None:
+    expiries = Expiries()
+    first, second, third, ended = sequences(4)
+    for sequence, moment_s in ((second, 2.0), (first, 1.0), (third, 3.0), (ended, 0.5)):
+        expiries.add(sequence, moment_s)
+    ended.state = SequenceState.FINISHED
+    assert expiries.next_s() == 1.0
+    assert list(expiries.due(2.0)) == [first, second]
+    assert list(expiries.due(2.0)) == []
+    expiries.add(first, 2.5)
+    assert expiries.next_s() == 2.5
+    assert list(expiries.due(9.0)) == [first, third]
+    assert expiries.next_s() is None
+
+
+def test_one_that_ends_while_another_is_looked_at_does_not_come() -> None:
+    expiries = Expiries()
+    first, second = sequences(2)
+    expiries.add(first, 1.0)
+    expiries.add(second, 1.0)
+    for sequence in expiries.due(1.0):
+        assert sequence is first
+        second.state = SequenceState.FINISHED
+
+
+def test_what_has_ended_does_not_pile_up() -> None:
+    expiries = Expiries()
+    for sequence in sequences(10_000):
+        expiries.add(sequence, 1e9)
+        sequence.state = SequenceState.FINISHED
+    assert len(expiries._heap) < 200

@@ -1,0 +1,240 @@
+"""Who goes first: equal parts for tenants and adapters, priorities, age; nothing is wasted."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.core import Batch, Request, SampledToken, SamplingParams, Sequence
+from inference_svc.engine.pages import PagePool
+from inference_svc.engine.queue import GENERATED_WEIGHT
+from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.settle import Settler
+
+NEVER_S = 1e9
+
+
+class AllResident:
+    """Every adapter is there."""
+
+    def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
+    def unwant(self, digest: str, *, expired: bool = False) -> None: ...
+    def ensure(self, digest: str, now_s: float) -> None: ...
+    def may_start(self, digest: str) -> bool:
+        return True
+
+    def acquire(self, digest: str) -> int:
+        return 0
+
+    def release(self, digest: str) -> None: ...
+    def take_news(self) -> list[str]:
+        return []
+
+    def take_changes(self) -> tuple[()]:
+        return ()
+
+
+@dataclass
+class Server:
+    """A scheduler whose steps sample token 7, and what it started, in order."""
+
+    quantum: int = 100
+    ageing_s: float = NEVER_S
+    num_places: int = 2
+    now_s: float = 0.0
+    started: list[Request] = field(default_factory=list)
+    scheduler: Scheduler = field(init=False)
+    num_made: int = 0
+
+    def __post_init__(self) -> None:
+        limits = Limits(self.num_places, 64, 64, self.quantum, self.ageing_s)
+        self.scheduler = Scheduler(limits, PagePool(400, 4), AllResident())
+        self.settler = Settler(self.scheduler, frozenset(), max_model_len=1000)
+
+    def submit(
+        self, tenant: str = "", digest: str = "", num_prompt: int = 4, max_tokens: int = 4, **more
+    ) -> Sequence:
+        self.num_made += 1
+        name = f"{self.num_made}"
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        prompt = tuple(range(num_prompt))
+        arrival_s = more.pop("arrival_s", self.now_s)
+        request = Request(
+            name, prompt, sampling, digest, name, tenant=tenant, arrival_s=arrival_s, **more
+        )
+        sequence = Sequence(request)
+        self.scheduler.add(sequence, self.now_s)
+        return sequence
+
+    def step(self) -> Batch | None:
+        before = {id(s) for s in self.scheduler.running}
+        batch = self.scheduler.schedule(self.now_s)
+        new = [s for s in self.scheduler.running if id(s) not in before]
+        self.started += [s.request for s in sorted(new, key=lambda s: s.started_s or 0.0)]
+        if batch is not None:
+            sampled = [SampledToken(7) for row in batch.rows if row.samples]
+            self.settler.settle(batch, sampled, self.now_s)
+        return batch
+
+    def run(self) -> list[Request]:
+        """Until nothing is left; the requests in the order in which they started."""
+        while self.step() is not None:
+            pass
+        assert not len(self.scheduler.queue)
+        return self.started
+
+
+def cost(request: Request) -> int:
+    generated = GENERATED_WEIGHT * request.sampling.max_tokens
+    return len(request.prompt_token_ids) + generated
+
+
+shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 6),
+    st.lists(st.tuples(shapes, st.integers(1, 4)), min_size=2, max_size=4),
+    st.sampled_from(["tenant", "digest"]),
+)
+def test_tokens_are_shared_equally(
+    quantum: int, num_places: int, kinds: list[tuple[tuple[int, int], int]], by: str
+) -> None:
+    """However large the requests of each, and however many it sends at once, none that always has
+    something waiting gets ahead of another by more than a quantum and the largest request."""
+    server = Server(quantum, num_places=num_places)
+    taken = Counter({f"m{i}": 0 for i in range(len(kinds))})
+    waiting: Counter[str] = Counter()
+    largest = 0
+    for _ in range(60):
+        for i, ((num_prompt, max_tokens), at_once) in enumerate(kinds):
+            while waiting[f"m{i}"] < num_places + at_once:
+                waiting[f"m{i}"] += 1
+                server.submit(**{by: f"m{i}"}, num_prompt=num_prompt, max_tokens=max_tokens)
+        server.started.clear()
+        server.step()
+        for request in server.started:
+            taken[getattr(request, by)] += cost(request)
+            waiting[getattr(request, by)] -= 1
+            largest = max(largest, cost(request))
+        assert max(taken.values()) - min(taken.values()) <= quantum + largest
+    server.scheduler.check_integrity()
+
+
+def test_what_is_not_generated_is_given_back() -> None:
+    """One that asks for much and ends early gets as much as one that asks for little."""
+    server = Server(quantum=50, num_places=1)
+    served: Counter[str] = Counter()
+    for _ in range(300):
+        for tenant, max_tokens in (("much", 200), ("little", 4)):
+            if server.scheduler.queue.tenant(tenant) is None:
+                server.submit(tenant, max_tokens=max_tokens)
+        for sequence in list(server.scheduler.running):
+            if sequence.num_output >= 4:
+                served[sequence.request.tenant] += 4
+                server.settler.end(sequence, server.now_s)
+        server.step()
+        for request in server.started:
+            served[request.tenant] += request.tenant == "little" and 4
+        server.started.clear()
+    assert 0.5 < served["much"] / served["little"] < 2
+
+
+def test_a_flood_of_aged_requests_does_not_hold_up_another_tenant() -> None:
+    server = Server(quantum=20, ageing_s=1.0, num_places=1)
+    for number in range(50):
+        server.submit("flood", digest=f"a{number}")
+    server.now_s = 60.0
+    server.step()
+    server.submit("other", digest="b")
+    order = [request.tenant for request in server.run()]
+    assert order.index("other") <= 4
+
+
+def test_higher_priority_goes_first_while_nobody_is_aged() -> None:
+    server = Server(num_places=1, quantum=20)
+    for priority in (0, 2, 1, 2, 0):
+        server.submit(priority=priority)
+    assert [request.priority for request in server.run()] == [2, 2, 1, 0, 0]
+
+
+def test_an_aged_request_goes_before_all_of_its_priority() -> None:
+    """Though its adapter has had more than its part."""
+    server = Server(num_places=1, quantum=20, ageing_s=5.0)
+    for _ in range(6):
+        server.submit(digest="popular")
+    late = [server.submit(digest="rare", arrival_s=5.0).request for _ in range(6)]
+    server.now_s = 6.0
+    started = server.run()
+    assert started[6:] == late
+
+
+def test_aged_and_higher_priority_share_equally() -> None:
+    server = Server(num_places=1, quantum=20, ageing_s=5.0)
+    for _ in range(10):
+        server.submit(priority=0)
+    for _ in range(10):
+        server.submit(priority=9, arrival_s=10.0)
+    server.now_s = 11.0
+    order = [request.priority for request in server.run()]
+    for n in range(2, 20, 2):
+        assert Counter(order[:n]) == {0: n // 2, 9: n // 2}
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_long_ones() -> None:
+    """Two long prompts are being computed; the first of them goes on all the same."""
+    server = Server(num_places=8)
+    long = [server.submit(num_prompt=500) for _ in range(2)]
+    server.step()
+    server.step()
+    for _ in range(3):
+        before = long[0].num_computed
+        short = server.submit(num_prompt=12)
+        batch = server.step()
+        assert batch is not None
+        assert sum(row.num_tokens for row in batch.rows) == 64, "nothing is wasted"
+        assert short.num_output == 1
+        assert long[0].num_computed - before >= 20
+
+
+def test_a_lone_prompt_gets_the_whole_step() -> None:
+    server = Server()
+    server.submit(num_prompt=200)
+    assert [server.step().rows[0].num_tokens for _ in range(4)] == [64, 64, 64, 8]
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """How many calls of functions `work` makes: what it costs, on whatever machine."""
+    count = 0
+
+    def on_event(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(on_event)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("ageing_s", [0.5, NEVER_S], ids=["aged", "young"])
+def test_a_step_costs_the_same_however_many_wait(ageing_s: float) -> None:
+    costs = []
+    for num_waiting in (100, 10_000):
+        server = Server(num_places=8, ageing_s=ageing_s)
+        for number in range(num_waiting):
+            server.submit(f"t{number % 10}", f"a{number % 30}", priority=number % 3)
+        server.now_s = 1.0
+        costs.append(sum(num_calls(server.step) for _ in range(12)))
+    assert costs[1] < 1.2 * costs[0]
