@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ from inference_svc.errors import InferenceError, UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
 
 log = logging.getLogger(__name__)
+
+
+SWITCH_S = 5e-4
+"""How long a pull's Python may hold up the engine, which comes back from a step in native code and
+wants the interpreter: by default ten times as long."""
 
 
 class ChildStore(AdapterStore, Protocol):
@@ -60,6 +66,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A whole group or cgroup may be told to end: our parent drains first, then tells us.
         signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
     door = Connection(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
