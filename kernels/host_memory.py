@@ -17,7 +17,34 @@ def allocate_host(num_bytes: int) -> Tensor:
     gives them to who asks (a tenth faster to read). It is freed with the last view of it."""
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8)
+    return _map(num_bytes).zero_()
+
+
+def _map(num_bytes: int) -> Tensor:
+    """Zeroed bytes that are there once they are touched."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # another system, or one without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Slab:
+    """Memory in pieces that lie side by side in few large allocations, so that nearly all of it is
+    in huge pages. It is freed with the last view of a piece."""
+
+    CHUNK_BYTES = 64 << 20
+    ALIGNMENT_BYTES = 64
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeroed, resident uint8 `[num_bytes]` on 64 bytes."""
+        whole_bytes = -(-num_bytes // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
+        if whole_bytes > len(self._chunk):
+            chunk_bytes = max(whole_bytes, self.CHUNK_BYTES)
+            memory = _map(chunk_bytes + HUGE_PAGE_BYTES)
+            start = -memory.data_ptr() % HUGE_PAGE_BYTES
+            self._chunk = memory[start : start + chunk_bytes]
+        piece, self._chunk = self._chunk[:num_bytes], self._chunk[whole_bytes:]
+        return piece.zero_()

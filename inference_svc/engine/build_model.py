@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
+from kernels.host_memory import Slab
 from kernels.linear import PackedLinear
 from kernels.lora import LoraGroup
 from kernels.native.library import Library, load
@@ -61,7 +63,8 @@ def build_model(
             model.warm_up()
             return model, plain.num_bytes
         return TorchModel(decoder, kv_cache, arena, groups), plain.num_bytes
-    packed = load_weights(config.model_dir, geometry, dtype, config.device, PackedLinear.pack)
+    pack = partial(PackedLinear.pack, allocate=Slab().take)
+    packed = load_weights(config.model_dir, geometry, dtype, config.device, pack)
     max_pages = -(-config.max_model_len // config.page_size)
     step = StepArrays(config.max_batch_tokens, config.max_sequences, max_pages, config.page_size)
     lora = NativeLoraOps(arena, groups, config.max_batch_tokens, config.max_sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,13 @@ class PackedLinear:
     out_features: int
 
     @staticmethod
-    def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """weight: [out, in] of float32 or bfloat16, on the CPU; bias: [out]."""
+    def pack(
+        weight: Tensor,
+        bias: Tensor | None = None,
+        allocate: Callable[[int], Tensor] = allocate_host,
+    ) -> PackedLinear:
+        """weight: [out, in] of float32 or bfloat16, on the CPU; bias: [out].
+        `allocate` gives zeroed bytes, uint8, on 64 bytes."""
         assert weight.dtype in (torch.float32, torch.bfloat16)
         out_features, in_features = weight.shape
         if weight.dtype == torch.bfloat16:
@@ -39,7 +45,7 @@ class PackedLinear:
         else:
             steps = weight
         num_panels, whole = -(-out_features // PANEL), out_features // PANEL
-        packed = allocate_host(num_panels * PANEL * steps.shape[1] * 4).view(steps.dtype)
+        packed = allocate(num_panels * PANEL * steps.shape[1] * 4).view(steps.dtype)
         packed = packed.view(num_panels, steps.shape[1], PANEL)
         inner, rest = steps.split([whole * PANEL, out_features - whole * PANEL])
         packed[:whole] = inner.unflatten(0, (whole, PANEL)).transpose(1, 2)

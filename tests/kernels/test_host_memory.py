@@ -1,7 +1,7 @@
 import gc
 
 from inference_svc.memory import resident_bytes
-from kernels.host_memory import allocate_host
+from kernels.host_memory import Slab, allocate_host
 
 MIB = 1 << 20
 
@@ -23,3 +23,16 @@ def test_large_memory_is_resident_from_the_start_and_freed_with_its_last_view() 
 
 def test_small_memory_is_zeroed() -> None:
     assert allocate_host(1000).sum() == 0
+
+
+def test_pieces_of_a_slab_are_apart_and_zero() -> None:
+    slab = Slab()
+    sizes = [1, 64, 100, 3 << 20, Slab.CHUNK_BYTES + 5, 7]
+    pieces = [slab.take(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % Slab.ALIGNMENT_BYTES == 0
+        assert not piece.any()
+        piece.fill_(number + 1)
+    for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        assert len(piece) == size
+        assert (piece == number + 1).all()
