@@ -40,6 +40,20 @@ def check(arrays: StepArrays, batch: Batch) -> None:
         assert arrays.page_table[row, :pages].equal(plan.page_table[row, :pages])
 
 
+def check_padding(arrays: StepArrays, num_rows: int) -> None:
+    """Padding reads and writes one page; the rows before it stay as they are."""
+    own = [t[:num_rows].clone() for t in (arrays.token_ids, arrays.cells, arrays.page_table)]
+    arrays.pad(6, page=77)
+    kept = [t[:num_rows] for t in (arrays.token_ids, arrays.cells, arrays.page_table)]
+    assert all(one.equal(other) for one, other in zip(own, kept, strict=True))
+    assert int(arrays.num_tokens) == int(arrays.num_rows) == int(arrays.num_logits) == 6
+    assert arrays.query_starts.tolist() == list(range(7))
+    assert arrays.logit_rows.tolist() == list(range(6))
+    assert (arrays.context_lengths[num_rows:] == 1).all()
+    assert (arrays.cells[num_rows:6] == 77 * PAGE_SIZE).all()
+    assert (arrays.page_table[num_rows:, 0] == 77).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_step_after_step(seed: int) -> None:
@@ -48,13 +62,15 @@ def test_step_after_step(seed: int) -> None:
     arrays = StepArrays(200, 6, 12, PAGE_SIZE)
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(6)]
     for _ in range(8):
-        rows = []
+        rows, all_decode = [], rng.random() < 0.4
         for sequence in rng.sample(sequences, rng.randint(1, 6)):
             known = len(sequence.token_ids)
-            end = rng.randint(1, known)
-            start = end - 1 if rng.random() < 0.5 else rng.randrange(end)
+            end = known if all_decode else rng.randint(1, known)
+            start = end - 1 if all_decode or rng.random() < 0.5 else rng.randrange(end)
             rows.append(BatchRow(sequence, start, end - start, end == known))
         check(arrays, Batch(tuple(rows)))
+        if all(row.is_decode for row in rows):
+            check_padding(arrays, len(rows))
         sequence = rng.choice(sequences)
         if rng.random() < 0.3:  # preempted: other pages, in another list
             sequence.page_ids = rng.sample(range(100), len(sequence.page_ids))
