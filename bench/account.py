@@ -37,6 +37,7 @@ from kernels.native.library import Program
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8
+MAX_ROWS = 40
 
 Parts = dict[str, float]
 """Seconds by what they were spent on."""
@@ -200,6 +201,36 @@ def floors(name: str, num_adapters: int) -> Parts:
     }
 
 
+def show_table(title: str, what: str, found: dict[str, dict[str, Parts]]) -> None:
+    """The largest first, and their sum."""
+    names = list({name: None for kind in found.values() for name in kind[what]})
+    names.sort(key=lambda name: -max(kind[what].get(name, 0.0) for kind in found.values()))
+    rows = [
+        [name, *(1e3 * kind[what].get(name, 0.0) for kind in found.values())]
+        for name in names[:MAX_ROWS]
+    ]
+    if what != "parts":  # of which one is the whole
+        rows.append(["sum", *(1e3 * sum(kind[what].values()) for kind in found.values())])
+    show(title, ("", *found), rows)
+
+
+def plot_account(path: Path, found: dict[str, dict[str, Parts]]) -> None:
+    """The largest operations, with what lies around the computation, beside the floor's sum."""
+    whole = {kind: one["parts"]["whole"] for kind, one in found.items()}
+    merged: dict[str, Parts] = {}
+    for kind, one in found.items():
+        around = {n: s for n, s in one["parts"].items() if n not in ("whole", "compute and sample")}
+        merged[kind] = one["operations"] | {
+            "around the computation": sum(around.values()),
+            "whole step": whole[kind],
+            "floor": sum(one["floor"].values()),
+        }
+    last = next(reversed(merged.values()))
+    names = sorted(last, key=lambda name: -last[name])[:12]
+    series = {kind: [1e3 * one.get(name, 0.0) for name in names] for kind, one in merged.items()}
+    plot_bars(path, "One decode step", "ms", names, series)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
@@ -214,20 +245,9 @@ def main() -> None:
         for kind, count in counts.items()
     }
     for what in ("parts", "operations", "floor"):
-        names = {name: None for kind in found.values() for name in kind[what]}
-        rows = [
-            [name, *(1e3 * found[kind][what].get(name, 0.0) for kind in counts)] for name in names
-        ]
-        if what != "parts":
-            rows.append(["sum", *(1e3 * sum(found[kind][what].values()) for kind in counts)])
-        rows.sort(key=lambda row: -max(row[1:]) if what == "operations" else 0)
-        show(f"{what} of one step, ms ({compute_path()})", ("", *counts), rows[:40])
+        show_table(f"{what} of one step, ms ({compute_path()})", what, found)
     write(options.out, "account", {"model": options.model, "seconds": found})
-    names = list(found["16 adapters"]["parts"])
-    series = {
-        kind: [1e3 * found[kind]["parts"].get(name, 0.0) for name in names] for kind in counts
-    }
-    plot_bars(options.out.with_suffix(".png"), "One decode step", "ms", names, series)
+    plot_account(options.out.with_suffix(".png"), found)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class ModelFloor:
         prefill_s = num_requests * num_in * self.flops_per_token / measured["prefill_flops"]
         step_s = measured["projections_seconds"][size] + measured["head_seconds"][size]
         lora_s = adapters * self.adapter_bytes / measured["read_bytes_per_second"]
-        return num_requests * num_out / (prefill_s + (num_out - 1) * (step_s + lora_s))
+        seconds = prefill_s + (num_out - 1) * (step_s + lora_s)
+        return float(num_requests * num_out / seconds)
 
 
 def read_rate(repeats: int = 5) -> float:

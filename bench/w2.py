@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.floor import hash_rate, stream_rate
+from bench.floor import THREADS, hash_rate, stream_rate
 from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
 from bench.services import Services, Wanted
 from bench.sides.child import KINDS, Child
 from bench.sides.protocol import Ask, Job
-from bench.w1 import THREADS, check_comparable, make_spec
+from bench.w1 import check_comparable, make_spec
 
 NUM_IN = 32
 MAX_LEN = 512

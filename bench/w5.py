@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.engine import BenchEngine
 from bench.models import SHAPES, prepare, prompts
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "w5.json")
     options = parser.parse_args()
     found = measure(options.model, options.adapters, options.requests)
-    summary = [
+    summary: list[dict[str, Any]] = [
         {
             "version": one.name,
             "cached of the first": one.cached[0],
