@@ -112,7 +112,7 @@ class Soak:
         if fate < WITH_DEADLINE:
             deadline_s = now_s + self._random.uniform(0.01, 2.0)
         elif fate < WITH_DEADLINE + CANCELLED:
-            heapq.heappush(self._cancels, (now_s + self._random.expovariate(1.0), name))
+            heapq.heappush(self._cancels, (now_s + self._random.expovariate(2.0), name))
         track = self.engine.submit(
             prompt, arrival.num_out, digest, request_id=name, deadline_s=deadline_s
         )
