@@ -31,6 +31,7 @@ from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from kernels.attention import KVCache, can_tile, page_bytes
+from kernels.host_memory import return_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ def build_engine(
     slab = None if host is None else host.slab
     arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)
     model, weights_bytes = build_model(config, geometry, layout, kv_cache, arena, library)
+    return_freed()
     pulled_into = arena.memory if host is None else host.memory
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
