@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 
-mpl.use("Agg")
+def _pyplot() -> Any:
+    # Here and not above: whoever only takes a workload's traffic has no matplotlib.
+    import matplotlib as mpl
 
-import matplotlib.pyplot as plt
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def plot_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], series: Mapping[str, Sequence[float]]
 ) -> None:
     """One group of bars per name in `groups`, one bar per series; NaN leaves a gap."""
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(max(7, 1.3 * len(groups)), 4.5), layout="constrained")
     width = 0.8 / max(1, len(series))
     for index, (name, values) in enumerate(series.items()):
@@ -40,6 +46,7 @@ def plot_lines(
     log_x: bool = False,
 ) -> None:
     """`labels` are those of the axes; each series is a list of points."""
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, points in series.items():
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)

@@ -1,0 +1,99 @@
+"""What the benchmarks draw, and how they reckon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from bench.account import name_operations
+from bench.results import percentile
+from bench.trace import Traffic
+from bench.w1 import summarize
+from bench.w3 import largest_bucket_s
+from loadout.prometheus import parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_skewed_traffic_prefers_the_first_adapters() -> None:
+    def share_of_first_tenth(alpha: float) -> float:
+        drawn = [a.adapter or 0 for a in islice(Traffic(100, alpha).arrivals(3), 4000)]
+        assert set(drawn) <= set(range(100))
+        return sum(adapter < 10 for adapter in drawn) / len(drawn)
+
+    # P(adapter < n / 10) = P(U < 0.1 ** alpha)
+    for alpha in (0.3, 0.6, 1.0):
+        assert share_of_first_tenth(alpha) == pytest.approx(0.1**alpha, abs=0.03)
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_arrivals_have_their_rate_and_variation(cv) -> None:
+    moments = [a.at_s for a in islice(Traffic(1, rate=50.0, cv=cv).arrivals(1), 20000)]
+    gaps = [after - before for before, after in pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert mean == pytest.approx(1 / 50, rel=0.15)
+    assert deviation / mean == pytest.approx(cv, rel=0.15)
+
+
+def test_traffic_of_one_seed_has_the_same_lengths_for_every_n() -> None:
+    few, many = (
+        [(a.num_in, a.num_out) for a in islice(Traffic(n).arrivals(7), 50)] for n in (5, 1000)
+    )
+    assert few == many
+
+
+def test_the_base_alone_has_no_adapters() -> None:
+    assert {a.adapter for a in islice(Traffic(0).arrivals(0), 20)} == {None}
+
+
+def test_ratios_take_the_best_of_vllm() -> None:
+    summary = summarize(
+        {
+            "base": {"ours": [100.0], "vllm": [50.0], "vllm-iomp": [80.0]},
+            "16 adapters": {"ours": [90.0, 70.0, 75.0], "vllm": [5.0], "floor": [100.0]},
+        }
+    )
+    assert summary["base"]["ours / vllm best"] == pytest.approx(1.25)
+    assert summary["16 adapters"]["ours / our base"] == pytest.approx(0.75)
+    assert summary["16 adapters"]["ours / floor"] == pytest.approx(0.75)
+
+
+def test_products_are_told_apart_by_their_place() -> None:
+    ops = [(name, 1.0) for name in ("linear_bf16", "norm", *["linear_bf16"] * 8)]
+    assert name_operations(ops) == {
+        "linear qkv": 2.0,
+        "linear o": 2.0,
+        "linear gate_up": 2.0,
+        "linear down": 2.0,
+        "linear head": 1.0,
+        "norm": 1.0,
+    }
+
+
+def test_the_largest_observation_between_two_scrapes() -> None:
+    def scraped(*counts: int) -> str:
+        borders = ("0.1", "1", "10", "+Inf")
+        lines = [f'x_bucket{{le="{b}"}} {c}' for b, c in zip(borders, counts, strict=True)]
+        return "# TYPE x histogram\n" + "\n".join([*lines, f"x_count {counts[-1]}", "x_sum 1"])
+
+    before, after = parse(scraped(0, 0, 0, 3)), parse(scraped(4, 5, 5, 8))
+    assert largest_bucket_s(before, after, "x") == 1.0
+    assert largest_bucket_s(before, after, "y") is None
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentile(range(100), 99) == 99
+    assert percentile([3.0], 50) == 3.0
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_the_protocol_of_sides_needs_no_packages() -> None:
+    """Peers' environments have none of ours."""
+    code = "import bench.sides.protocol, bench.sides.serve, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, check=True)
