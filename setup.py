@@ -27,12 +27,12 @@ def compile_kernels() -> None:
     """Every variant, so that a machine without a compiler has its own. Without one here: at first
     use, or never; the torch path serves."""
     sys.path.insert(0, str(ROOT))
-    from kernels.native.build import FLAGS, CompileFailed, ensure
+    from kernels.native.build import CompileFailed, ensure, installed_variants
 
-    for variant in FLAGS:
+    for variant in installed_variants():
         try:
             ensure(variant)
-        except CompileFailed as error:
+        except (CompileFailed, OSError) as error:
             print(f"the native kernels for {variant} do not compile: {error}", file=sys.stderr)
 
 

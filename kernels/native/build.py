@@ -6,9 +6,11 @@ only: the installer imports it.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import logging
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -54,6 +56,13 @@ def runnable_variants(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     return [variant for variant, needs in _NEEDS.items() if needs <= flags]
 
 
+def installed_variants(machine: str | None = None) -> list[str]:
+    """The variants that an installation on `machine` (this one) compiles: all, or none elsewhere
+    than on x86."""
+    is_x86 = (machine or platform.machine()).lower() in ("x86_64", "amd64")
+    return list(FLAGS) if is_x86 else []
+
+
 def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
@@ -69,8 +78,8 @@ def library_path(variant: str) -> Path:
 def ensure(variant: str) -> Path | None:
     """The library of `variant`, compiled now if need be; None without a compiler.
 
-    Where the package's own folder cannot be written, a private temporary one holds it. Raises
-    CompileFailed.
+    Where the package's own folder cannot be written, a private one holds it until this process
+    ends. Raises CompileFailed, or OSError where files cannot be written.
     """
     path = library_path(variant)
     if path.exists():
@@ -82,7 +91,9 @@ def ensure(variant: str) -> Path | None:
         LIBRARIES.mkdir(exist_ok=True)
         lock = (LIBRARIES / f"{variant}.lock").open("w")
     except OSError:
-        path = Path(tempfile.mkdtemp(prefix="loadout-native-")) / path.name
+        folder = Path(tempfile.mkdtemp(prefix="loadout-native-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = folder / path.name
         _compile(compiler, variant, path)
         return path
     with lock:

@@ -103,18 +103,18 @@ class Program:
 def load(variant: str | None = None) -> Library | None:
     """The library of `variant`, or of the best that this machine executes; compiled at first use.
 
-    None, after one line in the log, where there is none and none can be compiled.
+    The next best serves where that one is neither there nor compiles (an old compiler) nor loads (a
+    compiler whose OpenMP is not torch's). None, after one line in the log, where none does.
     """
-    variants = runnable_variants() if variant is None else [variant]
-    if not variants:
-        log.warning("no native kernels for this processor: the torch path serves")
-        return None
-    try:
-        path = ensure(variants[0])
-    except CompileFailed as error:
-        log.warning("the native kernels do not compile, the torch path serves: %s", error)
-        return None
-    if path is None:
-        log.warning("no compiler for the native kernels: the torch path serves")
-        return None
-    return Library(path, variants[0])
+    reasons = []
+    for each in runnable_variants() if variant is None else [variant]:
+        try:
+            path = ensure(each)
+            if path is not None:
+                return Library(path, each)
+            reasons.append(f"{each}: no compiler")
+        except (CompileFailed, OSError) as error:
+            reasons.append(f"{each}: {error}")
+    why = "; ".join(reasons) or "none are for this processor"
+    log.warning("no native kernels, the torch path serves: %s", why)
+    return None

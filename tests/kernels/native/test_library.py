@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.elementwise import swiglu_op
-from kernels.native import build
+from kernels.native import build, library
 from kernels.native.library import NativeOp, load
 
 
@@ -69,6 +69,40 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     path = build.ensure("avx2")
     assert path is not None
     assert path.exists()
+
+
+def test_the_next_best_variant_serves_where_the_best_does_not_compile_or_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = load()
+    assert best is not None
+    good = build.library_path(best.variant)
+    broken = tmp_path / "broken.so"
+    broken.write_text("a library that this machine cannot load")
+
+    def ensure(variant: str) -> Path | None:
+        if variant == "refused":
+            raise build.CompileFailed("unrecognized option")
+        return {"absent": None, "broken": broken}.get(variant, good)
+
+    monkeypatch.setattr(library, "ensure", ensure)
+    variants = ["refused", "absent", "broken"]
+    monkeypatch.setattr(library, "runnable_variants", lambda: [*variants, best.variant])
+    found = load.__wrapped__()
+    assert found is not None
+    assert found.variant == best.variant
+    assert not caplog.records
+    monkeypatch.setattr(library, "runnable_variants", lambda: variants)
+    assert load.__wrapped__() is None
+    (record,) = caplog.records
+    said = record.getMessage()
+    for reason in ("unrecognized option", "absent: no compiler", "broken.so"):
+        assert reason in said
+
+
+def test_an_installation_elsewhere_than_on_x86_compiles_nothing() -> None:
+    assert build.installed_variants("aarch64") == []
+    assert build.installed_variants("x86_64") == list(build.FLAGS)
 
 
 def test_a_processor_without_vectors_has_no_variant(tmp_path: Path) -> None:
