@@ -1,4 +1,4 @@
-"""Attention in C++ (`kernels/native/src/attention.cpp`, `rotary.cpp`): operations for programs.
+"""Attention in C++ (`attention*.cpp` and `rotary.cpp` in `kernels/native/src`), for programs.
 
 Every array of a step lies at a fixed address, and its contents and the counts are read when the
 program runs. Tensors are float32 or bfloat16, of the cache's dtype.
@@ -330,7 +330,7 @@ class NativeAttention:
 
     @property
     def _scratch_bytes(self) -> int:
-        """Of one thread, as attention.cpp carves it up, for the widest vectors."""
+        """Of one thread, as attention_state.h carves it up, for the widest vectors."""
         item_bytes = self.cache.data.itemsize
         rows = self._block_rows
         state_bytes = 4 * (rows * (self._width + 16) + rows + 16)

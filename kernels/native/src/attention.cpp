@@ -3,115 +3,16 @@
 // A work item is one block of a row's queries with the query heads of one or more key heads. Per
 // key head and block of cells these are the rows of two small matrix products, with the softmax
 // carried along in fp32. Key heads that fit in one item stay together: their cells are neighbours,
-// and memory is read fastest in long pieces. What a
-// query gets depends on its own sequence alone, bit for bit: cells are taken in blocks and parts
-// at fixed positions, and the parts are merged in order, whoever computed them.
+// and memory is read fastest in long pieces. What a query gets depends on its own sequence alone,
+// bit for bit: cells are taken in blocks and parts at fixed positions, and the parts are merged in
+// order, whoever computed them.
 #include <algorithm>
 
-#include "kv_pages.h"
+#include "attention_products.h"
+#include "attention_state.h"
 #include "slice.h"
 
 namespace loadout {
-namespace {
-
-constexpr int TILE = 16;   // cells that lie in one piece of a tiled page
-constexpr int BLOCK = 64;  // cells between two rescalings of the sums
-constexpr int BLOCK_TILES = BLOCK / TILE;
-constexpr int BLOCK_VECTORS = BLOCK / VF_WIDTH;
-constexpr int TILE_VECTORS = TILE / VF_WIDTH;
-constexpr int PART = 512;       // cells that one thread takes at least, where a context is split
-constexpr int LONG_PARTS = 16;  // a longer context has longer parts
-constexpr int MAX_PARTS = LONG_PARTS + 1;
-constexpr int LEAST_SHARES = 8;  // of its work that a thread takes, where it can be cut so small
-constexpr float NOTHING_SEEN = -1e30f;
-
-int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-}  // namespace
-
-// Queries [first_query, first_query + num_queries) of a row over cells [first_cell, end_cell) of
-// its sequence, of which this item computes `num_parts` parts from `first_part` on.
-struct AttentionItem {
-  int32_t row;
-  int32_t first_head, num_heads;  // of keys and values
-  int32_t first_query, num_queries;
-  int32_t first_cell, end_cell;
-  int32_t part_cells;
-  int32_t first_part, num_parts;
-  int32_t slot;  // -1, or where the parts of a split item meet
-};
-
-// Cuts a step into items; once per step for all layers of one window.
-struct AttentionItemsArgs {
-  Rows rows;
-  int64_t num_kv_heads;
-  int64_t group;          // query heads per key head
-  int64_t window;         // 0: every position up to the query's own is seen
-  int64_t block_rows;     // queries * group * key heads of one item at most
-  int64_t block_queries;  // queries of one item at most
-  int64_t split_rows;     // only items of at most so many queries * group are split into parts
-  int64_t max_slots;
-  AttentionItem* items;
-  int32_t* num_items;
-};
-
-static void attention_items(const AttentionItemsArgs& args, const Slice& slice) {
-  if (slice.thread != 0) return;
-  const Rows& rows = args.rows;
-  const auto each_block = [&](auto body) {
-    for (int32_t row = 0; row < *rows.count; ++row) {
-      const int32_t count = rows.query_starts[row + 1] - rows.query_starts[row];
-      const int32_t num_blocks = (count + args.block_queries - 1) / args.block_queries;
-      for (int32_t block = num_blocks - 1; block >= 0; --block) {  // those that see most first
-        AttentionItem item{};
-        item.row = row;
-        item.first_query = block * args.block_queries;
-        item.num_queries = std::min<int32_t>(args.block_queries, count - item.first_query);
-        const int64_t position = rows.context_lengths[row] - count + item.first_query;
-        item.end_cell = position + item.num_queries;
-        item.first_cell = args.window ? std::max<int64_t>(0, position - args.window + 1) : 0;
-        const int64_t num_cells = item.end_cell - item.first_cell;
-        item.part_cells = std::max<int64_t>(
-            PART, round_up((num_cells + LONG_PARTS - 1) / LONG_PARTS, PART));
-        item.first_part = item.first_cell / item.part_cells;
-        item.num_parts = (item.end_cell - 1) / item.part_cells + 1 - item.first_part;
-        item.slot = -1;
-        item.num_heads = 1;
-        body(item);
-      }
-    }
-  };
-  // Reading a cell costs about as much as 8 queries' work on it.
-  const auto cost = [&](const AttentionItem& item) {
-    return (item.end_cell - item.first_cell) * (8 + item.num_queries * args.group);
-  };
-  int64_t total = 0;
-  each_block([&](const AttentionItem& item) { total += cost(item) * args.num_kv_heads; });
-  const int64_t largest = total / (LEAST_SHARES * slice.num_threads);
-  int32_t num_items = 0, num_slots = 0;
-  each_block([&](AttentionItem item) {
-    const int64_t num_rows = item.num_queries * args.group;
-    const int64_t fit = std::min(args.block_rows / num_rows, largest / cost(item));
-    const int64_t step = std::clamp<int64_t>(fit, 1, args.num_kv_heads);
-    const bool is_split = cost(item) > largest && slice.num_threads > 1 && item.num_parts > 1 &&
-                          num_rows <= args.split_rows;
-    for (int64_t head = 0; head < args.num_kv_heads; head += step) {
-      item.first_head = head;
-      item.num_heads = std::min(step, args.num_kv_heads - head);
-      if (!is_split || num_slots == args.max_slots) {
-        args.items[num_items++] = item;
-        continue;
-      }
-      AttentionItem part = item;
-      part.slot = num_slots++;
-      part.num_parts = 1;
-      for (int32_t i = 0; i < item.num_parts; ++i, ++part.first_part) {
-        args.items[num_items++] = part;
-      }
-    }
-  });
-  *args.num_items = num_items;
-}
 
 struct AttendArgs {
   KvLayer cache;
@@ -135,135 +36,6 @@ struct AttendArgs {
 };
 
 namespace {
-
-// The softmax of some rows so far: sums of weighted values, of weights (by lane), and the largest
-// score, on which all weights are relative.
-struct State {
-  float* out;      // [rows, width]
-  float* weights;  // [rows, VF_WIDTH]
-  float* largest;  // [rows]
-  int64_t width;
-
-  static int64_t size(int64_t rows, int64_t width) {
-    return rows * (width + VF_WIDTH) + round_up(rows, VF_WIDTH);
-  }
-  State(float* memory, int64_t rows, int64_t width)
-      : out(memory), weights(out + rows * width), largest(weights + rows * VF_WIDTH), width(width) {}
-
-  void clear(int64_t rows) {
-    std::fill_n(out, rows * width, 0.0f);
-    std::fill_n(weights, rows * VF_WIDTH, 0.0f);
-    std::fill_n(largest, rows, NOTHING_SEEN);
-  }
-
-  // What came after this.
-  void merge(const State& later, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const float top = std::max(largest[r], later.largest[r]);
-      const VF mine = vexp2(vset1(largest[r] - top)), its = vexp2(vset1(later.largest[r] - top));
-      largest[r] = top;
-      add(weights + r * VF_WIDTH, mine, later.weights + r * VF_WIDTH, its, VF_WIDTH);
-      add(out + r * width, mine, later.out + r * width, its, width);
-    }
-  }
-
-  static void add(float* a, VF scale_a, const float* b, VF scale_b, int64_t count) {
-    for (int64_t i = 0; i < count; i += VF_WIDTH) {
-      vstore(a + i, vfma(vload(b + i), scale_b, vmul(vload(a + i), scale_a)));
-    }
-  }
-};
-
-// One thread's memory.
-template <typename T>
-struct Scratch {
-  T* q;       // [block_rows, width]
-  T* p;       // [MAX_ROWS, BLOCK]
-  float* s;   // [MAX_ROWS, BLOCK]
-  T* keys;    // [width / P, BLOCK, P]
-  T* values;  // [BLOCK / P, width, P]
-  State total, part;
-
-  Scratch(char* memory, int64_t rows, int64_t width)
-      : q(carve<T>(memory, rows * width)),
-        p(carve<T>(memory, MAX_ROWS<T> * BLOCK)),
-        s(carve<float>(memory, MAX_ROWS<T> * BLOCK)),
-        keys(carve<T>(memory, BLOCK * width)),
-        values(carve<T>(memory, BLOCK * width)),
-        total(carve<float>(memory, State::size(rows, width)), rows, width),
-        part(carve<float>(memory, State::size(rows, width)), rows, width) {}
-
-  template <typename U>
-  static U* carve(char*& memory, int64_t count) {
-    char* start = memory;
-    memory += round_up(count * sizeof(U), 64);
-    return reinterpret_cast<U*>(start);
-  }
-};
-
-// Cells [begin, end) of a block, as the products read them.
-template <typename T>
-struct Cells {
-  int64_t begin, end;
-  const T* keys[BLOCK_VECTORS];
-  const T* values[BLOCK_TILES];
-  int64_t key_stride, value_stride;  // from one pair to the next
-};
-
-// s[i, j] = q[i] . k[j] for M rows and N vectors of keys.
-template <typename T, int M, int N>
-void score(float* s, const T* q, int64_t q_stride, const T* const* keys, int64_t key_stride,
-           int64_t size) {
-  using P = Pair<T>;
-  VF sums[M][N];
-  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] = vzero();
-  }
-  int64_t at = 0;
-  for (int64_t d = 0; d < size; d += P::SIZE, at += key_stride) {
-    typename P::Vector k[N];
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) k[j] = P::load(keys[j] + at);
-    LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-      const auto x = P::broadcast(q + i * q_stride + d);
-      LOADOUT_UNROLL for (int j = 0; j < N; ++j) sums[i][j] = P::dot(sums[i][j], x, k[j]);
-    }
-  }
-  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) vstore(s + i * BLOCK + j * VF_WIDTH, sums[i][j]);
-  }
-}
-
-// out[i] = out[i] * factor[i] + sum_j p[i, j] v[j] for M rows and N vectors of dimensions, over
-// `num_tiles` tiles of values.
-template <typename T, int M, int N>
-void weigh(float* out, int64_t width, const float* factor, const T* p, const T* const* values,
-           int64_t value_stride, int64_t num_tiles, int64_t first_dim) {
-  using P = Pair<T>;
-  VF sums[M][N];
-  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-      sums[i][j] = vmul(vload(out + i * width + j * VF_WIDTH), vset1(factor[i]));
-    }
-  }
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const T* v = values[tile] + first_dim * P::SIZE;
-    for (int64_t c = tile * TILE; c < (tile + 1) * TILE; c += P::SIZE, v += value_stride) {
-      typename P::Vector part[N];
-      LOADOUT_UNROLL for (int j = 0; j < N; ++j) part[j] = P::load(v + j * VF_WIDTH * P::SIZE);
-      LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-        const auto weight = P::broadcast(p + i * BLOCK + c);
-        LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-          sums[i][j] = P::dot(sums[i][j], weight, part[j]);
-        }
-      }
-    }
-  }
-  LOADOUT_UNROLL for (int i = 0; i < M; ++i) {
-    LOADOUT_UNROLL for (int j = 0; j < N; ++j) {
-      vstore(out + i * width + j * VF_WIDTH, sums[i][j]);
-    }
-  }
-}
 
 // One item, block by block.
 template <typename T>
@@ -574,6 +346,5 @@ void attend(const AttendArgs& args, const Slice& slice) {
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(attention_items, loadout::AttentionItemsArgs, loadout::attention_items)
 LOADOUT_EXPORT(attend_float, loadout::AttendArgs, loadout::attend<float>)
 LOADOUT_EXPORT(attend_bf16, loadout::AttendArgs, loadout::attend<loadout::bf16>)
