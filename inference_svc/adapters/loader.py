@@ -59,6 +59,7 @@ class Loader:
     _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
+    _has_new: bool = False
     _drains: Drains = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,15 +75,12 @@ class Loader:
         load = self._loads.begin(digest, now_s)
         if self._in_host(digest) is not None:
             self._wait_for_device_room(digest, load, now_s)
-        elif self.layout_id:
-            self._pull(digest, load)
+        else:
+            self._has_new = True
 
     def set_layout(self, layout_id: str) -> None:
-        """Pulls may begin; what waited for this begins now."""
+        """Pulls may begin."""
         self.layout_id = layout_id
-        for digest, load in self._loads.by_digest.items():
-            if load.state is LoadState.NEEDS_LAYOUT:
-                self._pull(digest, load)
 
     def on_pull_event(self, event: PullEvent, now_s: float) -> None:
         load = self._loads[event.job.digest]
@@ -95,21 +93,27 @@ class Loader:
             self._on_failed(event, now_s)
 
     def advance(self, now_s: float, in_order: Callable[[], Iterable[tuple[str, bool]]]) -> None:
-        """Gives room to what waits for it, as far as room goes; gives up pulls that nobody waits
-        for and that stand still.
+        """Gives room to what waits for it, as far as room goes; begins pulls, as many as there are
+        threads; gives up pulls that nobody waits for and that stand still.
 
         `in_order` names the digests that requests wait for, in order of service, and whether the
         request is aged: room is given in this order, or small images would starve large ones. An
         aged one takes it from all that come after it; what is in use drains for it. Any other
-        takes it only from what nobody waits for.
+        takes it only from what nobody waits for. Pulls begin in this order, too, and none behind
+        as many as there are threads that wait for room: it would only wait behind them.
         """
+        self._has_new = False
         self._give_up_orphans(now_s)
         self._after_drains(now_s)
-        left = self._loads.num_short()
+        left, num_turns, num_short = self._loads.num_short(), self._num_turns(), 0
         ahead: set[str] = set()
-        for digest, is_aged in chain(in_order(), self._loads.unordered()) if left else ():
-            load = self._loads.get(digest)
-            if load is not None and left.get(load.state) and digest not in ahead:
+        chosen = chain(in_order(), self._loads.unordered()) if left or num_turns else ()
+        for digest, is_aged in chosen:
+            load = self._loads.get(digest) if digest not in ahead else None
+            if load is not None and load.state is LoadState.NEEDS_TURN and num_turns:
+                num_turns -= 1
+                self._pull(digest, load, now_s)
+            elif load is not None and left.get(load.state):
                 left[load.state] -= 1
                 keep = ahead if is_aged else self._waiters
                 if not load.is_cancelled and not self._give_room(digest, load, keep, now_s):
@@ -118,38 +122,26 @@ class Loader:
                         assert load.header is not None
                         self._news += self._drains.start(digest, load.header, ahead)
             ahead.add(digest)
-            if not any(left.values()):
+            num_short += load is not None and load.state is LoadState.NEEDS_PULL_ROOM
+            if num_short >= self.puller.num_workers:
+                num_turns = 0
+            if not num_turns and not any(left.values()):
                 break
+        self._loads.park(now_s)
         self._news += self._drains.end(lambda digest: not self._loads.is_short(digest))
         self._look_ahead(now_s)
 
     def next_expiry_s(self) -> float | None:
         """When a pull that nobody waits for would be given up, or one may be begun."""
-        moments = [self.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)]
+        moments = [
+            self._loads.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)
+        ]
         expiries = [moment + self.stall_s for moment in moments if moment is not None]
+        if self._has_new:
+            expiries.append(0.0)  # it came too late for the last `advance`
         if self._may_prefetch and self.prefetch is not None:
             expiries += filter(None, [self.prefetch.next_look_s()])
         return min(expiries, default=None)
-
-    def repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
-        """A name that pointed to one now points to the other."""
-        if self.prefetch is not None:
-            self.prefetch.repointed(old_digest, new_digest, now_s)
-
-    def last_progress_s(self, digest: str) -> float | None:
-        """When bytes last arrived, or the load began; None while it does not wait on the store."""
-        load = self._loads.get(digest)
-        return None if load is None else load.last_progress_s
-
-    @property
-    def num_loading(self) -> int:
-        """Pulls whose threads may still write."""
-        return sum(load.job is not None for load in self._loads.by_digest.values())
-
-    def cancel_all(self) -> None:
-        for load in self._loads.by_digest.values():
-            if load.job is not None:
-                self.puller.cancel(load.job)
 
     @property
     def is_copying(self) -> bool:
@@ -193,7 +185,7 @@ class Loader:
         if digest is not None:
             load = self._loads.begin(digest, now_s)
             self._loads.keep_unwanted(digest)
-            self._pull(digest, load)
+            self._pull(digest, load, now_s)
 
     def _is_here(self, digest: str) -> bool:
         return digest in self._pull_slots or digest in self.device
@@ -256,8 +248,15 @@ class Loader:
     def _is_prefetching(self, digest: str) -> bool:
         return self.prefetch is not None and self.prefetch.current == digest
 
-    def _pull(self, digest: str, load: Load) -> None:
-        load.pull(PullJob(digest, self.layout_id))
+    def _num_turns(self) -> int:
+        """How many pulls may begin."""
+        if not self.layout_id:
+            return 0
+        free = max(0, self.puller.num_workers - self._loads.num_pulling)
+        return min(free, len(self._loads.queued))
+
+    def _pull(self, digest: str, load: Load, now_s: float) -> None:
+        self._loads.pull(digest, PullJob(digest, self.layout_id), now_s)
         assert load.job is not None
         self.puller.start(load.job)
 
@@ -279,7 +278,7 @@ class Loader:
 
     def _give_up_orphans(self, now_s: float) -> None:
         for digest in self._loads.orphans(self._waiters):
-            since_s = self.last_progress_s(digest)
+            since_s = self._loads.last_progress_s(digest)
             if since_s is not None and now_s >= since_s + self.stall_s:
                 self._abandon(digest, self._loads[digest])
 

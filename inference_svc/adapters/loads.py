@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -13,14 +14,15 @@ from inference_svc.adapters.store import ImageHeader
 
 
 class LoadState(enum.Enum):
-    """NEEDS_LAYOUT -> PULLING <-> NEEDS_PULL_ROOM -> done, or with a host tier NEEDS_DEVICE_ROOM.
+    """NEEDS_TURN -> PULLING <-> NEEDS_PULL_ROOM -> done, or with a host tier NEEDS_DEVICE_ROOM.
 
-    NEEDS_LAYOUT: the store does not know our layout yet. PULLING: the store is at work.
+    NEEDS_TURN: others are pulled first, or the store does not know our layout yet. PULLING: the
+    store is at work.
     NEEDS_PULL_ROOM: the size is known, and the memory that pulls write to is full.
     NEEDS_DEVICE_ROOM: the image lies in the host tier, held there, and the arena is full.
     """
 
-    NEEDS_LAYOUT = "needs_layout"
+    NEEDS_TURN = "needs_turn"
     PULLING = "pulling"
     NEEDS_PULL_ROOM = "needs_pull_room"
     NEEDS_DEVICE_ROOM = "needs_device_room"
@@ -37,7 +39,7 @@ class Load:
 
     started_s: float
     store_wait_since_s: float
-    state: LoadState = LoadState.NEEDS_LAYOUT
+    state: LoadState = LoadState.NEEDS_TURN
     job: PullJob | None = None
     header: ImageHeader | None = None
     room_wait_since_s: float | None = None
@@ -48,22 +50,8 @@ class Load:
         return self.state in (LoadState.NEEDS_PULL_ROOM, LoadState.NEEDS_DEVICE_ROOM)
 
     @property
-    def waits_on_store(self) -> bool:
-        return self.state in (LoadState.NEEDS_LAYOUT, LoadState.PULLING)
-
-    @property
-    def last_progress_s(self) -> float | None:
-        """When bytes last arrived, or the load began; None while it does not wait on the store."""
-        if not self.waits_on_store:
-            return None
-        return self.store_wait_since_s if self.job is None else self.job.last_progress_s
-
-    @property
     def is_cancelled(self) -> bool:
         return self.job is not None and self.job.is_cancelled
-
-    def pull(self, job: PullJob) -> None:
-        self.state, self.job = LoadState.PULLING, job
 
     def wait_for_room(self, state: LoadState, now_s: float) -> None:
         self.state, self.room_wait_since_s = state, now_s
@@ -78,10 +66,14 @@ class Load:
 
 @dataclass
 class Loads:
-    """All loads by digest; those that need room, and those that lost their waiters, at hand."""
+    """All loads by digest; those that need their turn or room, first come first, and those that
+    lost their waiters, at hand."""
 
     by_digest: dict[str, Load] = field(default_factory=dict)
-    short: dict[LoadState, set[str]] = field(default_factory=lambda: defaultdict(set))
+    queued: dict[str, None] = field(default_factory=dict)
+    short: dict[LoadState, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    _short_s: float = -math.inf
+    """When a pull last waited for room."""
     _unwanted: set[str] = field(default_factory=set)
 
     def __contains__(self, digest: str) -> bool:
@@ -96,20 +88,62 @@ class Loads:
     def begin(self, digest: str, now_s: float) -> Load:
         assert digest not in self.by_digest
         load = self.by_digest[digest] = Load(now_s, now_s)
+        self.queued[digest] = None
         return load
+
+    def pull(self, digest: str, job: PullJob, now_s: float) -> None:
+        """Its turn has come."""
+        load = self.by_digest[digest]
+        since_s = self.store_wait_since_s(digest)
+        load.store_wait_since_s = now_s if since_s is None else since_s
+        load.state, load.job = LoadState.PULLING, job
+        del self.queued[digest]
+
+    @property
+    def num_pulling(self) -> int:
+        """Pulls that need a thread: all but those that wait for their turn or for room."""
+        return len(self.by_digest) - len(self.queued) - sum(map(len, self.short.values()))
 
     def end(self, digest: str) -> None:
         load = self.by_digest.pop(digest)
-        self.short[load.state].discard(digest)
+        self.queued.pop(digest, None)
+        self.short[load.state].pop(digest, None)
         self._unwanted.discard(digest)
 
     def wait_for_room(self, digest: str, state: LoadState, now_s: float) -> None:
         self.by_digest[digest].wait_for_room(state, now_s)
-        self.short[state].add(digest)
+        self.queued.pop(digest, None)
+        self.short[state][digest] = None
 
     def got_pull_room(self, digest: str, now_s: float) -> None:
         self.by_digest[digest].got_pull_room(now_s)
-        self.short[LoadState.NEEDS_PULL_ROOM].remove(digest)
+        del self.short[LoadState.NEEDS_PULL_ROOM][digest]
+
+    def park(self, now_s: float) -> None:
+        """What waits for room to be pulled to keeps no thread."""
+        for digest in self.short[LoadState.NEEDS_PULL_ROOM]:
+            self._short_s = now_s
+            job = self.by_digest[digest].job
+            assert job is not None
+            job.park()
+
+    def store_wait_since_s(self, digest: str) -> float | None:
+        """When the wait for the store began; None while it waits for nothing of the store. What
+        needs its turn waits for memory, not for the store, while others wait for that."""
+        load = self.by_digest.get(digest)
+        if load is None or load.needs_room:
+            return None
+        if load.state is LoadState.PULLING:
+            return load.store_wait_since_s
+        is_short = bool(self.short[LoadState.NEEDS_PULL_ROOM])
+        return None if is_short else max(load.store_wait_since_s, self._short_s)
+
+    def last_progress_s(self, digest: str) -> float | None:
+        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        load = self.by_digest.get(digest)
+        if load is None or load.state is not LoadState.PULLING or load.job is None:
+            return self.store_wait_since_s(digest)
+        return load.job.last_progress_s
 
     def is_short(self, digest: str) -> bool:
         """Whether nothing but room keeps it from going on."""
@@ -121,8 +155,8 @@ class Loads:
         return {state: len(digests) for state, digests in self.short.items() if digests}
 
     def unordered(self) -> Iterator[tuple[str, bool]]:
-        """What needs room, none of it aged: for those that no request waits for."""
-        for digest in list(chain.from_iterable(self.short.values())):
+        """What needs room or its turn, none of it aged: for those that no request waits for."""
+        for digest in [*chain.from_iterable(self.short.values()), *self.queued]:
             yield digest, False
 
     def keep_unwanted(self, digest: str) -> None:
@@ -141,6 +175,7 @@ class Loads:
         for digest, load in self.by_digest.items():
             assert (load.room_wait_since_s is not None) == load.needs_room
             assert (digest in self.short[load.state]) == load.needs_room
+            assert (digest in self.queued) == (load.state is LoadState.NEEDS_TURN)
             assert digest in waiters or load.is_cancelled or digest in self._unwanted
         assert sum(map(len, self.short.values())) == sum(
             load.needs_room for load in self.by_digest.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -58,6 +59,10 @@ class Progress:
         self.avoid = frozenset({self.source} if known else {*self.avoid, self.source})
 
 
+class _NoRoom:
+    """The answer to a pull that waits for room."""
+
+
 class Parked(Exception):
     """No room came in time; whoever grants it queues the job again."""
 
@@ -74,7 +79,7 @@ class PullJob:
         self.layout_id = layout_id
         self.progress = Progress()
         self.last_progress_s = time.monotonic()
-        self._grants: queue.SimpleQueue[ImageSink | None] = queue.SimpleQueue()
+        self._grants: queue.SimpleQueue[ImageSink | _NoRoom | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._stream: PullStream | None = None
@@ -91,6 +96,12 @@ class PullJob:
             self._grants.put(sink)
             was_parked, self._is_parked = self._is_parked, False
             return was_parked
+
+    def park(self) -> None:
+        """There is no room now: a thread that waits for it gives up at once."""
+        with self._lock:
+            if not self._is_parked:
+                self._grants.put(_NoRoom())
 
     def cancel(self) -> bool:
         """Ends the pull. True: it is parked, so that nobody will report its end."""
@@ -122,15 +133,16 @@ class PullJob:
     def wait_for_grant(self, timeout_s: float) -> ImageSink | None:
         """The room granted, or None if the job is cancelled. Raises Parked if neither came in
         time: the job is no longer the caller's."""
-        try:
-            return self._grants.get(timeout=timeout_s)
-        except queue.Empty:
-            pass
+        answer: ImageSink | _NoRoom | None = _NoRoom()
+        with contextlib.suppress(queue.Empty):
+            answer = self._grants.get(timeout=timeout_s)
         with self._lock:
-            if self._grants.empty():
-                self._is_parked = True
-                raise Parked
-        return self._grants.get()
+            while isinstance(answer, _NoRoom):
+                if self._grants.empty():
+                    self._is_parked = True
+                    raise Parked
+                answer = self._grants.get()
+        return answer
 
     def wait_before_retry(self, delay_s: float) -> None:
         self._cancelled.wait(delay_s)

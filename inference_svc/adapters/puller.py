@@ -72,6 +72,7 @@ class Puller:
         post: Callable[[PullEvent], None],
         check_header: Callable[[ImageHeader], None],
     ) -> None:
+        self.num_workers = num_workers
         self._store = store
         self._post = post
         self._check_header = check_header

@@ -62,10 +62,13 @@ class Residency(Loader):
 
     def store_wait_since_s(self, digest: str) -> float | None:
         """When the wait for the store began; None while it waits for nothing of the store."""
-        load = self._loads.get(digest)
-        return load.store_wait_since_s if load is not None and load.waits_on_store else None
+        return self._loads.store_wait_since_s(digest)
 
-    # What operators ask for.
+    def last_progress_s(self, digest: str) -> float | None:
+        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        return self._loads.last_progress_s(digest)
+
+    # What operators ask for, and registrations.
 
     def unload(self, digest: str) -> int:
         """Drains and frees; returns the bytes that this frees, maybe later (`is_draining`)."""
@@ -86,9 +89,26 @@ class Residency(Loader):
             resident.draining = True
         return freed
 
+    def repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
+        """A name that pointed to one now points to the other."""
+        if self.prefetch is not None:
+            self.prefetch.repointed(old_digest, new_digest, now_s)
+
     def is_draining(self, digest: str) -> bool:
         resident = self.device.get(digest)
         return resident is not None and resident.draining
+
+    # The engine's end.
+
+    @property
+    def num_loading(self) -> int:
+        """Pulls whose threads may still write."""
+        return sum(load.job is not None for load in self._loads.by_digest.values())
+
+    def cancel_all(self) -> None:
+        for load in self._loads.by_digest.values():
+            if load.job is not None:
+                self.puller.cancel(load.job)
 
     # Within.
 

@@ -31,6 +31,7 @@ DIGESTS = [f"digest-{number}" for number in range(6)]
 class Desk:
     """In the puller's place: keeps the jobs."""
 
+    num_workers = 2
     jobs: list[PullJob] = field(default_factory=list)
     ended: list[PullJob] = field(default_factory=list)
 

@@ -36,13 +36,21 @@ def header(digest: str) -> ImageHeader:
 
 
 class StepPuller:
-    """Says PullOpened, then, once there is room, PullDone: one event each time it is asked."""
+    """Says PullOpened, then, once there is room, PullDone: one event each time it is asked.
+
+    `begun` are the digests in the order in which their pulls began.
+    """
+
+    num_workers = 2
 
     def __init__(self) -> None:
+        self.begun: list[str] = []
         self.jobs: deque[PullJob] = deque()
         self.posted: deque[PullEvent] = deque()
 
     def start(self, job: PullJob) -> None:
+        if job.progress.header is None:
+            self.begun.append(job.digest)
         self.jobs.append(job)
 
     def cancel(self, job: PullJob) -> None:
