@@ -34,6 +34,7 @@ class NativeLoraOps:
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
         self._known: dict[bytes, frozenset[str]] = {}
+        self._planned: list[tuple[int, int, bool]] = []
 
     @property
     def workspace_bytes(self) -> int:
@@ -41,12 +42,17 @@ class NativeLoraOps:
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
         """Takes in the step's rows; the groups that any of their adapters changes."""
-        slots = [row.slot for row in rows]
-        used = set(slots) - {BASE_SLOT}
+        used = {row.slot for row in rows} - {BASE_SLOT}
         if not used:
             return frozenset()
-        self._plan.fill(slots, [row.num_tokens for row in rows])
-        self._head_plan.fill([row.slot for row in rows if row.samples])
+        wanted = [(row.slot, row.num_tokens, row.samples) for row in rows]
+        if wanted != self._planned:  # most steps are as the one before
+            self._plan.fill([row.slot for row in rows], [row.num_tokens for row in rows])
+            self._head_plan.fill([row.slot for row in rows if row.samples])
+            self._planned = wanted
+        return self._groups_of(used)
+
+    def _groups_of(self, used: set[int]) -> frozenset[str]:
         ranks = self._table.ranks.numpy()[list(used)]
         counts = np.bincount(self._group_of_target, ranks.any(axis=0), len(self._names))
         key = (counts > 0).tobytes()
