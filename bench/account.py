@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.floor import THREADS, ModelFloor
-from bench.machine import compute_path
+from bench.machine import best_kernels
 from bench.memory_store import MemoryStore
 from bench.models import RANK, SHAPES, Prepared, arena_bytes, kv_bytes, prepare, prompts
 from bench.plots import plot_bars
@@ -245,7 +245,7 @@ def main() -> None:
         for kind, count in counts.items()
     }
     for what in ("parts", "operations", "floor"):
-        show_table(f"{what} of one step, ms ({compute_path()})", what, found)
+        show_table(f"{what} of one step, ms ({best_kernels()})", what, found)
     write(options.out, "account", {"model": options.model, "seconds": found})
     plot_account(options.out.with_suffix(".png"), found)
 

@@ -63,6 +63,11 @@ class BenchEngine:
         self.door.start(self._hear)
         self.door.send(LayoutAccepted(store.accept_layout(self.door.layout)))
 
+    @property
+    def kernels(self) -> str:
+        """What computes, such as "native avx512_bf16"."""
+        return self.door.built.engine.runner.model.kernels
+
     def submit(
         self,
         prompt: Sequence[int],

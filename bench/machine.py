@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import time
@@ -14,9 +13,9 @@ import torch
 from kernels.native.library import load
 
 
-def compute_path() -> str:
-    """ "native avx512_bf16" and the like, or "torch" where the step does not run natively."""
-    library = load() if importlib.util.find_spec("inference_svc.model.native") else None
+def best_kernels() -> str:
+    """What an engine would compute with here: "native avx512_bf16" and the like, or "torch"."""
+    library = load()
     return "torch" if library is None else f"native {library.variant}"
 
 
@@ -29,7 +28,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "path": compute_path(),
+        "kernels": best_kernels(),
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "load_average": os.getloadavg()[0],
     }

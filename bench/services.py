@@ -11,7 +11,6 @@ from typing import Self
 
 import grpc
 
-from bench.machine import compute_path
 from bench.models import ROOT, arena_bytes
 from bench.store_process import CHANNEL_OPTIONS
 from loadout import Client
@@ -77,7 +76,6 @@ class Services:
             ),
             inference_flags=tuple(wanted.inference_flags()),
         )
-        self.path = compute_path()
         self._system = System(settings, folder / "system")
 
     def __enter__(self) -> Self:
@@ -85,6 +83,7 @@ class Services:
         addresses = self._system.addresses
         self.inference, self.store = addresses.inference, addresses.store
         self.client = Client(inference=self.inference, store=self.store, timeout_s=None)
+        self.kernels = self.client.server_info().kernels
         return self
 
     def __exit__(

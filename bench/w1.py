@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.floor import THREADS, ModelFloor
-from bench.machine import compute_path
+from bench.machine import best_kernels
 from bench.models import RANK, SHAPES, Prepared, prepare, prompts
 from bench.plots import plot_w1
 from bench.results import FOLDER, median, show, write
@@ -149,10 +150,10 @@ def show_tables(summary: dict[str, dict[str, float]], title: str) -> None:
         show(f"{title}: {what}", ["", *columns], rows)
 
 
-def check_comparable(sides: list[str], allow_torch: bool) -> None:
+def check_comparable(kernels: str, sides: Sequence[str], allow_torch: bool) -> None:
     """Ends with a message where ours would run on a path that no user should compare."""
     peers = [side for side in sides if not side.startswith("ours")]
-    if peers and compute_path() == "torch" and not allow_torch:
+    if peers and kernels == "torch" and not allow_torch:
         raise SystemExit(
             "the native kernels do not run here (is there a compiler?): ours would be measured on "
             "its slow path. --allow-torch compares nevertheless, and the result says so"
@@ -170,10 +171,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "w1.json")
     options = parser.parse_args()
     sides = options.sides.split(",")
-    check_comparable(sides, options.allow_torch)
+    check_comparable(best_kernels(), sides, options.allow_torch)
     rows = [row for row in ROWS if not options.requests or row.num_requests in options.requests]
     prepared = prepare(options.model, NUM_ADAPTERS)
     found = measure(prepared, sides, rows, options.rounds, options.num_out)
+    for side in (side for side in sides if side.startswith("ours")):
+        check_comparable(found["sides"][side]["kernels"], sides, options.allow_torch)
     summary = summarize(found["tokens_per_second"])
     show_tables(summary, f"W1, {options.model}, {options.num_out} tokens out")
     workload = {"model": options.model, "num_in": NUM_IN, "num_out": options.num_out}

@@ -323,7 +323,8 @@ class EngineStatus:
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
-    is the engine's. `counters` and `histograms` are monotonic.
+    is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch".
+    `counters` and `histograms` are monotonic.
     """
 
     num_running: int
@@ -334,4 +335,5 @@ class EngineStatus:
     counters: dict[str, float]
     memory_limit_bytes: int = 0
     process_id: int = 0
+    kernels: str = ""
     histograms: dict[str, HistogramState] = field(default_factory=dict)

@@ -190,6 +190,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             ),
             memory=convert.to_memory(status.memory),
             versions=facts.versions,
+            kernels=status.kernels,
         )
 
     def _to_resident(self, who: Principal, adapter: ResidentAdapter) -> pb.ResidentAdapter:

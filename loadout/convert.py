@@ -259,4 +259,5 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
             types.MemoryUse(use.name, use.used_bytes, use.capacity_bytes) for use in message.memory
         ),
         versions=dict(message.versions),
+        kernels=message.kernels,
     )

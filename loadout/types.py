@@ -307,7 +307,8 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`layout_id` is empty until the store has accepted the layout."""
+    """`layout_id` is empty until the store has accepted the layout; `kernels` says what computes,
+    such as "native avx512_bf16"."""
 
     base_model: str
     architecture: str
@@ -317,3 +318,4 @@ class ServerInfo:
     limits: ServerLimits
     memory: tuple[MemoryUse, ...]
     versions: Mapping[str, str]
+    kernels: str

@@ -32,7 +32,7 @@ class OursGrpcSide:
             self.register(name, adapter)
         self._runner = self._stack.enter_context(asyncio.Runner())
         self._client = self._runner.run(_connect(self._services.inference))
-        return {"path": self._services.path}
+        return {"kernels": self._services.kernels}
 
     def register(self, name: str, folder: str) -> None:
         self._services.register(name, Path(folder))

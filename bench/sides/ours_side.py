@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from bench.engine import BenchEngine
-from bench.machine import compute_path
 from bench.memory_store import MemoryStore
 from bench.models import arena_bytes
 from bench.sides.protocol import Done, Job, Spec
@@ -36,7 +35,7 @@ class OursSide:
         self._engine = BenchEngine(config, self._store)
         for digest in self._digests.values():
             self._store.compile(digest)
-        return {"torch": torch.__version__, "path": compute_path()}
+        return {"torch": torch.__version__, "kernels": self._engine.kernels}
 
     def register(self, name: str, folder: str) -> None:
         self._digests[name] = self._store.register(Path(folder))

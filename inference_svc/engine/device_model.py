@@ -42,7 +42,7 @@ class DeviceModel:
             self._captured = CapturedSteps(captured_sizes(max_rows), self._decode, record)
 
     @property
-    def path(self) -> str:
+    def kernels(self) -> str:
         return "triton" if self._captured is None else "triton, captured"
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ class NativeModel:
         self._transformer = transformer
         self._step = step
         self._lora = lora
-        self.path = f"native {variant}"
+        self.kernels = f"native {variant}"
         self._groups: frozenset[str] = frozenset()
         self.num_lora_steps = 0
 

@@ -38,6 +38,7 @@ class Describe:
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
             process_id=os.getpid(),
+            kernels=self.runner.model.kernels,
             histograms=self.times.states,
         )
 

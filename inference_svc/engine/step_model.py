@@ -17,8 +17,8 @@ class StepModel(Protocol):
         """Steps that entered the LoRA path."""
 
     @property
-    def path(self) -> str:
-        """Which kernels compute: "torch", or "native" and the instruction set."""
+    def kernels(self) -> str:
+        """What computes: "native" and the instruction set, "triton", or "torch"."""
 
     def prepare(self, batch: Batch) -> None:
         """Describes the next step to whoever computes it."""

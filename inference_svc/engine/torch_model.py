@@ -18,7 +18,7 @@ from kernels.lora import LoraGroup
 class TorchModel:
     """See `StepModel`. Owns nothing but references: the model, its KV cache, the arena."""
 
-    path = "torch"
+    kernels = "torch"
 
     def __init__(
         self,

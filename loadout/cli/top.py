@@ -124,7 +124,8 @@ def _draw(part: T | LoadoutError, draw: Callable[[T], RenderableType]) -> Render
 
 def _server(server: ServerInfo) -> RenderableType:
     layout = "" if server.layout_id else "  layout not yet accepted by the store"
-    title = Text(f"{server.base_model}  {server.dtype} on {server.device}{layout}", style="bold")
+    where = " with ".join(filter(None, (server.device, server.kernels)))
+    title = Text(f"{server.base_model}  {server.dtype} on {where}{layout}", style="bold")
     table = Table(box=None, pad_edge=False, show_header=False)
     for use in server.memory:
         share = use.used_bytes / use.capacity_bytes if use.capacity_bytes else 0.0

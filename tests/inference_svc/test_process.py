@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from tests.native import native_library
 
 START_SECONDS = 60
 
@@ -198,3 +199,4 @@ def test_every_byte_of_both_processes_is_somewhere(process: Process) -> None:
     resident_bytes = psutil.Process(process.popen.pid).memory_info().rss
     assert abs(memory["frontend"] - resident_bytes) < 32 << 20
     assert info.limits.memory_bytes > sum(memory.values())
+    assert info.kernels == f"native {native_library().variant}"

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.native import build
+from kernels.native.library import Library
+from tests.native import native_library
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"
 POISONED_PACKAGES = ("kernels.", "inference_svc.")
@@ -97,3 +101,9 @@ def start_worker():
     yield start
     for worker in workers:
         worker.close()
+
+
+@pytest.fixture(params=build.FLAGS, scope="module")
+def library(request: pytest.FixtureRequest) -> Library:
+    """The native kernels of every instruction set that runs here."""
+    return native_library(request.param)

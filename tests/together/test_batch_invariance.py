@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.native import native_library
+
 NUM_TOKENS = 24
 NUM_MIXES = 10
 
@@ -100,6 +102,8 @@ def test_without_adapters_the_lora_path_is_not_entered(
 ) -> None:
     from kernels.lora import num_calls
 
+    if native_kernels:
+        native_library()
     running = start(native_kernels=native_kernels)
     running.submit("load", [5, 6], "r16", max_tokens=1)
     running.result("load")

@@ -16,6 +16,7 @@ from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
 from inference_svc.store_client import NoStore
+from tests.native import native_library
 
 MIB = 1 << 20
 
@@ -91,6 +92,7 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_native_path_stays_within_its_lines(config: EngineConfig, dtype: str) -> None:
+    native_library()
     config = replace(config, dtype=dtype)
     built = build_engine(config, NoStore(), lambda event: None)
     (budget,) = plan_budgets(config, built.geometry)
@@ -114,7 +116,6 @@ from pathlib import Path
 from inference_svc.core import Request, SamplingParams, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.native_model import NativeModel
 from inference_svc.memory import resident_bytes
 from inference_svc.store_client import NoStore
 fields = json.loads(sys.argv[1])

@@ -24,8 +24,8 @@ from inference_svc.model.weights import load_weights
 from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.linear import PackedLinear
-from kernels.native import library as native
 from kernels.native.library import NativeOp
+from tests.native import native_library
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 89,
@@ -197,8 +197,7 @@ def load_decoder() -> Callable[..., Decoder]:
         if path == "torch":
             weights = load_weights(folder, geometry, dtype, "cpu", Linear)
             return TorchDecoder(cache, transformer=Transformer(geometry, weights))
-        library = native.load()
-        assert library is not None
+        library = native_library()
         packed = load_weights(folder, geometry, dtype, "cpu", PackedLinear.pack)
         arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, NUM_CELLS // page_size, page_size)
         workspace = Workspace.allocate(geometry, MAX_TOKENS, MAX_TOKENS, dtype)

@@ -21,15 +21,6 @@ DTYPES = list(TOLERANCES)
 MIXED = [(0, 17), (40, 1), (127, 1), (63, 1), (12, 5), (64, 1), (0, 1), (9, 24), (530, 2)]
 
 
-@pytest.fixture(params=build.FLAGS)
-def library(request: pytest.FixtureRequest) -> Library:
-    if request.param not in build.runnable_variants():
-        pytest.skip(f"this processor has no {request.param}")
-    loaded = load(request.param)
-    assert loaded is not None
-    return loaded
-
-
 @pytest.fixture
 def set_threads() -> Iterator[object]:
     before = torch.get_num_threads()

@@ -7,20 +7,10 @@ import torch
 
 from inference_svc.model.layers import RMSNorm, swiglu
 from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
-from kernels.native import build
-from kernels.native.library import Library, load
+from kernels.native.library import Library
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [1, 16, 101, 256]
-
-
-@pytest.fixture(params=build.FLAGS)
-def library(request: pytest.FixtureRequest) -> Library:
-    if request.param not in build.runnable_variants():
-        pytest.skip(f"this processor has no {request.param}")
-    loaded = load(request.param)
-    assert loaded is not None
-    return loaded
 
 
 def count(value: int) -> torch.Tensor:

@@ -7,21 +7,10 @@ import torch
 
 from kernels.linear import PackedLinear, linear, linear_op
 from kernels.linear.reference import linear as definition
-from kernels.native import build
-from kernels.native.library import Library, load
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_TOKENS = [0, 1, 2, 5, 6, 7, 13, 14, 15, 16, 17, 29, 64, 100]
 SIZES = [(64, 64), (1, 1), (2, 33), (101, 47), (96, 16), (255, 129)]
-
-
-@pytest.fixture(params=build.FLAGS)
-def library(request: pytest.FixtureRequest) -> Library:
-    if request.param not in build.runnable_variants():
-        pytest.skip(f"this processor has no {request.param}")
-    loaded = load(request.param)
-    assert loaded is not None
-    return loaded
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,20 +20,10 @@ from kernels.lora import (
     native,
     reference,
 )
-from kernels.native import build
-from kernels.native.library import Library, load
+from tests.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, (64, 32)), (1, (1,)), (257, (33, 5, 7)), (96, (200, 64, 128)), (1000, (129,))]
-
-
-@pytest.fixture(params=build.FLAGS, scope="module")
-def library(request: pytest.FixtureRequest) -> Library:
-    if request.param not in build.runnable_variants():
-        pytest.skip(f"this processor has no {request.param}")
-    loaded = load(request.param)
-    assert loaded is not None
-    return loaded
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +133,7 @@ ROWS = st.lists(
 @given(rows=ROWS, dtype=st.sampled_from(DTYPES))
 def test_a_row_is_the_same_bits_alone_and_in_any_batch(make_adapters, rows, dtype):
     """Also where it is prefilled in one run, in pieces, or token by token."""
-    library = load()
-    assert library is not None
+    library = native_library()
     adapters = make_adapters(dtype)
     plan = adapters.plan(*zip(*rows, strict=True))
     x, out = adapters.inputs(plan)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from kernels.elementwise import swiglu_op
 from kernels.native import build, library
 from kernels.native.library import NativeOp, load
+from tests.native import native_library
 
 
 def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
-    loaded = load()
-    assert loaded is not None
+    loaded = native_library()
     first, second = torch.ones(4, 64), torch.empty(4, 32)
     third, count = torch.empty(4, 16), torch.tensor([4], dtype=torch.int32)
     program = loaded.program([swiglu_op(first, second, count), swiglu_op(second, third, count)])
@@ -34,8 +34,7 @@ def test_an_unknown_operation_is_refused() -> None:
     class NoArgs(ctypes.Structure):
         _fields_ = ()
 
-    loaded = load()
-    assert loaded is not None
+    loaded = native_library()
     with pytest.raises(AttributeError, match="loadout_nothing"):
         loaded.program([NativeOp("nothing", NoArgs())])
 
@@ -74,8 +73,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
 def test_the_next_best_variant_serves_where_the_best_does_not_compile_or_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    best = load()
-    assert best is not None
+    best = native_library()
     good = build.library_path(best.variant)
     broken = tmp_path / "broken.so"
     broken.write_text("a library that this machine cannot load")

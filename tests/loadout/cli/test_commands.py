@@ -278,6 +278,7 @@ def running_system(fake_store, fake_inference):
         dtype="float32",
         device="cpu",
         layout_id="sha256:00",
+        kernels="native avx2",
         limits=inference_pb.ServerLimits(memory_bytes=1000),
         memory=[arena],
     )
@@ -297,7 +298,7 @@ def test_top_once(run, running_system, metrics_address):
     code, out, err = run("top", "--once", "--inference-metrics", metrics_address)
     assert (code, err) == (0, "")
     for text in (
-        "llama  float32 on cpu\n",
+        "llama  float32 on cpu with native avx2\n",
         "arena  50 bytes of 200 bytes        25%",
         "total  200 bytes of at most 1.0 kB  20%",
         "requests  2 running, 1 waiting",
