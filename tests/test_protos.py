@@ -19,6 +19,8 @@ PROTOS = ROOT / "protos"
 BUF_VERSION = re.search(r"BUF_VERSION := (\S+)", (ROOT / "Makefile").read_text()).group(1)
 FILES = (adapter_store_pb2.DESCRIPTOR, inference_pb2.DESCRIPTOR)
 
+FETCH_TIMEOUT_S = 60.0
+
 
 def messages(file: FileDescriptor) -> Iterator:
     pending = list(file.message_types_by_name.values())
@@ -76,8 +78,14 @@ def test_buf_lint_is_clean() -> None:
     if not buf.exists():
         package = f"@bufbuild/buf@{BUF_VERSION}"
         command = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder)]
-        done = subprocess.run([*command, package], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"buf cannot be fetched: {done.stderr.strip()[-200:]}")
+        try:
+            subprocess.run(
+                [*command, package],
+                capture_output=True,
+                check=True,
+                timeout=FETCH_TIMEOUT_S,
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"buf cannot be fetched: {error}")
     done = subprocess.run([buf, "lint"], cwd=PROTOS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
