@@ -6,6 +6,8 @@ import asyncio
 import enum
 import heapq
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+KEEP_NICENESS = 10
+"""Of threads that put images on disk: nobody waits for them, and a model may be computing on the
+same processors."""
 
 
 class Priority(enum.IntEnum):
@@ -52,6 +58,9 @@ class Workers:
     def __init__(self, num_workers: int, name: str) -> None:
         # Of each priority, no more than `num_workers` jobs can have given way.
         self._executor = ThreadPoolExecutor(num_workers * len(Priority), thread_name_prefix=name)
+        self._keepers = ThreadPoolExecutor(
+            num_workers, thread_name_prefix=f"{name}-keep", initializer=_give_way_to_others
+        )
         self._free = num_workers
         self._order = itertools.count()
         self._heap: list[tuple[Priority, int, _Job]] = []
@@ -102,6 +111,7 @@ class Workers:
         """Drains, and waits for what has started. Nothing else runs any more."""
         self.drain()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._keepers.shutdown(wait=True, cancel_futures=True)
 
     def _push(self, job: _Job) -> None:
         heapq.heappush(self._heap, (job.priority, job.order, job))
@@ -136,7 +146,8 @@ class Workers:
         job.has_thread = True
         loop = asyncio.get_running_loop()
         turn = Turn(lambda: self._give_way(loop, job))
-        loop.run_in_executor(self._executor, job.work, turn).add_done_callback(
+        executor = self._keepers if job.priority is Priority.KEEP else self._executor
+        loop.run_in_executor(executor, job.work, turn).add_done_callback(
             lambda result: self._finish(job, result)
         )
 
@@ -175,3 +186,11 @@ class Workers:
         elif not result.cancelled():
             result.exception()  # marks it as seen: nobody waits for it
         self._start_next()
+
+
+def _give_way_to_others() -> None:
+    """Lowers the calling thread's priority, which on Linux is the thread's own."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + KEEP_NICENESS
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)

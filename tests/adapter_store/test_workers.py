@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
 import pytest
 
-from adapter_store.workers import Priority, Workers
+from adapter_store.workers import KEEP_NICENESS, Priority, Workers
 
 
 def run(scenario, num_workers: int = 1):
@@ -217,3 +218,17 @@ def test_hurrying_what_has_just_ended_costs_no_worker():
                 await asyncio.sleep(0)
 
     run(scenario)
+
+
+def test_putting_on_disk_gives_way_to_what_computes():
+    def niceness(_) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def scenario(workers: Workers) -> tuple[int, int]:
+        return (
+            await workers.run("keep", Priority.KEEP, niceness),
+            await workers.run("pull", Priority.PULL, niceness),
+        )
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert run(scenario) == (before + KEEP_NICENESS, before)
