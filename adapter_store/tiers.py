@@ -146,9 +146,12 @@ class DiskTier:
             remove_image(self.path(key))
 
     def _scan(self) -> None:
-        """Finds what an earlier process left, oldest use first; removes its half-written files."""
+        """Finds what an earlier process left, oldest use first; removes its half-written files: an
+        image is whole once its `.sha256` is there."""
         found: list[tuple[int, ImageKey]] = []
-        images = set(self._folder.glob("*/[!.]*.safetensors"))
+        images = {
+            path for path in self._folder.glob("*/[!.]*.safetensors") if sha256_path(path).exists()
+        }
         for path in set(self._folder.glob("*/*")) - images - set(map(sha256_path, images)):
             path.unlink()
         for path in images:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from adapter_store.image_file import sha256_path
 from adapter_store.tiers import VERIFIED_SECONDS, DiskTier
 
 
@@ -17,6 +18,7 @@ def write(tier: DiskTier, name: str, num_bytes: int) -> bool:
     if path is None:
         return False
     path.write_bytes(b"x" * num_bytes)
+    sha256_path(path).touch()
     tier.add(key(name))
     return True
 
@@ -57,7 +59,9 @@ def test_disk_that_became_smaller_is_emptied_to_fit(tmp_path):
     assert again.cached() == [key("b"), key("c")]
 
 
-@pytest.mark.parametrize("left", [".a.safetensors.1.tmp", "gone.safetensors.sha256", "notes.txt"])
+@pytest.mark.parametrize(
+    "left", ["lone.safetensors", ".a.safetensors.1.tmp", "gone.safetensors.sha256", "notes.txt"]
+)
 def test_what_a_crash_left_is_removed(tmp_path, left):
     tier = DiskTier(tmp_path / "images", 100)
     write(tier, "a", 10)
