@@ -148,6 +148,10 @@ class EngineProcess:
                 self._door.send_bytes(encode(messages))
             except OSError:
                 return  # the reader finds out why
+            except Exception:  # lost messages would leave those who sent them waiting for ever
+                log.exception("the engine cannot be told")
+                self._process.kill()
+                return
             if any(isinstance(message, Stop) for message in messages):
                 return
 

@@ -70,6 +70,19 @@ def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog:
     engine.stop()
 
 
+def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
+    """Nobody waits for ever for the answer to a message that was lost."""
+    running = open_door("process", config, {})
+    engine: Any = running.engine
+    failures: list[Exception] = []
+    engine._on_outputs = lambda said: failures.append(said.failure)
+    engine.send(lambda: "does not pickle")
+    engine._reader.join(GONE_S)
+    assert [type(failure) for failure in failures] == [EngineFailed]
+    assert "the engine cannot be told" in caplog.text
+    engine.stop()
+
+
 def test_a_child_goes_with_its_parent(config: EngineConfig) -> None:
     program = """
 import sys, time
