@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
+from bench.models import SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
 from bench.results import FOLDER, median, show, write
-from bench.services import Services, Wanted
-from bench.w1 import THREADS
-from bench.w2 import MAX_LEN, MAX_RESIDENT, NUM_IN, PAUSE_S
+from bench.services import Services
+from bench.w2 import NUM_IN, PAUSE_S, wanted_for
 
 WORTH_IT = 0.10
 """Gain of the cold first token from which on it would be kept."""
@@ -71,18 +70,7 @@ def measure(prepared: Prepared, rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         folders = make_variants(prepared.adapters["0"], folder / "adapters")
-        wanted = Wanted(
-            prepared.model_dir,
-            prepared.name,
-            max_resident=MAX_RESIDENT,
-            max_rank=RANK,
-            max_sequences=MAX_RESIDENT,
-            max_len=MAX_LEN,
-            num_threads=THREADS,
-            prefix_cache=False,
-            source_root=folder,
-        )
-        with Services(wanted, folder) as services:
+        with Services(wanted_for(prepared, folder), folder) as services:
             work = Work(prepared, services, folders)
             kinds = {
                 "load": work.load,

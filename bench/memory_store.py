@@ -97,6 +97,29 @@ class MemoryStream:
         yield ImageTrailer(hashlib.sha256(b"".join(stored.hashes)).digest())
 
 
+def store_layout(layout: ModelLayout) -> store_core.Layout:
+    """An engine's layout as the adapter store knows it."""
+    targets = tuple(
+        store_core.Target(
+            target.name,
+            target.layer,
+            target.group,
+            store_core.TargetKind(target.kind),
+            target.in_features,
+            target.out_features,
+        )
+        for target in layout.targets
+    )
+    return store_core.Layout(
+        layout.base_model,
+        layout.aliases,
+        layout.config_sha256,
+        _DTYPES[layout.dtype],
+        1,
+        targets,
+    )
+
+
 @dataclass
 class MemoryStore:
     """Knows PEFT folders, which it compiles when the engine's layout is there."""
@@ -114,25 +137,7 @@ class MemoryStore:
 
     def accept_layout(self, layout: ModelLayout) -> str:
         """Gives the layout id."""
-        targets = tuple(
-            store_core.Target(
-                target.name,
-                target.layer,
-                target.group,
-                store_core.TargetKind(target.kind),
-                target.in_features,
-                target.out_features,
-            )
-            for target in layout.targets
-        )
-        self._layout = store_core.Layout(
-            layout.base_model,
-            layout.aliases,
-            layout.config_sha256,
-            _DTYPES[layout.dtype],
-            1,
-            targets,
-        )
+        self._layout = store_layout(layout)
         self._layout_id = layout_id(self._layout)
         return self._layout_id
 

@@ -117,22 +117,27 @@ class InChild:
         return self._child.run(Job([Ask(self._prompt, 1, adapter)])).seconds
 
 
+def wanted_for(prepared: Prepared, source_root: Path) -> Wanted:
+    """Services for one request at a time; adapters lie under `source_root`."""
+    return Wanted(
+        prepared.model_dir,
+        prepared.name,
+        max_resident=MAX_RESIDENT,
+        max_rank=RANK,
+        max_sequences=MAX_RESIDENT,
+        max_len=MAX_LEN,
+        num_threads=THREADS,
+        prefix_cache=False,
+        source_root=source_root,
+    )
+
+
 def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]:
     times: Times = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         folders = make_variants(prepared.adapters["0"], folder / "adapters")
-        wanted = Wanted(
-            prepared.model_dir,
-            prepared.name,
-            max_resident=MAX_RESIDENT,
-            max_rank=RANK,
-            max_sequences=MAX_RESIDENT,
-            max_len=MAX_LEN,
-            num_threads=THREADS,
-            prefix_cache=False,
-            source_root=folder,
-        )
+        wanted = wanted_for(prepared, folder)
         services = stack.enter_context(Services(wanted, folder))
         grpc = OverGrpc(prepared, services, folders)
         works: dict[str, Callable[[], float]] = {

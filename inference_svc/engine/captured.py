@@ -53,16 +53,6 @@ class _CudaGraph:
         return self._result
 
 
-class Eager:
-    """Computes anew at every replay: what a recording must equal."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-
-    def replay(self) -> Tensor:
-        return self._compute()
-
-
 class CapturedSteps:
     """`compute(size, with_lora)` computes a decode step of `size` rows from fixed addresses."""
 

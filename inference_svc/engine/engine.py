@@ -57,7 +57,6 @@ class Engine:
     adapter_wait_s: float
     sequences: dict[str, Sequence] = field(default_factory=dict)
     is_stopping: bool = False
-    num_steps: int = 0
     _deadlines: Expiries = field(default_factory=Expiries)
     _adapter_waits: Expiries = field(default_factory=Expiries)
     _outputs: list[Output] = field(default_factory=list)
@@ -94,7 +93,6 @@ class Engine:
             if output.is_last:
                 del self.sequences[output.request_id]
         self._outputs += outputs
-        self.num_steps += bool(batch.rows)
         return True
 
     def _say(self) -> StepOutputs:

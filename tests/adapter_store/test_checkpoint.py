@@ -1,16 +1,13 @@
 """Every way an adapter can be wrong, each refused by its rule and with the culprit's name."""
 
 import errno
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from adapter_store.checkpoint import (
     Checkpoint,
@@ -19,24 +16,8 @@ from adapter_store.checkpoint import (
     open_checkpoint,
 )
 from adapter_store.core import DataType, TargetKind
-from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded, StoreError
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
-A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
-
-
-def refusal(folder: Path, limits: CheckpointLimits | None = None) -> StoreError:
-    with pytest.raises(StoreError) as error:
-        open_checkpoint(folder, limits)
-    assert error.value.subject, "names no culprit"
-    return error.value
-
-
-def pair(**replaced: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    tensors = {A: torch.ones(4, 16), B: torch.ones(16, 4), **replaced}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
+from tests.adapter_store.checkpoints import CONFIG, Q0, WEIGHTS, A, B, pair, refusal
 
 
 def test_opens_an_adapter(make_adapter):
@@ -280,69 +261,6 @@ def test_limits(make_adapter):
     assert refusal(folder, CheckpointLimits(max_tensors=3)).reason == "TOO_MANY_TENSORS"
     assert refusal(folder, CheckpointLimits(max_header_bytes=99)).reason == "HEADER_TOO_LARGE"
     assert refusal(folder, CheckpointLimits(max_rank=3)).reason == "RANK_TOO_LARGE"
-
-
-def shard(folder: Path, weight_map: dict[str, str] | None = None) -> dict[str, str]:
-    """Splits the single file in two with an index, as `save_pretrained` of large models does."""
-    tensors = load_file(folder / WEIGHTS)
-    names = sorted(tensors)
-    index = {}
-    for number, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"adapter_model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        index |= dict.fromkeys(part, file)
-    (folder / WEIGHTS).unlink()
-    text = json.dumps({"metadata": {}, "weight_map": weight_map or index})
-    (folder / f"{WEIGHTS}.index.json").write_text(text)
-    return index
-
-
-def test_sharded_is_the_same_adapter(make_adapter):
-    folder = make_adapter()
-    single = open_checkpoint(folder)
-    shard(folder)
-    sharded = open_checkpoint(folder)
-    assert sharded.digest == single.digest
-    name = "model.layers.1.self_attn.v_proj"
-    for old, new in (
-        (single.targets[name].a, sharded.targets[name].a),
-        (single.targets[name].b, sharded.targets[name].b),
-    ):
-        assert (old.key, old.shape) == (new.key, new.shape)
-    assert sharded.read_tensor(sharded.targets[name].b).shape == (8, 4)
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_shard_that_would_stay_unused_is_refused(make_adapter, is_sharded):
-    folder = make_adapter()
-    stray = "adapter_model-00003-of-00003.safetensors"
-    shutil.copy(folder / WEIGHTS, folder / stray)
-    if is_sharded:
-        shard(folder)
-    error = refusal(folder)
-    assert (error.reason, error.subject) == ("FILE_UNUSED", stray)
-
-
-def test_index_must_agree_with_the_shards(make_adapter):
-    folder = make_adapter()
-    index = shard(folder)
-    index_file = folder / f"{WEIGHTS}.index.json"
-    first = min(index)
-    for weight_map, reason in (
-        ({**index, first: f"../{index[first]}"}, "INDEX_INVALID"),
-        ({**index, first: "adapter_config.json"}, "INDEX_INVALID"),
-        ({}, "INDEX_INVALID"),
-        ({k: v for k, v in index.items() if k != first}, "INDEX_MISMATCH"),
-        ({**index, "base_model.model.x": index[first]}, "INDEX_MISMATCH"),
-        ({**index, first: "adapter_model-00009-of-00009.safetensors"}, "INDEX_MISMATCH"),
-    ):
-        index_file.write_text(json.dumps({"weight_map": weight_map}))
-        assert refusal(folder).reason == reason
-    for crowd in ({"weight_map": [[]] * 200_000}, {"weight_map": index, "x": [0] * 200_000}):
-        index_file.write_text(json.dumps(crowd))
-        assert "more than 65536 tensors" in refusal(folder).message
-    (folder / WEIGHTS).touch()
-    assert refusal(folder).reason == "FILES_AMBIGUOUS"
 
 
 def test_reopened_blob_is_not_read_but_its_structure_is_checked(make_adapter):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.config import Config, Machine, ModelFacts, resolve
 from inference_svc.core import (
     Call,
     Cancel,
@@ -36,7 +40,11 @@ from inference_svc.core import (
     Usage,
 )
 from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
+from inference_svc.server import InferenceServer
+from inference_svc.servicer import ServerFacts
 from inference_svc.text.tokenizer import Tokenizer
+from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
+from tests.inference_svc.serving import MAX_MODEL_LEN, NameStore, Running
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog . It didn't bark , did it ?",
@@ -302,3 +310,65 @@ def engine() -> Iterator[FakeEngine]:
     engine = FakeEngine()
     yield engine
     engine.stop()
+
+
+@pytest.fixture
+def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Runs a coroutine function beside a server; `store` gives it a real store's address."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def run(
+        body: Callable[[Running], Awaitable[Any]],
+        *,
+        kind: str = "chars",
+        grace_seconds: float = 5.0,
+        store: bool = False,
+    ) -> Any:
+        async def main() -> Any:
+            store_server = grpc.aio.server()
+            store_pb_grpc.add_AdapterStoreServiceServicer_to_server(NameStore(), store_server)
+            port = store_server.add_insecure_port("127.0.0.1:0")
+            await store_server.start()
+            config = resolve(
+                Config(
+                    model=tmp_path,
+                    base_model="base",
+                    store=f"127.0.0.1:{port}" if store else "",
+                    listen="127.0.0.1:0",
+                    metrics_listen="127.0.0.1:0",
+                    ready_file=tmp_path / "ready.json",
+                    max_model_len=MAX_MODEL_LEN,
+                    grace_seconds=grace_seconds,
+                ),
+                Machine(has_cuda=False),
+                ModelFacts("float32", MAX_MODEL_LEN, 1024),
+            )
+            server = InferenceServer(config)
+            facts = ServerFacts(
+                base_model="base",
+                architecture="FakeForCausalLM",
+                dtype=config.dtype,
+                device=config.device,
+                vocab_size=tokenizers[kind].vocab_size,
+                max_model_len=config.max_model_len,
+                max_loras=4,
+                max_lora_rank=16,
+                max_sequences=8,
+                max_batch_tokens=64,
+                max_queue=16,
+                versions={"loadout": "0"},
+            )
+            try:
+                await server.start(engine, tokenizers[kind], facts)
+                async with (
+                    asyncio.timeout(20),
+                    grpc.aio.insecure_channel(server.address) as channel,
+                ):
+                    return await body(Running(server, engine, channel))
+            finally:
+                await server.close()
+                await store_server.stop(0)
+
+        return asyncio.run(main())
+
+    return run

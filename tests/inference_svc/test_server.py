@@ -3,176 +3,28 @@
 import asyncio
 import gc
 import json
-import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_status import rpc_status
+from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_svc import errors
-from inference_svc.config import Config, Machine, ModelFacts, resolve
+from inference_svc.config import Config
 from inference_svc.server import SERVICE, InferenceServer
-from inference_svc.servicer import ServerFacts
-from inference_svc.status import CODES, QUIET_SECONDS
-from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
+from inference_svc.status import CODES
 from loadout.inference.v1 import inference_pb2 as pb
-from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-
-LAYOUT = "sha256:" + "1" * 64
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-MAX_MODEL_LEN = 64
-
-
-def digest_of(name: str) -> str:
-    return "sha256:" + name.encode().hex().rjust(64, "0")
-
-
-class NameStore(store_pb_grpc.AdapterStoreServiceServicer):
-    """Every name is registered, at version 1, with a digest made of it; "gone" is not."""
-
-    async def GetAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
-        name = request.ref.partition("@")[0].removeprefix("default/")
-        if name == "gone":
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no adapter default/gone")
-        adapter = store_pb.Adapter(
-            name=f"default/{name}",
-            version=1,
-            digest=digest_of(name),
-            rank=99 if name == "wide" else 8,
-            base_model="other" if name == "foreign" else "base",
-        )
-        return store_pb.GetAdapterResponse(adapter=adapter, revision=3)
-
-    async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return store_pb.GetStoreStatusResponse(revision=3)
-
-    async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return store_pb.RegisterLayoutResponse(layout_id=LAYOUT, image_format=1)
-
-    async def WatchAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
-        while True:
-            event = store_pb.AdapterEvent(revision=3, kind=store_pb.EVENT_KIND_BOOKMARK)
-            yield store_pb.WatchAdaptersResponse(event=event)
-            await asyncio.sleep(0.2)
-
-
-class Running:
-    """A server on a free port, its engine, and a client's stub."""
-
-    def __init__(self, server: InferenceServer, engine: Any, channel: Any) -> None:
-        self.server, self.engine = server, engine
-        self.stub = pb_grpc.InferenceServiceStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-        self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-        self.stop = asyncio.Event()
-
-    async def generate(self, text: str = "abc", timeout: float | None = None, **fields: Any) -> Any:
-        request = pb.GenerateRequest(text=text, **fields)
-        return [response async for response in self.stub.Generate(request, timeout=timeout)]
-
-    async def health_of(self, service: str = "") -> int:
-        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
-        return int(answer.status)
-
-    def scrape(self) -> str:
-        with urllib.request.urlopen(f"http://{self.server.metrics_address}/metrics") as response:
-            return str(response.read().decode())
-
-
-@pytest.fixture
-def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a coroutine function beside a server; `store` gives it a real store's address."""
-    (tmp_path / "config.json").write_text("{}")
-
-    def run(
-        body: Callable[[Running], Awaitable[Any]],
-        *,
-        kind: str = "chars",
-        grace_seconds: float = 5.0,
-        store: bool = False,
-    ) -> Any:
-        async def main() -> Any:
-            store_server = grpc.aio.server()
-            store_pb_grpc.add_AdapterStoreServiceServicer_to_server(NameStore(), store_server)
-            port = store_server.add_insecure_port("127.0.0.1:0")
-            await store_server.start()
-            config = resolve(
-                Config(
-                    model=tmp_path,
-                    base_model="base",
-                    store=f"127.0.0.1:{port}" if store else "",
-                    listen="127.0.0.1:0",
-                    metrics_listen="127.0.0.1:0",
-                    ready_file=tmp_path / "ready.json",
-                    max_model_len=MAX_MODEL_LEN,
-                    grace_seconds=grace_seconds,
-                ),
-                Machine(has_cuda=False),
-                ModelFacts("float32", MAX_MODEL_LEN, 1024),
-            )
-            server = InferenceServer(config)
-            facts = ServerFacts(
-                base_model="base",
-                architecture="FakeForCausalLM",
-                dtype=config.dtype,
-                device=config.device,
-                vocab_size=tokenizers[kind].vocab_size,
-                max_model_len=config.max_model_len,
-                max_loras=4,
-                max_lora_rank=16,
-                max_sequences=8,
-                max_batch_tokens=64,
-                max_queue=16,
-                versions={"loadout": "0"},
-            )
-            try:
-                await server.start(engine, tokenizers[kind], facts)
-                async with (
-                    asyncio.timeout(20),
-                    grpc.aio.insecure_channel(server.address) as channel,
-                ):
-                    return await body(Running(server, engine, channel))
-            finally:
-                await server.close()
-                await store_server.stop(0)
-
-        return asyncio.run(main())
-
-    return run
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-async def error_of(awaitable: Awaitable[Any]) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await awaitable
-    return caught.value
-
-
-def subjects(error: grpc.aio.AioRpcError) -> Sequence[str]:
-    """The fields named in BadRequest details."""
-    status = rpc_status.from_call(error)
-    assert status is not None
-    bad_request = error_details_pb2.BadRequest()
-    for detail in status.details:
-        if detail.Unpack(bad_request):
-            return [violation.field for violation in bad_request.field_violations]
-    return []
-
-
-# --- generating ---------------------------------------------------------------------------------
+from tests.inference_svc.serving import (
+    LAYOUT,
+    MAX_MODEL_LEN,
+    SERVING,
+    Running,
+    digest_of,
+    error_of,
+    subjects,
+    until,
+)
 
 
 def test_streams_text_and_ends_with_usage(serve) -> None:
@@ -244,9 +96,6 @@ def test_an_adapter_is_resolved_and_named_in_every_response(serve) -> None:
     serve(body, store=True)
 
 
-# --- refusals -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -316,121 +165,6 @@ def test_a_running_request_id_is_refused(serve) -> None:
         assert "".join(r.text for r in await first) == "abc"
 
     serve(body)
-
-
-# --- leaving ------------------------------------------------------------------------------------
-
-
-def test_cancel_and_deadline_reach_the_engine(serve) -> None:
-    async def body(running: Running) -> None:
-        running.engine.hold.set()
-        call = running.stub.Generate(pb.GenerateRequest(text="abc"))
-        await until(lambda: running.engine.num_running == 1)
-        call.cancel()
-        await until(lambda: running.engine.num_running == 0)
-        error = await error_of(running.generate(timeout=0.2))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        request = running.engine.submitted[-1]
-        assert request.deadline_s is not None
-        assert 0 < request.deadline_s - request.arrival_s < 0.3
-        await until(lambda: running.engine.num_running == 0)
-        assert len(running.engine.cancelled) == 2
-
-    serve(body)
-
-
-def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
-    async def body(running: Running) -> None:
-        async with grpc.aio.insecure_channel(running.server.address) as channel:
-            params = pb.SamplingParams(ignore_eos=True, max_tokens=50)
-            call = pb_grpc.InferenceServiceStub(channel).Generate(
-                pb.GenerateRequest(text="abc", sampling=params)
-            )
-            await call.read()
-            running.engine.hold.set()
-            assert running.engine.num_running == 1
-        await until(lambda: running.engine.num_running == 0)
-
-    async def slowly(running: Running) -> None:
-        running.engine.turn_s = 0.01
-        await body(running)
-
-    serve(slowly)
-
-
-def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
-    async def body(running: Running) -> None:
-        running.engine.hold.set()
-        first = asyncio.create_task(running.generate())
-        await until(lambda: running.engine.num_running == 1)
-        ended = asyncio.create_task(running.server.run(running.stop))
-        await asyncio.sleep(0.02)
-        assert await running.health_of() == SERVING
-        running.stop.set()
-        await asyncio.sleep(0.02)
-        assert await running.health_of() == NOT_SERVING
-        assert await running.health_of(SERVICE) == NOT_SERVING
-        error = await error_of(running.generate(request_id="late"))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "shutting down" in error.details()
-        running.engine.hold.clear()
-        assert "".join(r.text for r in await first) == "abc"
-        assert await ended == 0
-
-    serve(body)
-
-
-def test_drain_waits_for_what_operators_have_asked_for(serve) -> None:
-    async def body(running: Running) -> None:
-        running.engine.hold.set()
-        loading = running.stub.LoadAdapter(pb.LoadAdapterRequest(ref="upper"))
-        await until(lambda: running.engine.num_loading == 1)
-        running.stop.set()
-        ended = asyncio.create_task(running.server.run(running.stop))
-        # Longer than a quiet server, and one without requests, would go on.
-        done, _ = await asyncio.wait([ended], timeout=3 * QUIET_SECONDS)
-        assert not done
-        running.engine.hold.clear()
-        assert (await loading).adapter.digest == digest_of("upper")
-        assert await ended == 0
-
-    serve(body, store=True)
-
-
-def test_when_the_grace_is_over_the_rest_ends_with_a_status(serve) -> None:
-    async def body(running: Running) -> None:
-        running.engine.hold.set()
-        first = asyncio.create_task(running.generate())
-        await until(lambda: running.engine.num_running == 1)
-        running.stop.set()
-        assert await running.server.run(running.stop) == 0
-        error = await error_of(first)
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        await until(lambda: running.engine.num_running == 0)
-
-    serve(body, grace_seconds=0.1)
-
-
-def test_a_failed_engine_answers_all_and_ends_the_process_with_1(serve) -> None:
-    async def body(running: Running) -> None:
-        running.engine.hold.set()
-        calls = [asyncio.create_task(running.generate(request_id=f"r{i}")) for i in range(3)]
-        await until(lambda: running.engine.num_running == 3)
-        ended = asyncio.create_task(running.server.run(running.stop))
-        await asyncio.sleep(0)
-        running.engine.fail.set()
-        for call in calls:
-            error = await error_of(call)
-            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error")
-        assert await ended == 1
-        assert await running.health_of() == NOT_SERVING
-        error = await error_of(running.generate())
-        assert error.code() is grpc.StatusCode.INTERNAL
-
-    serve(body)
-
-
-# --- operators ----------------------------------------------------------------------------------
 
 
 def test_load_pin_list_and_unload(serve) -> None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adapter_store import core as store_core
 from adapter_store.checkpoint import open_checkpoint
 from adapter_store.image import Image, compile_image
 from adapter_store.layout import layout_id
+from bench.memory_store import store_layout
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.store import (
     ImageChunk,
@@ -108,30 +107,7 @@ class CompilingStore:
         return digest
 
     def register_layout(self, layout: ModelLayout) -> str:
-        dtypes = {
-            torch.float32: store_core.DataType.FLOAT32,
-            torch.bfloat16: store_core.DataType.BFLOAT16,
-            torch.float16: store_core.DataType.FLOAT16,
-        }
-        targets = tuple(
-            store_core.Target(
-                t.name,
-                t.layer,
-                t.group,
-                store_core.TargetKind(t.kind),
-                t.in_features,
-                t.out_features,
-            )
-            for t in layout.targets
-        )
-        self.layout = store_core.Layout(
-            layout.base_model,
-            layout.aliases,
-            layout.config_sha256,
-            dtypes[layout.dtype],
-            1,
-            targets,
-        )
+        self.layout = store_layout(layout)
         self.layout_id = layout_id(self.layout)
         return self.layout_id
 

@@ -15,7 +15,7 @@ from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import build_layout, lora_groups
-from inference_svc.engine.captured import CudaRecorder, Eager, captured_sizes
+from inference_svc.engine.captured import Compute, CudaRecorder, captured_sizes
 from inference_svc.engine.device_model import DeviceModel
 from inference_svc.engine.torch_model import TorchModel
 from inference_svc.model.device_step import DeviceStep
@@ -34,6 +34,16 @@ GPU = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     ],
 )
+
+
+class Eager:
+    """Computes anew at every replay: what a recording must equal."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def replay(self) -> torch.Tensor:
+        return self._compute()
 
 
 @dataclass

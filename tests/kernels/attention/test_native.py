@@ -171,6 +171,24 @@ def test_a_program_reads_each_step_anew(library, make_case, assert_close, set_th
     assert_close("first row", wanted[:1], out[:1, :128], 1e-6)
 
 
+def run_rope_and_store(
+    library, qkv, cache, cells, rope, positions, cos, sin, num_heads, norms
+) -> None:
+    """Layer 1 of `cache`; the last of `qkv`, `cells` and `positions` is beyond the step."""
+    rows = StepRows(
+        *(torch.zeros(1, dtype=torch.int32) for _ in range(4)),
+        page_table=torch.zeros(1, 1, dtype=torch.int32),
+        cells=cells,
+    )
+    rows.num_tokens[0] = len(qkv) - 1
+    frequencies, scaling = rope.inverse_frequencies(cache.head_dim), rope.attention_scaling
+    angles = (positions, frequencies, cos, sin, rows.num_tokens)
+    library.run(
+        native.rotary_angles_op(*angles, scaling=scaling),
+        native.rope_and_store_op(qkv, cache, 1, cos, sin, rows, num_heads=num_heads, **norms),
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
@@ -199,35 +217,9 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     rotation = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions[:-1], dtype)
 
     cells = torch.randperm(100)[: num_tokens + 1]
-    rows = StepRows(
-        *(torch.zeros(1, dtype=torch.int32) for _ in range(4)),
-        page_table=torch.zeros(1, 1, dtype=torch.int32),
-        cells=cells,
-    )
-    rows.num_tokens[0] = num_tokens
     cos, sin = torch.full((2, num_tokens + 1, head_dim // 2), torch.nan, dtype=dtype)
-    library.run(
-        native.rotary_angles_op(
-            positions,
-            rope.inverse_frequencies(head_dim),
-            cos,
-            sin,
-            rows.num_tokens,
-            scaling=rope.attention_scaling,
-        ),
-        native.rope_and_store_op(
-            qkv,
-            cache,
-            1,
-            cos,
-            sin,
-            rows,
-            num_heads=num_heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=1e-6,
-        ),
-    )
+    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6}
+    run_rope_and_store(library, qkv, cache, cells, rope, positions, cos, sin, num_heads, norms)
     ratio = {torch.float32: 1e-6, torch.bfloat16: 2e-3}[dtype]
     got = qkv[:num_tokens].unflatten(1, (-1, head_dim))
     assert_close("q", rotation(q), got[:, :num_heads], ratio)

@@ -1,0 +1,32 @@
+"""What the tests of checkpoints share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.checkpoint import (
+    CheckpointLimits,
+    open_checkpoint,
+)
+from adapter_store.errors import StoreError
+
+CONFIG = "adapter_config.json"
+
+WEIGHTS = "adapter_model.safetensors"
+
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
+
+
+def refusal(folder: Path, limits: CheckpointLimits | None = None) -> StoreError:
+    with pytest.raises(StoreError) as error:
+        open_checkpoint(folder, limits)
+    assert error.value.subject, "names no culprit"
+    return error.value
+
+
+def pair(**replaced: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    tensors = {A: torch.ones(4, 16), B: torch.ones(16, 4), **replaced}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

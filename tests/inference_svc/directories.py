@@ -1,0 +1,71 @@
+"""A directory over a store's catalog of a few lines, with a clock that tests turn."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from inference_svc.errors import (
+    AdapterNotFound,
+    StoreUnavailable,
+)
+from inference_svc.name_cache import AdapterRecord
+from inference_svc.names import Directory, NameEvent, Servable
+
+A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+
+UPPER = AdapterRecord("default/upper", 1, A, rank=8, base_model="base", revision=5)
+
+
+@dataclass
+class FakeCatalog:
+    """A store of one catalog; `asked` counts questions, `gate` holds answers back."""
+
+    records: dict[str, AdapterRecord] = field(default_factory=lambda: {"default/upper": UPPER})
+    revision: int = 5
+    down: bool = False
+    shared: dict[str, list[AdapterRecord]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    asked_for: list[tuple[str, ...]] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+
+    async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
+        self.asked.append(ref)
+        if self.down:
+            raise StoreUnavailable("down")
+        found, revision = self._find(ref, tenants), self.revision
+        if self.gate is not None:
+            await self.gate.wait()
+        if found is None:
+            raise AdapterNotFound(f"no adapter {ref}")
+        return replace(found, revision=revision)
+
+    def _find(self, ref: str, tenants: Collection[str]) -> AdapterRecord | None:
+        self.asked_for.append(tuple(sorted(tenants)))
+        found = [self.records[ref]] if ref in self.records else []
+        found += self.shared.get(ref, [])
+        mine = [r for r in found if not tenants or r.name.partition("/")[0] in tenants]
+        return mine[0] if mine else None
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run(body: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(body(), 20))  # type: ignore[arg-type]
+
+
+def make(live: bool = True, **servable: Any) -> tuple[FakeCatalog, Directory, Clock]:
+    catalog, clock = FakeCatalog(), Clock()
+    limits = Servable(**{"base_models": ("base", "alias"), "max_lora_rank": 16, **servable})
+    directory = Directory(catalog, limits, name_ttl_s=300.0, clock=clock)
+    directory.layout_id = "layout"
+    if live:
+        directory.reset(catalog.revision)
+        directory.begin(catalog.revision)
+        directory.apply(NameEvent(catalog.revision))
+    return catalog, directory, clock

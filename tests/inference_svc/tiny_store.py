@@ -1,0 +1,97 @@
+"""A store of a few lines behind a real channel."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+
+A = "sha256:" + "a" * 64
+
+LAYOUT = "sha256:" + "1" * 64
+
+
+@dataclass
+class TinyStore(pb_grpc.AdapterStoreServiceServicer):
+    """Answers from memory. `refuse` maps a method to the code that it answers with."""
+
+    revision: int = 5
+    oldest: int = 0
+    layouts: list[pb.ModelLayout] = field(default_factory=list)
+    watched_from: list[int] = field(default_factory=list)
+    events: asyncio.Queue = field(default_factory=asyncio.Queue)
+    refuse: dict[str, grpc.StatusCode] = field(default_factory=dict)
+    messages: list[pb.PullAdapterResponse] = field(default_factory=list)
+    hang: bool = False
+    pulls_ended: int = 0
+
+    async def _check(self, method: str, context: Any) -> None:
+        if method in self.refuse:
+            await context.abort(self.refuse[method], "refused, because")
+
+    async def GetAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._check("GetAdapter", context)
+        adapter = pb.Adapter(name="default/upper", version=2, digest=A, rank=8, base_model="base")
+        adapter.layout_states.add(layout_id="x", state=pb.IMAGE_STATE_PENDING)
+        adapter.layout_states.add(
+            layout_id=LAYOUT, state=pb.IMAGE_STATE_INCOMPATIBLE, reason="too wide"
+        )
+        return pb.GetAdapterResponse(adapter=adapter, revision=self.revision)
+
+    async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.GetStoreStatusResponse(revision=self.revision)
+
+    async def RegisterLayout(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._check("RegisterLayout", context)
+        self.layouts.append(request.layout)
+        return pb.RegisterLayoutResponse(layout_id=LAYOUT, image_format=1)
+
+    async def WatchAdapters(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.watched_from.append(request.since_revision)
+        if request.since_revision < self.oldest:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, "list again")
+        while (event := await self.events.get()) is not None:
+            yield pb.WatchAdaptersResponse(event=event)
+
+    async def PullAdapter(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        try:
+            for message in self.messages:
+                yield message
+            if self.hang:
+                await asyncio.sleep(60)
+            await self._check("PullAdapter", context)
+        finally:
+            self.pulls_ended += 1
+
+    def tell(self, revision: int, kind: int = pb.EVENT_KIND_BOOKMARK, name: str = "") -> None:
+        self.events.put_nowait(pb.AdapterEvent(revision=revision, kind=kind, name=name))
+
+
+def serve(body: Callable[[TinyStore, str], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        store = TinyStore()
+        server, port = await start(store, "127.0.0.1:0")
+        async with asyncio.timeout(20):
+            result = await body(store, f"127.0.0.1:{port}")
+        await server.stop(0)
+        return result
+
+    return asyncio.run(main())
+
+
+async def start(store: TinyStore, address: str) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    pb_grpc.add_AdapterStoreServiceServicer_to_server(store, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, port
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
