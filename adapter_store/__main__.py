@@ -15,6 +15,9 @@ from adapter_store.config import Settings, load_settings
 from adapter_store.errors import StoreError
 from adapter_store.log import setup_logging
 
+SWITCH_S = 5e-4
+"""How long calls wait for the interpreter while a thread compiles: by default ten times as long."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Gives the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
@@ -51,6 +54,7 @@ def _run(settings: Settings) -> int:
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.server import serve
 
+    sys.setswitchinterval(SWITCH_S)
     try:
         asyncio.run(serve(settings))
     except (StoreError, OSError) as error:

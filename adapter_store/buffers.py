@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections import deque
 
@@ -17,7 +18,15 @@ def allocate_buffer(num_bytes: int) -> torch.Tensor:
     """
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=_FLAGS), dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=_FLAGS)
+    with contextlib.suppress(AttributeError, OSError):  # another system, or one without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def resident_buffer(num_bytes: int) -> torch.Tensor:
+    """As `allocate_buffer`, and all of it is there: nobody waits for its pages any more."""
+    return allocate_buffer(num_bytes).zero_()
 
 
 class BufferPool:
@@ -27,6 +36,10 @@ class BufferPool:
         self.spare_bytes = 0
         self._capacity_bytes = capacity_bytes
         self._spares: deque[torch.Tensor] = deque()
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether there is a spare buffer of exactly this size."""
+        return any(spare.numel() == num_bytes for spare in self._spares)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A buffer of exactly this size: a spare one, else a new one."""

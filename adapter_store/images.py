@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 
+from adapter_store.buffers import resident_buffer
 from adapter_store.builder import Build, ImageBuilder, NotAhead
 from adapter_store.catalog import ImageKey
 from adapter_store.core import Tenants
@@ -200,10 +201,21 @@ class Images:
         except BaseException as failure:
             entry.image.fail(failure)
             raise
+        else:
+            await self._prepare_spare(key, build.plan.total_bytes)
         finally:
             # Whoever asks from now on finds the image in memory, or starts anew.
             self._flights.pop(key, None)
             self._memory.let_go(entry)
+
+    async def _prepare_spare(self, key: ImageKey, num_bytes: int) -> None:
+        """The next image of this size need not wait for memory: new pages, and pinned ones all the
+        more, take as long as compiling does."""
+        if self._memory.lacks_spare(num_bytes):
+            spare = await self._workers.run(
+                key, Priority.KEEP, lambda _: resident_buffer(num_bytes)
+            )
+            self._memory.add_spare(spare)
 
     async def _room(self, build: Build, flight: _Flight) -> Room:
         """Room in memory for the image. For pulls there is an end to waiting."""

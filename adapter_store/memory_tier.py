@@ -123,6 +123,20 @@ class MemoryTier:
         """Whether the image fits without another one leaving."""
         return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
 
+    def lacks_spare(self, num_bytes: int) -> bool:
+        """Whether the next image of this size would have to wait for new pages, although there is
+        room for them."""
+        return (
+            num_bytes <= SPARE_BYTES // 4
+            and not self._pool.has(num_bytes)
+            and self.has_room(self._pool.spare_bytes + num_bytes)
+        )
+
+    def add_spare(self, buffer: torch.Tensor) -> None:
+        """Keeps a buffer for the next image of its size, if there still is room for it."""
+        self._pool.give(buffer)
+        self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
+
     # Reading images
 
     @contextmanager
@@ -239,5 +253,4 @@ class MemoryTier:
 
     def _release(self, buffer: torch.Tensor) -> None:
         self.counts.used_bytes -= buffer.numel()
-        self._pool.give(buffer)
-        self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
+        self.add_spare(buffer)

@@ -9,9 +9,9 @@ A new kind of place (OCI, GCS) is one class with the one method of `Source`, wir
    digest, a commit), or notes what tells versions apart (GCS generations, S3 ETags);
 3. lists names and sizes, lets `staging.choose_files` say which are needed (an OCI artifact's
    layers by their title annotation, a GCS prefix's objects) and `staging.expect` refuse too much;
-4. streams each into `staging.create(name, size)` in steps of READ_BYTES, several at once if that
-   helps, each request for exactly the pinned moment; `Retry` waits between attempts and an
-   interrupted stream goes on where it broke;
+4. streams each into `staging.create(name, size)` in steps of READ_BYTES or less, several at once
+   if that helps, each request for exactly the pinned moment; `Retry` waits between attempts and
+   an interrupted stream goes on where it broke;
 5. fails with SOURCE_CHANGED rather than mix two moments, and gives what it pinned.
 
 Credentials come from the environment or the platform's chain and appear in no message.

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,9 @@ from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, Limi
 
 READ_BYTES = 4 << 20
 """Sources are read in steps of this size."""
+
+HASH_BESIDE_BYTES = 256 << 10
+"""From here on it is worth a thread to hash a step while it is being written."""
 
 MAX_FILES = 256
 
@@ -50,25 +54,38 @@ class StagedFile:
         self._staging = staging
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
         self._sha256 = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1, "sha256")  # its thread comes with the first step
         self.name = path.name
         self.size_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Raises LimitExceeded before the first byte over a limit is written."""
         self._staging.count(self.name, self.size_bytes, len(data))
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
-        self._sha256.update(data)
+        if len(data) < HASH_BESIDE_BYTES:
+            self._sha256.update(data)
+            self._write(data)
+        else:
+            hashing = self._hasher.submit(self._sha256.update, data)
+            try:
+                self._write(data)
+            finally:
+                hashing.result()
         self.size_bytes += len(data)
 
     def close(self) -> None:
+        self._hasher.shutdown()
         with self._file:
             os.fsync(self._file.fileno())
         self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
 
     def abandon(self) -> None:
+        self._hasher.shutdown()
         self._file.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
 
     def __enter__(self) -> Self:
         return self

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from adapter_store import builder as builder_module
+from adapter_store import images as images_module
 from adapter_store.access import OPEN
 from adapter_store.audit import AuditLine
+from adapter_store.buffers import resident_buffer
 from adapter_store.checkpoint import open_checkpoint
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
@@ -95,6 +97,31 @@ def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout,
             assert compiles.made == [digest]
             await store.ahead.idle()
             store.images.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout, monkeypatch):
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(2)]
+    spares: list[torch.Tensor] = []
+
+    def noted(num_bytes: int) -> torch.Tensor:
+        spares.append(resident_buffer(num_bytes))
+        return spares[-1]
+
+    monkeypatch.setattr(images_module, "resident_buffer", noted)
+
+    async def main() -> None:
+        async with start() as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            first = (await register(store, folders[0], "first")).digest
+            await pulled_bytes(store, (first, layout_id))
+            await store.ahead.idle()
+            second = (await register(store, folders[1], "second")).digest
+            async with store.images.hold((second, layout_id)) as image:
+                assert image.buffer is spares[0]
+                expected = compile_image(open_checkpoint(folders[1]), make_layout())
+                assert torch.equal((await image.whole()).buffer, expected.buffer)
 
     asyncio.run(main())
 

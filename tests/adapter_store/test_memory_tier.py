@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,6 +106,34 @@ def test_an_image_larger_than_the_tier_stays_only_as_long_as_it_is_held():
     assert tier.counts.used_bytes == 500
     tier.let_go(big)
     assert (tier.counts.used_bytes, tier.counts.images) == (0, 0)
+
+
+@on_loop
+def test_a_spare_is_wanted_where_there_is_room_and_serves_the_next_image_of_its_size():
+    tier = memory()
+    a = put(tier, "a", 30)
+    assert tier.lacks_spare(30)
+    spare = torch.zeros(30, dtype=torch.uint8)
+    tier.add_spare(spare)
+    assert not tier.lacks_spare(30)
+    assert tier.lacks_spare(40)
+    assert not tier.lacks_spare(41)
+    assert tier.counts.used_bytes == 30  # nobody's, so it goes when others need its bytes
+    b = begin(tier, "b", 30)
+    assert b.image.buffer is spare
+    tier.let_go(b)
+    put(tier, "c", 60)
+    tier.drop(a.key)
+    tier.check_integrity()
+
+
+@on_loop
+def test_a_spare_for_which_there_is_no_room_is_not_kept():
+    tier = memory()
+    put(tier, "a", 80)
+    tier.add_spare(torch.zeros(30, dtype=torch.uint8))
+    assert tier.lacks_spare(20)
+    assert not tier.lacks_spare(30)
 
 
 @on_loop

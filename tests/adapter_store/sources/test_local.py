@@ -244,17 +244,17 @@ def test_limits_hold_before_the_first_byte(source, root, make_staging, write_ada
 
 def changing_while_read(monkeypatch, change) -> None:
     """Calls `change` after the first read of the weights."""
-    read = os.read
+    readv = os.readv
     done = []
 
-    def read_then_change(fd: int, count: int) -> bytes:
-        data = read(fd, count)
-        if data.startswith(b"w") and not done:
+    def read_then_change(fd: int, buffers: list[memoryview]) -> int:
+        num_bytes = readv(fd, buffers)
+        if bytes(buffers[0][:1]) == b"w" and not done:
             done.append(True)
             change()
-        return data
+        return num_bytes
 
-    monkeypatch.setattr(local_module.os, "read", read_then_change)
+    monkeypatch.setattr(local_module.os, "readv", read_then_change)
 
 
 @pytest.mark.parametrize("how", ["rewritten", "cut", "grown", "replaced", "config"])
