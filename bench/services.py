@@ -36,6 +36,8 @@ class Wanted:
     max_len: int
     num_threads: int
     prefix_cache: bool = True
+    prefetch: bool = False
+    """Off, or it would bring back what `set_resident` has unloaded."""
     store_bytes: int = 1 << 30
     source_root: Path | None = None
 
@@ -53,7 +55,7 @@ class Wanted:
             "--log-level": "warning",
         }
         words = [str(word) for flag in flags.items() for word in flag]
-        words.append("--no-prefetch")  # it would bring back what `set_resident` has unloaded
+        words += [] if self.prefetch else ["--no-prefetch"]
         return words if self.prefix_cache else [*words, "--no-prefix-cache"]
 
 

@@ -60,18 +60,18 @@ ROWS = (
 
 def runs_row(side: str, row: Row) -> bool:
     return (side.startswith("ours") or not row.only_ours) and (
-        side != "vllm-no-lora" or not row.asked
+        not side.endswith("no-lora") or not row.asked
     )
 
 
-def make_spec(prepared: Prepared) -> Spec:
+def make_spec(prepared: Prepared, max_sequences: int) -> Spec:
     return Spec(
         model_dir=str(prepared.model_dir),
         base_model=prepared.name,
         adapters={name: str(folder) for name, folder in prepared.adapters.items()},
         max_resident=NUM_ADAPTERS,
         max_rank=RANK,
-        max_sequences=max(row.num_requests for row in ROWS),
+        max_sequences=max_sequences,
         max_len=MAX_LEN,
         num_threads=THREADS,
     )
@@ -93,7 +93,7 @@ def measure(
     floors: list[dict[str, Any]] = []
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        spec = make_spec(prepared)
+        spec = make_spec(prepared, max(row.num_requests for row in rows))
         children = [stack.enter_context(Child(side, spec, logs / side)) for side in sides]
         for round_index in range(rounds + 1):
             measured = floor.measure()

@@ -17,11 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.floor import THREADS, hash_rate, stream_rate
+from bench.machine import best_kernels
 from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
@@ -36,10 +36,11 @@ MAX_RESIDENT = 16
 ALLOWED_S = 0.005
 """What a cold load may cost beside its bytes."""
 
-PAUSE_S = 0.05
-"""Until threads that wait for work no longer spin."""
+PAUSE_S = 0.3
+"""Until threads that wait for work no longer spin, and what the store writes is on its disk."""
 
 Times = dict[str, list[float]]
+Works = dict[str, Callable[[], float]]
 
 
 class OverGrpc:
@@ -54,23 +55,32 @@ class OverGrpc:
         services.client.load("resident")
 
     def base(self) -> float:
+        self._settle()
         return self._first_token()
 
     def resident(self) -> float:
+        self._settle()
         return self._first_token("resident")
 
     def cold(self) -> float:
         name = self._name()
         self._services.register(name, next(self._folders))
         self._services.pull_once(name)
+        self._settle()
         return self._first_token(name)
 
     def registered_and_cold(self) -> float:
         name, folder = self._name(), next(self._folders)
+        self._settle()
         began_s = time.perf_counter()
         registration = self._services.register(name, folder, compiled=False)
         self._first_token(name, registration.revision)
         return time.perf_counter() - began_s
+
+    def _settle(self) -> None:
+        """Whatever came before, the server has just rested and served one request."""
+        time.sleep(PAUSE_S)
+        self._first_token()
 
     def _name(self) -> str:
         self._number += 1
@@ -101,9 +111,11 @@ class InChild:
         child.set_resident(["0"])
 
     def base(self) -> float:
+        self._settle()
         return self._first_token("")
 
     def resident(self) -> float:
+        self._settle()
         return self._first_token("0")
 
     def cold(self) -> float:
@@ -111,7 +123,12 @@ class InChild:
         self._number += 1
         name = f"cold-{self._number}"
         self._child.register(name, next(self._folders))
+        self._settle()
         return self._first_token(name)
+
+    def _settle(self) -> None:
+        self._first_token("")
+        self._child.wait_for_rest()
 
     def _first_token(self, adapter: str) -> float:
         return self._child.run(Job([Ask(self._prompt, 1, adapter)])).seconds
@@ -140,13 +157,13 @@ def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]
         wanted = wanted_for(prepared, folder)
         services = stack.enter_context(Services(wanted, folder))
         grpc = OverGrpc(prepared, services, folders)
-        works: dict[str, Callable[[], float]] = {
+        works: Works = {
             "gRPC base": grpc.base,
             "gRPC resident": grpc.resident,
             "gRPC cold": grpc.cold,
             "gRPC registered and cold": grpc.registered_and_cold,
         }
-        spec = replace(make_spec(prepared), max_sequences=MAX_RESIDENT)
+        spec = make_spec(prepared, MAX_RESIDENT)
         for peer in ["ours", *peers]:
             child = stack.enter_context(Child(peer, spec, folder / peer))
             side = InChild(prepared, child, folders)
@@ -154,12 +171,18 @@ def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]
             if peer != "ours":  # its cold is measured over gRPC: in-process it has no store
                 works[f"{peer} cold"] = side.cold
         for round_index in range(rounds + 1):
-            for what, work in works.items():
-                time.sleep(PAUSE_S)
+            for what, work in _rotated(works, round_index):
                 found = work()
                 if round_index:
                     times.setdefault(what, []).append(found)
     return {"seconds": times, "stream_rate": stream_rate(), "hash_rate": hash_rate()}
+
+
+def _rotated(works: Works, by: int) -> list[tuple[str, Callable[[], float]]]:
+    """Each round begins with another, so that none always follows the same."""
+    items = list(works.items())
+    by %= len(items)
+    return items[by:] + items[:by]
 
 
 def summarize(found: dict[str, Any], num_bytes: int) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from bench.sides.protocol import Done, Job, Spec
 
 
 class PeftSide:
-    """`max_resident` and `max_len` do not bind it. Prompts of one job have one length."""
+    """`max_resident` and `max_len` do not bind it. Prompts of one job have one length. The base has
+    a model of its own, which PEFT has not wrapped."""
 
     def load(self, spec: Spec) -> dict[str, str]:
         torch.set_num_threads(spec.num_threads)
         self._folders = dict(spec.adapters)
         model: Any = transformers.AutoModelForCausalLM
-        self._base = model.from_pretrained(spec.model_dir, dtype=torch.bfloat16).eval()
+        self._base, self._wrapped = (
+            model.from_pretrained(spec.model_dir, dtype=torch.bfloat16).eval() for _ in range(2)
+        )
         self._model: Any = None
         self._loaded: set[str] = set()
         versions = (torch, transformers, peft)
@@ -35,7 +38,7 @@ class PeftSide:
                 continue
             if self._model is None:
                 self._model = peft.PeftModel.from_pretrained(
-                    self._base, self._folders[name], adapter_name=name
+                    self._wrapped, self._folders[name], adapter_name=name
                 )
             else:
                 self._model.load_adapter(self._folders[name], adapter_name=name)
@@ -59,7 +62,7 @@ class PeftSide:
         began_s = time.perf_counter()
         with torch.inference_mode():
             if set(names) == {"__base__"}:
-                out = self._generate_base(options)
+                out = self._base.generate(**options)
             elif len(set(names)) == 1:
                 self._model.set_adapter(names[0])
                 out = self._model.generate(**options)
@@ -68,12 +71,6 @@ class PeftSide:
         seconds = time.perf_counter() - began_s
         assert out.shape == (len(job.asks), prompts.shape[1] + num_tokens)
         return Done(seconds, num_tokens * len(job.asks))
-
-    def _generate_base(self, options: dict[str, Any]) -> torch.Tensor:
-        if self._model is None:
-            return self._base.generate(**options)
-        with self._model.disable_adapter():
-            return self._model.generate(**options)
 
     def close(self) -> None:
         """Nothing outlives the process."""
