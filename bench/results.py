@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +30,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The nearest rank's. Raises ValueError if there are no values."""
+    """The nearest rank's: the least value that `percent` of all do not exceed. Raises ValueError if
+    there are no values."""
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

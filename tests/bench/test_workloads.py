@@ -87,7 +87,11 @@ def test_the_largest_observation_between_two_scrapes() -> None:
 
 
 def test_percentiles_are_nearest_ranks() -> None:
-    assert percentile(range(100), 99) == 99
+    assert percentile(range(1, 101), 99) == 99
+    assert percentile(range(1, 102), 99) == 100  # 99 % of 101 are 99.99
+    assert percentile([1.0, 2.0], 50) == 1.0
+    assert percentile([1.0, 2.0, 3.0], 0) == 1.0
+    assert percentile([1.0, 2.0, 3.0], 100) == 3.0
     assert percentile([3.0], 50) == 3.0
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
