@@ -4,16 +4,17 @@ A model so small that a step is nearly all host work, 64 streams at once over gR
 at the same time and asked in turn. Says tokens per second, the 99th percentile of the time between
 two messages of a stream, and per step what is not the model's computation.
 
-    python -m bench.engine_door [--rounds 5] [--tokens 128] [--streams 64] [--adapters 0]
+    python -m bench.engine_door [--rounds 5] [--tokens 128] [--streams 64]
+                                [--out bench/results/engine_door.json] [FLAGS OF THE SERVICE ...]
+
+The first round warms up, and every round's first stream connects: nothing of either is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -22,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
+from bench.results import FOLDER, median, percentile, show, write
 from loadout.demo.process import Process
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -32,6 +32,7 @@ from tests.together.zoo import make_zoo
 
 READY_S, GRACE_S = 120.0, 30.0
 KINDS = ("thread", "process")
+HISTOGRAMS = ("step_host_seconds", "step_seconds")
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Server:
     metrics: str
     rates: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    """Of HISTOGRAMS, the mean seconds of a step in each round."""
 
     @classmethod
     def start(cls, kind: str, model_dir: Path, folder: Path, flags: list[str]) -> Server:
@@ -69,6 +72,12 @@ class Server:
         total, count = (float(value[1]) if value else 0.0 for value in values)
         return total, count
 
+    def end_warm_up(self) -> None:
+        """Forgets what was measured so far."""
+        self.rates.clear()
+        self.gaps_s.clear()
+        self.steps.clear()
+
     async def ask(self, num_streams: int, num_tokens: int) -> None:
         """One round: every stream runs to its end."""
         params = pb.SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
@@ -87,22 +96,31 @@ class Server:
             stub = pb_grpc.InferenceServiceStub(channel)
             await stream(stub, 0)
             gaps_s.clear()
+            before = {name: self.scrape(name) for name in HISTOGRAMS}
             began_s = time.perf_counter()
             await asyncio.gather(*(stream(stub, index) for index in range(num_streams)))
             self.rates.append(num_streams * num_tokens / (time.perf_counter() - began_s))
         self.gaps_s += gaps_s
+        for name, (sum_before_s, count_before) in before.items():
+            sum_s, count = self.scrape(name)
+            mean_s = (sum_s - sum_before_s) / (count - count_before)
+            self.steps.setdefault(name, []).append(mean_s)
 
 
-def measure(rounds: int, num_streams: int, num_tokens: int, flags: list[str]) -> dict[str, object]:
-    results: dict[str, object] = {}
+def measure(
+    rounds: int, num_streams: int, num_tokens: int, flags: list[str]
+) -> dict[str, dict[str, float]]:
+    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         model_dir = make_zoo("llama", root / "zoo").model_dir
         servers = [Server.start(kind, model_dir, root / kind, flags) for kind in KINDS]
         try:
-            for _ in range(rounds + 1):
+            for index in range(rounds + 1):
                 for server in servers:
                     asyncio.run(server.ask(num_streams, num_tokens))
+                    if index == 0:
+                        server.end_warm_up()
             for server in servers:
                 results[server.kind] = _summary(server)
         finally:
@@ -112,14 +130,12 @@ def measure(rounds: int, num_streams: int, num_tokens: int, flags: list[str]) ->
 
 
 def _summary(server: Server) -> dict[str, float]:
-    (host_s, steps), (step_s, _) = map(server.scrape, ("step_host_seconds", "step_seconds"))
-    gaps_s = sorted(server.gaps_s)
     return {
-        "tokens_per_second": statistics.median(server.rates[1:]),
-        "best_tokens_per_second": max(server.rates[1:]),
-        "gap_p99_ms": 1e3 * gaps_s[len(gaps_s) * 99 // 100],
-        "step_ms": 1e3 * step_s / steps,
-        "step_host_ms": 1e3 * host_s / steps,
+        "tokens_per_second": median(server.rates),
+        "best_tokens_per_second": max(server.rates),
+        "gap_p99_ms": 1e3 * percentile(server.gaps_s, 99),
+        "step_ms": 1e3 * median(server.steps["step_seconds"]),
+        "step_host_ms": 1e3 * median(server.steps["step_host_seconds"]),
     }
 
 
@@ -128,15 +144,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=FOLDER / "engine_door.json")
     arguments, flags = parser.parse_known_args()
     results = measure(arguments.rounds, arguments.streams, arguments.tokens, flags)
-    table = Table("engine in a", *next(iter(results.values())), title="engine door")  # type: ignore[arg-type]
-    for kind, values in results.items():
-        table.add_row(kind, *(f"{value:.4g}" for value in values.values()))  # type: ignore[attr-defined]
-    Console().print(table)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    columns = ("engine in a", *next(iter(results.values())))
+    show("engine door", columns, [(kind, *values.values()) for kind, values in results.items()])
+    workload = {"streams": arguments.streams, "tokens": arguments.tokens, "flags": flags}
+    write(arguments.out, "engine door", {**workload, "sides": results})
 
 
 if __name__ == "__main__":
