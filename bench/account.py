@@ -6,6 +6,8 @@ Sixteen requests with 64 tokens in, in the middle of their output; the engine's 
 by one in this thread. First the steps are timed in their parts as they are; then as many are
 profiled: the native program says what each operation took, the torch path is read from torch's
 profiler. Their sum may differ from the computation measured whole by what measuring costs. Medians.
+Beside them the floor, which the best kernel has reached, and the bound of the hardware
+(`bench.floor`), at the steps' mean context.
 """
 
 from __future__ import annotations
@@ -84,6 +86,12 @@ class Stepper:
         while not self._inbox.empty():
             messages.append(self._inbox.get())
         self.built.engine.turn(messages)
+
+    @property
+    def context(self) -> float:
+        """Mean tokens that the next turn's rows attend to."""
+        running = self.built.engine.scheduler.running
+        return NUM_IN + sum(s.num_output for s in running) / len(running)
 
     def _all_decode(self) -> bool:
         running = self.built.engine.scheduler.running
@@ -171,15 +179,20 @@ def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
     return dict(spent)
 
 
-def account(prepared: Prepared, num_adapters: int, num_steps: int) -> dict[str, Parts]:
-    """Medians over the steps: the turn's parts, and the computation's operations."""
+def account(
+    prepared: Prepared, num_adapters: int, num_steps: int
+) -> tuple[dict[str, Parts], float]:
+    """Medians over the steps: the turn's parts, and the computation's operations; and the mean
+    context of these steps."""
     stepper = Stepper(prepared, num_adapters)
+    first = stepper.context
     parts = [time_parts(stepper) for _ in range(num_steps)]
     operations = [native_operations(stepper) for _ in range(num_steps)]
     if not any(operations):
         operations = [torch_operations(stepper) for _ in range(num_steps)]
+    last = stepper.context - 1
     stepper.close()
-    return {"parts": _medians(parts), "operations": _medians(operations)}
+    return {"parts": _medians(parts), "operations": _medians(operations)}, (first + last) / 2
 
 
 def _medians(observed: list[Parts]) -> Parts:
@@ -188,16 +201,25 @@ def _medians(observed: list[Parts]) -> Parts:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def floors(name: str, num_adapters: int) -> Parts:
-    """What the parts of the step cannot be faster than."""
-    floor = ModelFloor(name)
-    read = floor.measure()["read_bytes_per_second"]
-    context = NUM_IN + WARM_UP_STEPS
-    return {
-        "projections": floor.projections_seconds(NUM_REQUESTS, 9),
-        "head": floor.head_seconds(NUM_REQUESTS, 9),
-        "keys and values": kv_bytes(name, NUM_REQUESTS * context) / read,
+def floors(floor: ModelFloor, name: str, num_adapters: int, context: float) -> dict[str, Parts]:
+    """What the parts of the step cannot be faster than: floor and bound."""
+    measured, size = floor.measure(9), str(NUM_REQUESTS)
+    read = measured["read_bytes_per_second"]
+    reading = {
+        "keys and values": kv_bytes(name, round(NUM_REQUESTS * context)) / read,
         "adapters": num_adapters * floor.adapter_bytes / read,
+    }
+    return {
+        kind: {what: measured[f"{what}_{key}"][size] for what in ("projections", "head")} | reading
+        for kind, key in (("floor", "seconds"), ("bound", "bound_seconds"))
+    }
+
+
+def shares(found: dict[str, dict[str, Parts]]) -> dict[str, Parts]:
+    """Per kind of step: floor and bound, as shares of the whole step."""
+    return {
+        kind: {what: sum(one[what].values()) / one["parts"]["whole"] for what in ("floor", "bound")}
+        for kind, one in found.items()
     }
 
 
@@ -215,7 +237,8 @@ def show_table(title: str, what: str, found: dict[str, dict[str, Parts]]) -> Non
 
 
 def plot_account(path: Path, found: dict[str, dict[str, Parts]]) -> None:
-    """The largest operations, with what lies around the computation, beside the floor's sum."""
+    """The largest operations, with what lies around the computation, beside the floor and
+    the bound."""
     whole = {kind: one["parts"]["whole"] for kind, one in found.items()}
     merged: dict[str, Parts] = {}
     for kind, one in found.items():
@@ -224,6 +247,7 @@ def plot_account(path: Path, found: dict[str, dict[str, Parts]]) -> None:
             "around the computation": sum(around.values()),
             "whole step": whole[kind],
             "floor": sum(one["floor"].values()),
+            "bound": sum(one["bound"].values()),
         }
     last = next(reversed(merged.values()))
     names = sorted(last, key=lambda name: -last[name])[:12]
@@ -240,13 +264,20 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     prepared = prepare(options.model, NUM_REQUESTS)
     counts = {"base": 0, "16 adapters": NUM_REQUESTS}
-    found: dict[str, dict[str, Parts]] = {
-        kind: account(prepared, count, options.steps) | {"floor": floors(options.model, count)}
-        for kind, count in counts.items()
-    }
-    for what in ("parts", "operations", "floor"):
+    found: dict[str, dict[str, Parts]] = {}
+    contexts: dict[str, float] = {}
+    for kind, count in counts.items():
+        found[kind], contexts[kind] = account(prepared, count, options.steps)
+    floor = ModelFloor(options.model)
+    for kind, count in counts.items():
+        found[kind] |= floors(floor, options.model, count, contexts[kind])
+    for what in ("parts", "operations", "floor", "bound"):
         show_table(f"{what} of one step, ms ({best_kernels()})", what, found)
-    write(options.out, "account", {"model": options.model, "seconds": found})
+    of_whole = shares(found)
+    rows = [[what, *(of_whole[kind][what] for kind in found)] for what in ("floor", "bound")]
+    show("of the whole step", ("", *found), rows)
+    measured = {"context": contexts, "seconds": found, "shares of the whole step": of_whole}
+    write(options.out, "account", {"model": options.model, **measured})
     plot_account(options.out.with_suffix(".png"), found)
 
 

@@ -2,8 +2,17 @@
 
     python -m bench.floor [--model bench-200m] [--rounds 5] [--out bench/results/floor.json]
 
-Matrix products run on weights that oneDNN has packed, one layer's after the other as in a step, so
-that they come from memory. Medians.
+Two of them, per number of tokens:
+
+* the floor, in `projections_seconds` and `head_seconds`, is what a kernel has achieved here: the
+  faster of oneDNN and ours, on a step's exact products one after the other (`bench.products`);
+* the bound, in `projections_bound_seconds` and `head_bound_seconds`, is arithmetic: per product
+  max(bytes / read rate, flops / peak), which no kernel can beat.
+
+The read rate is the best of reading a large buffer and of what the products of a decode step read;
+the peak is the best of all products measured, which a prefill of 1024 tokens is to reach. Floors
+are the best of the rounds, since they are to say what the hardware can do; the rates of copying,
+hashing and streaming, which other things are measured against, are medians.
 """
 
 from __future__ import annotations
@@ -11,136 +20,111 @@ from __future__ import annotations
 import argparse
 import hashlib
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.models import SHAPES, image_bytes, projections
+from bench.products import Products, layer_shapes, seconds
 from bench.results import FOLDER, median, show, write
 from bench.store_process import bench_store
 from bench.store_pull import read_raw
+from kernels.host_memory import allocate_host
 
 THREADS = 2
 DECODE_SIZES = (1, 4, 16, 64)
 PREFILL_TOKENS = 1024
+MIN_REPEATS = 5
 BUFFER_BYTES = 512 << 20
 HASH_BYTES = 64 << 20
 RAW_BYTES = 256 << 20
 
 
 class ModelFloor:
-    """The products of one model. Shapes are [out, in]; q, k, v are one product, gate and up too."""
+    """The products of one model."""
 
     def __init__(self, name: str) -> None:
-        sizes = projections(name)
-        hidden, mlp = sizes["down_proj"][1], sizes["down_proj"][0]
-        self.num_layers = int(SHAPES[name]["num_hidden_layers"])
-        self.vocab = int(SHAPES[name]["vocab_size"])
-        self.hidden = hidden
-        self.layer_shapes = [(hidden + 2 * sizes["k_proj"][1], hidden), (hidden, hidden)]
-        self.layer_shapes += [(2 * mlp, hidden), (hidden, mlp)]
+        num_layers = int(SHAPES[name]["num_hidden_layers"])
+        vocab, hidden = int(SHAPES[name]["vocab_size"]), int(SHAPES[name]["hidden_size"])
         self.adapter_bytes = image_bytes(name)
-        self._weights = [
-            [_random(*shape) for shape in self.layer_shapes] for _ in range(self.num_layers)
-        ]
-        self._head = _random(self.vocab, self.hidden)
+        self.projections = Products(layer_shapes(projections(name)) * num_layers)
+        # Logits are sums in fp32.
+        self.head = Products([(vocab, hidden)], torch.float32)
 
     @property
     def flops_per_token(self) -> float:
         """Of all projections, without the head."""
-        return 2.0 * self.num_layers * sum(out * into for out, into in self.layer_shapes)
-
-    def projections_seconds(self, num_tokens: int, repeats: int) -> float:
-        """All projections of one step of so many tokens."""
-        inputs = {into: _random(num_tokens, into) for _, into in self.layer_shapes}
-        packed = [_pack(w, num_tokens) for layer in self._weights for w in layer]
-        order = [into for _, into in self.layer_shapes] * self.num_layers
-
-        def step() -> None:
-            for weight, into in zip(packed, order, strict=True):
-                _multiply(inputs[into], weight)
-
-        return _seconds(step, repeats)
-
-    def head_seconds(self, num_tokens: int, repeats: int) -> float:
-        """The output head, whose logits are fp32 sums."""
-        inputs, packed = _random(num_tokens, self.hidden), _pack(self._head, num_tokens)
-        return _seconds(lambda: _multiply(inputs, packed), repeats)
+        return self.projections.flops_per_token
 
     def measure(self, repeats: int = 5) -> dict[str, Any]:
-        """Seconds per step size, and FLOP/s of a large prefill."""
-        prefill_s = self.projections_seconds(PREFILL_TOKENS, max(1, repeats // 2))
+        """Seconds per number of tokens, floors and bounds, and the rates that they come from."""
+        repeats = max(repeats, MIN_REPEATS)
+        layers = {n: self.projections.best(n, repeats) for n in (*DECODE_SIZES, PREFILL_TOKENS)}
+        heads = {n: self.head.best(n, repeats) for n in DECODE_SIZES}
+        rates = {n: n * self.flops_per_token / best.seconds for n, best in layers.items()}
+        peak = max(rates.values())
+        decode_s = min(layers[n].seconds for n in DECODE_SIZES)
+        read = max(read_rate(repeats), self.projections.num_bytes / decode_s)
         return {
-            "projections_seconds": {
-                str(size): self.projections_seconds(size, repeats) for size in DECODE_SIZES
+            "projections_seconds": {str(n): layers[n].seconds for n in DECODE_SIZES},
+            "projections_bound_seconds": {
+                str(n): self.projections.bound_seconds(n, read, peak) for n in DECODE_SIZES
             },
-            "head_seconds": {str(size): self.head_seconds(size, repeats) for size in DECODE_SIZES},
-            "prefill_flops": self.flops_per_token * PREFILL_TOKENS / prefill_s,
-            "read_bytes_per_second": read_rate(repeats),
+            "projections_kernel": {str(n): best.kernel for n, best in layers.items()},
+            "head_seconds": {str(n): best.seconds for n, best in heads.items()},
+            "head_bound_seconds": {
+                str(n): self.head.bound_seconds(n, read, peak) for n in DECODE_SIZES
+            },
+            "head_kernel": {str(n): best.kernel for n, best in heads.items()},
+            "prefill_flops": rates[PREFILL_TOKENS],
+            "peak_flops": peak,
+            "read_bytes_per_second": read,
         }
 
     def w1_rate(
-        self, measured: dict[str, Any], num_requests: int, num_in: int, num_out: int, adapters: int
+        self,
+        measured: dict[str, Any],
+        num_requests: int,
+        num_in: int,
+        num_out: int,
+        adapters: int,
+        *,
+        is_bound: bool = False,
     ) -> float:
-        """Output tokens per second of W1 if nothing but products and adapters' bytes took time."""
+        """Output tokens per second of W1 if nothing but products and adapters' bytes took time: as
+        long as the best kernel has taken, or, of the bound, as the hardware needs."""
+        kind, flops = ("bound_seconds", "peak_flops") if is_bound else ("seconds", "prefill_flops")
         size = str(num_requests)
-        prefill_s = num_requests * num_in * self.flops_per_token / measured["prefill_flops"]
-        step_s = measured["projections_seconds"][size] + measured["head_seconds"][size]
+        prefill_s = num_requests * num_in * self.flops_per_token / measured[flops]
+        step_s: float = measured[f"projections_{kind}"][size] + measured[f"head_{kind}"][size]
         lora_s = adapters * self.adapter_bytes / measured["read_bytes_per_second"]
-        seconds = prefill_s + (num_out - 1) * (step_s + lora_s)
-        return float(num_requests * num_out / seconds)
+        whole_s = prefill_s + (num_out - 1) * (step_s + lora_s)
+        return float(num_requests * num_out / whole_s)
 
 
 def read_rate(repeats: int = 5) -> float:
-    """Bytes per second of reading memory, with all threads."""
-    data = torch.ones(BUFFER_BYTES // 4)
-    return BUFFER_BYTES / _seconds(lambda: data.amax(), repeats)
+    """Bytes per second of reading memory in huge pages, with all threads: the best."""
+    data = allocate_host(BUFFER_BYTES).view(torch.float32)
+    return BUFFER_BYTES / min(seconds(lambda: data.amax(), repeats))
 
 
 def copy_rate(repeats: int = 5) -> float:
     """Bytes copied per second, with all threads."""
-    source = torch.ones(BUFFER_BYTES // 4)
-    target = torch.empty_like(source)
-    return BUFFER_BYTES / _seconds(lambda: target.copy_(source), repeats)
+    source, target = (allocate_host(BUFFER_BYTES).view(torch.float32) for _ in range(2))
+    return BUFFER_BYTES / median(seconds(lambda: target.copy_(source), repeats))
 
 
 def hash_rate(repeats: int = 5) -> float:
     """Bytes per second of sha256 on one core."""
     data = bytes(HASH_BYTES)
-    return HASH_BYTES / _seconds(lambda: hashlib.sha256(data), repeats)
+    return HASH_BYTES / median(seconds(lambda: hashlib.sha256(data), repeats))
 
 
 def stream_rate(repeats: int = 5) -> float:
     """Bytes per second of a plain gRPC stream from Python to Python on this machine."""
     with tempfile.TemporaryDirectory() as folder, bench_store(Path(folder)) as store:
-        return RAW_BYTES / _seconds(lambda: read_raw(store, RAW_BYTES), repeats)
-
-
-def _random(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16).uniform_(-1, 1)
-
-
-def _pack(weight: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, num_tokens)
-    return packed
-
-
-def _multiply(inputs: torch.Tensor, packed: torch.Tensor) -> None:
-    torch.ops.mkldnn._linear_pointwise(inputs, packed, None, "none", [], "")
-
-
-def _seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of some runs after a first."""
-    work()
-    found = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began_s)
-    return median(found)
+        return RAW_BYTES / median(seconds(lambda: read_raw(store, RAW_BYTES), repeats))
 
 
 def main() -> None:
@@ -158,11 +142,15 @@ def main() -> None:
         "stream_bytes_per_second": stream_rate(options.rounds),
         "adapter_bytes": floor.adapter_bytes,
     }
-    rows = [(f"projections, {n} tokens", 1e3 * s) for n, s in found["projections_seconds"].items()]
-    rows += [(f"head, {n} tokens", 1e3 * s) for n, s in found["head_seconds"].items()]
-    show(f"{options.model}: floors of a step", ("what", "ms"), rows)
+    rows = []
+    for what in ("projections", "head"):
+        for n, floor_s in found[f"{what}_seconds"].items():
+            bound_s, kernel = found[f"{what}_bound_seconds"][n], found[f"{what}_kernel"][n]
+            rows.append((f"{what}, {n} tokens", 1e3 * floor_s, kernel, 1e3 * bound_s))
+    columns = ("what", "floor, ms", "of", "bound, ms")
+    show(f"{options.model}: floors of a step", columns, rows)
     rates = [(name, found[name] / 1e9) for name in found if name.endswith("_per_second")]
-    rates.append(("prefill, TFLOP/s", found["prefill_flops"] / 1e12))
+    rates += [(f"{name}, T", found[name] / 1e12) for name in ("prefill_flops", "peak_flops")]
     show("rates", ("what", "G per second"), rates)
     write(options.out, "floor", {"model": options.model, **found})
 

@@ -4,9 +4,10 @@
                        [--num-out 32] [--requests 16] [--out FILE]
 
 Every side runs in a process of its own with two threads and times itself; they take turns within
-a round, one computing at a time, on the same prompts, model folder and adapters, and the floor is
-measured in every round as well. Prefix caches are off, nobody stops at an end token. Medians over
-the rounds after a first that warms up, and ratios of medians.
+a round, one computing at a time, on the same prompts, model folder and adapters. The floor and the
+bound of the hardware (`bench.floor`) are measured in every round as well. Prefix caches are off,
+nobody stops at an end token. Medians over the rounds after a first that warms up, and ratios of
+medians.
 """
 
 from __future__ import annotations
@@ -111,9 +112,10 @@ def measure(
             if round_index:
                 floors.append(measured)
                 for row in rows:
-                    rates[row.name].setdefault("floor", []).append(
-                        floor.w1_rate(measured, row.num_requests, NUM_IN, num_out, row.asked)
-                    )
+                    work = (row.num_requests, NUM_IN, num_out, row.asked)
+                    for kind in ("floor", "bound"):
+                        rate = floor.w1_rate(measured, *work, is_bound=kind == "bound")
+                        rates[row.name].setdefault(kind, []).append(rate)
     facts = {child.name: child.facts for child in children}
     return {"tokens_per_second": rates, "floors": floors, "sides": facts}
 
@@ -129,7 +131,7 @@ def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
         if ours := found.get("ours"):
             found |= {
                 f"ours / {side}": ours / found[side]
-                for side in ("vllm best", "peft", "floor")
+                for side in ("vllm best", "peft", "floor", "bound")
                 if side in found
             }
             if base and name in {row.name for row in ROWS if row.num_requests == 16}:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.account import name_operations
+from bench.products import Products
 from bench.results import percentile
 from bench.trace import Traffic
 from bench.w1 import summarize
@@ -55,12 +56,26 @@ def test_ratios_take_the_best_of_vllm() -> None:
     summary = summarize(
         {
             "base": {"ours": [100.0], "vllm": [50.0], "vllm-iomp": [80.0]},
-            "16 adapters": {"ours": [90.0, 70.0, 75.0], "vllm": [5.0], "floor": [100.0]},
+            "16 adapters": {
+                "ours": [90.0, 70.0, 75.0],
+                "vllm": [5.0],
+                "floor": [100.0],
+                "bound": [150.0],
+            },
         }
     )
     assert summary["base"]["ours / vllm best"] == pytest.approx(1.25)
     assert summary["16 adapters"]["ours / our base"] == pytest.approx(0.75)
     assert summary["16 adapters"]["ours / floor"] == pytest.approx(0.75)
+    assert summary["16 adapters"]["ours / bound"] == pytest.approx(0.5)
+
+
+def test_a_bound_takes_the_longer_of_reading_and_arithmetic() -> None:
+    products = Products([(64, 32), (32, 64)])
+    assert products.num_bytes == 2 * products.flops_per_token / 2 == 8192
+    assert products.bound_seconds(1, 8192.0, 1e9) == pytest.approx(1.0)
+    assert products.bound_seconds(10, 8192e3, 8192.0) == pytest.approx(10.0)
+    assert products.best(4, 1).seconds > 0
 
 
 def test_products_are_told_apart_by_their_place() -> None:

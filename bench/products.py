@@ -1,0 +1,118 @@
+"""Matrix products in the order of a step, by every kernel that this machine has: oneDNN and ours.
+
+Every product has weights of its own, so that they come from memory as they do when serving. Inputs,
+outputs and our packed weights lie in huge pages, as the engine's do; what oneDNN packs lies where
+oneDNN puts it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.host_memory import Slab, allocate_host
+from kernels.linear import PackedLinear, linear_op
+from kernels.native.library import Library, load
+
+
+def layer_shapes(sizes: dict[str, tuple[int, int]]) -> list[tuple[int, int]]:
+    """[out, in] of one layer's products, from each target's (in, out): q, k and v are one product,
+    gate and up are one."""
+    hidden, mlp = sizes["down_proj"][1], sizes["down_proj"][0]
+    attention = [(hidden + 2 * sizes["k_proj"][1], hidden), (hidden, hidden)]
+    return [*attention, (2 * mlp, hidden), (hidden, mlp)]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The fastest kernel of a number of tokens, and its least seconds."""
+
+    seconds: float
+    kernel: str
+
+
+class Products:
+    """`shapes` are [out, in], in the order in which they are computed; bf16, outputs of ours in
+    `out_dtype`."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], out_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._shapes = shapes
+        self._out_dtype = out_dtype
+        # Packing copies: one source per shape is enough for any number of packed weights.
+        self._sources = {shape: random_bf16(*shape) for shape in set(shapes)}
+        self._library: Library | None = load()
+        self._packed: list[PackedLinear] = []
+        if self._library is not None:
+            slab = Slab()
+            pack = PackedLinear.pack
+            self._packed = [pack(self._sources[s], allocate=slab.take) for s in shapes]
+
+    @property
+    def flops_per_token(self) -> float:
+        return 2.0 * sum(out * into for out, into in self._shapes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return 2 * sum(out * into for out, into in self._shapes)
+
+    def bound_seconds(self, num_tokens: int, bytes_per_s: float, flops_per_s: float) -> float:
+        """What the hardware needs at least: per product the longer of reading its weights and of
+        its arithmetic."""
+        sizes = [out * into for out, into in self._shapes]
+        return sum(max(2 * s / bytes_per_s, 2 * s * num_tokens / flops_per_s) for s in sizes)
+
+    def best(self, num_tokens: int, repeats: int) -> Best:
+        """The least seconds of all products of so many tokens."""
+        inputs = {into: random_bf16(num_tokens, into) for _, into in self._shapes}
+        runs = {"oneDNN": self._onednn(inputs, num_tokens)}
+        if self._library is not None:
+            runs[f"native {self._library.variant}"] = self._native(self._library, inputs)
+        found = [Best(min(seconds(run, repeats)), kernel) for kernel, run in runs.items()]
+        return min(found, key=lambda best: best.seconds)
+
+    def _onednn(self, inputs: dict[int, torch.Tensor], num_tokens: int) -> Callable[[], None]:
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        weights = [(pack(self._sources[s], num_tokens), inputs[s[1]]) for s in self._shapes]
+
+        def run() -> None:
+            for weight, x in weights:
+                torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+        return run
+
+    def _native(self, library: Library, inputs: dict[int, torch.Tensor]) -> Callable[[], None]:
+        num_tokens = len(next(iter(inputs.values())))
+        count = torch.tensor([num_tokens], dtype=torch.int32)
+        outs = {out: _empty(num_tokens, out, self._out_dtype) for out, _ in self._shapes}
+        ops = [
+            linear_op(inputs[into], packed, outs[out], count)
+            for (out, into), packed in zip(self._shapes, self._packed, strict=True)
+        ]
+        return library.program(ops).run
+
+
+def random_bf16(num_rows: int, num_columns: int) -> torch.Tensor:
+    """In [-1, 1), in huge pages."""
+    return _empty(num_rows, num_columns, torch.bfloat16).uniform_(-1, 1)
+
+
+def _empty(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+    memory = allocate_host(num_rows * num_columns * dtype.itemsize)
+    return memory.view(dtype).view(num_rows, num_columns)
+
+
+def seconds(work: Callable[[], object], repeats: int) -> list[float]:
+    """Of some runs after a first."""
+    work()
+    found = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began_s)
+    return found
