@@ -111,6 +111,14 @@ class BenchEngine:
             if not self._news.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("no request ended")
 
+    def wait_first_tokens(self, tracks: Iterable[Track], timeout_s: float) -> bool:
+        """Until all have a token or have ended; False if they have not in time."""
+        waiting = [track for track in tracks if not track.token_times_s]
+        with self._news:
+            return self._news.wait_for(
+                lambda: all(t.token_times_s or t.is_done for t in waiting), timeout_s
+            )
+
     def call(self, command: Command, digest: str = "", *, pin: bool = False) -> Any:
         """The command's result. Raises what the engine answers."""
         number = next(self._numbers)

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from bench.account import name_operations
+from bench.engine import Track
 from bench.products import Products
 from bench.results import percentile
 from bench.trace import Traffic
 from bench.w1 import summarize
 from bench.w3 import largest_bucket_s
+from bench.w4 import observe
 from loadout.prometheus import parse
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +112,23 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert percentile([3.0], 50) == 3.0
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
+
+
+def test_first_tokens_after_the_window_count_and_missing_ones_make_a_lower_bound() -> None:
+    came = [Track(0.0, token_times_s=[1.0 + index, 11.0]) for index in range(8)]
+    late = Track(5.0, token_times_s=[12.0])
+    found = observe([*came, late], 0.0, 10.0, 12.0)
+    assert found["tokens_per_second"] == pytest.approx(0.8)
+    assert found["waiting at the end"] == 1
+    assert found["first_token_p99_s"] == 8.0
+    assert not found["first_token_p99_s is a lower bound"]
+
+    never = Track(4.0)
+    found = observe([*came, late, never], 0.0, 10.0, 13.0)
+    assert found["without a token"] == 1
+    assert found["first_token_p99_s"] == 9.0
+    assert found["first_token_p99_s is a lower bound"]
+    assert not found["first_token_p50_s is a lower bound"]
 
 
 def test_the_protocol_of_sides_needs_no_packages() -> None:
