@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.memory_store import MemoryStore
+import psutil
+
+from bench.memory_store import MemoryStore, variant_digest
+from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyRecipe, check_idle
 from inference_svc.core import (
     Call,
     Cancel,
@@ -20,14 +23,17 @@ from inference_svc.core import (
     Request,
     SamplingParams,
     StepOutputs,
+    StoreNews,
     Submit,
     Timings,
     Usage,
 )
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.handle_process import EngineProcess
 
 CALL_TIMEOUT_S = 600.0
+DOORS = ("thread", "process")
 
 
 @dataclass(slots=True)
@@ -51,22 +57,45 @@ class Track:
 
 
 class BenchEngine:
-    """An engine in its thread over a store in memory. One thread calls the methods."""
+    """An engine over a store in memory: in a thread, or in a process of its own, with a copy of the
+    store. One thread calls the methods."""
 
-    def __init__(self, config: EngineConfig, store: MemoryStore) -> None:
+    def __init__(self, config: EngineConfig, store: MemoryStore, door: str = "thread") -> None:
         self.store = store
-        self.door = EngineThread(config, store)
         self._news = threading.Condition()
         self._numbers = itertools.count(1)
         self._tracks: dict[str, Track] = {}
         self._replies: dict[int, Any] = {}
+        self._checked: list[Checked] = []
+        self.door: EngineThread | EngineProcess
+        if door == "process":
+            recipe = StoreCopyRecipe(store.folders)
+            self.door = EngineProcess(config, recipe, self._hear_store).load()
+        else:
+            self.door = EngineThread(config, store)
         self.door.start(self._hear)
+        if isinstance(self.door, EngineProcess):
+            self.door.send(StoreNews(self.door.layout))
         self.door.send(LayoutAccepted(store.accept_layout(self.door.layout)))
 
     @property
     def kernels(self) -> str:
         """What computes, such as "native avx512_bf16"."""
-        return self.door.built.engine.runner.model.kernels
+        return self.describe().kernels
+
+    def add_variants(self, digest: str, count: int) -> list[str]:
+        """The digests of `count` more adapters in the store, made of a registered one."""
+        if isinstance(self.door, EngineThread):
+            return self.store.add_variants(digest, count)
+        self.door.send(StoreNews(AddVariants(digest, count)))
+        return [variant_digest(digest, number) for number in range(count)]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of this process and its children."""
+        process = psutil.Process()
+        everyone = [process, *process.children(recursive=True)]
+        return sum(each.memory_info().rss for each in everyone)
 
     def submit(
         self,
@@ -149,14 +178,23 @@ class BenchEngine:
 
     def check_idle(self) -> None:
         """Asserts that the engine's accounts agree, and that nothing is held."""
-        built = self.door.built
-        built.engine.check_integrity()
-        assert built.engine.scheduler.pages.num_used == 0, "pages are held"
-        assert not built.engine.sequences, "sequences are held"
-        assert all(r.users == 0 for r in built.residency.device.residents()), "pins are held"
+        if isinstance(self.door, EngineThread):
+            check_idle(self.door.built)
+            return
+        self.door.send(StoreNews(CheckIdle()))
+        with self._news:
+            if not self._news.wait_for(lambda: self._checked, CALL_TIMEOUT_S):
+                raise TimeoutError("the engine's process did not check itself")
+            error = self._checked.pop().error
+        assert error is None, error
 
     def stop(self) -> None:
         self.door.stop()
+
+    def _hear_store(self, content: Checked) -> None:
+        with self._news:
+            self._checked.append(content)
+            self._news.notify_all()
 
     def _hear(self, said: StepOutputs) -> None:
         now_s = time.monotonic()
@@ -173,4 +211,11 @@ class BenchEngine:
                     del self._tracks[output.request_id]
             for reply in said.replies:
                 self._replies[reply.call_id] = reply
+            if said.failure is not None:  # of a process that died nothing else is heard
+                self._end_all(said.failure)
             self._news.notify_all()
+
+    def _end_all(self, error: Exception) -> None:
+        for track in self._tracks.values():
+            track.error, track.is_done = error, True
+        self._tracks.clear()

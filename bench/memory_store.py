@@ -37,6 +37,10 @@ _DTYPES = {
 }
 
 
+def variant_digest(digest: str, number: int) -> str:
+    return "sha256:" + hashlib.sha256(f"{digest}/{number}".encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class StoredImage:
     """`data` without its first part, which is `first`; `hashes` are the parts' sha256."""
@@ -164,7 +168,7 @@ class MemoryStore:
             for bit in range(16):
                 # The lowest bit of a bf16 or fp32 value in little endian: it stays finite.
                 first[4 * bit] ^= number >> bit & 1
-            name = "sha256:" + hashlib.sha256(f"{digest}/{number}".encode()).hexdigest()
+            name = variant_digest(digest, number)
             hashes = (hashlib.sha256(first).digest(), *original.hashes[1:])
             self._stored[name] = StoredImage(name, original.image, bytes(first), hashes)
             digests.append(name)

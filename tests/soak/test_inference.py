@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
-from bench.engine import Track
+from bench.engine import DOORS, Track
 from bench.models import prepare
 from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterUnavailable, QueueFull
-from tests.soak.inference import NUM_SAMPLES, Asked, Soak, soak
+from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Asked, Soak, soak
 
 
-def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path) -> None:
-    done = soak(prepare("bench-tiny", 1, tmp_path), num_adapters=60, seconds=3, seed=5, threads=0)
+@pytest.mark.parametrize("door", DOORS)
+def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, door) -> None:
+    prepared = prepare("bench-tiny", 1, tmp_path)
+    done = soak(prepared, num_adapters=60, seconds=3, seed=5, threads=0, door=door)
     assert " 0 requests" not in f" {done}"
 
 
@@ -37,10 +42,32 @@ def test_an_end_that_nobody_asked_for_is_seen(asked, is_wrong) -> None:
         asked.check()
 
 
-def test_memory_that_grows_is_seen() -> None:
-    soak = Soak(None, [], 512, 0)
-    soak.samples = [(1 << 30) + (index << 20) for index in range(NUM_SAMPLES)]
+def _samples(change: Callable[[float], float]) -> list[int]:
+    """1 GiB times 1 + `change` of how far the time after the warm-up has come, of 0 to 1."""
+    warm_up = int(NUM_SAMPLES * WARM_UP_SHARE)
+    rest = NUM_SAMPLES - warm_up
+    flat = [int((1 + change(index / (rest - 1))) * 2**30) for index in range(rest)]
+    return [1 << 29] * warm_up + flat
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda at: 0.025 * at, id="grows"),
+        pytest.param(lambda at: -0.025 * at, id="shrinks"),
+        pytest.param(lambda at: 0.015 * at, id="grows, each sample near the median"),
+        pytest.param(lambda at: 0.02 * (0.4 < at < 0.6), id="a bump in the middle"),
+    ],
+)
+def test_memory_that_does_not_stay_is_seen(change) -> None:
+    run = Soak(None, [], 512, 0)
+    run.samples = _samples(change)
     with pytest.raises(AssertionError, match="resident memory"):
-        soak.check_memory()
-    soak.samples = [1 << 30] * NUM_SAMPLES
-    soak.check_memory()
+        run.check_memory()
+
+
+def test_memory_that_stays_passes() -> None:
+    noise, run = random.Random(0), Soak(None, [], 512, 0)
+    run.samples = _samples(lambda at: noise.uniform(-0.003, 0.003))
+    run.samples[40] += 30 << 20  # one reading
+    run.check_memory()

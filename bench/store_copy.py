@@ -1,0 +1,75 @@
+"""The store in memory, when the engine is a process of its own: what it says and hears there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.memory_store import MemoryStore
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.engine.build import BuiltEngine
+from inference_svc.engine.handle import EngineThread
+
+
+@dataclass(frozen=True, slots=True)
+class AddVariants:
+    digest: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckIdle:
+    """Answered with what `check_idle` raised, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    error: str | None
+
+
+class StoreCopy(MemoryStore):
+    """In the engine's process."""
+
+    def __init__(self, folders: dict[str, Path], say: Callable[[Any], None]) -> None:
+        super().__init__(dict(folders))
+        self._say = say
+
+    def hear(self, news: ModelLayout | AddVariants | CheckIdle) -> None:
+        if isinstance(news, ModelLayout):
+            self.accept_layout(news)
+        elif isinstance(news, AddVariants):
+            self.add_variants(news.digest, news.count)
+        else:
+            self._say(Checked(_checked()))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopyRecipe:
+    folders: dict[str, Path]
+
+    def __call__(self, say: Callable[[Any], None]) -> StoreCopy:
+        return StoreCopy(self.folders, say)
+
+
+def check_idle(built: BuiltEngine) -> None:
+    """Asserts that the engine's accounts agree, and that nothing is held."""
+    built.engine.check_integrity()
+    assert built.engine.scheduler.pages.num_used == 0, "pages are held"
+    assert not built.engine.sequences, "sequences are held"
+    assert all(r.users == 0 for r in built.residency.device.residents()), "pins are held"
+
+
+def _checked() -> str | None:
+    # The door has no message for it, and the store does not know the engine: it is looked for.
+    (engine,) = (found for found in gc.get_objects() if isinstance(found, EngineThread))
+    try:
+        check_idle(engine.built)
+    except AssertionError as error:
+        return f"the engine is not idle: {error!r}"
+    return None
