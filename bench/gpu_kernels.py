@@ -7,9 +7,10 @@ comes from memory and not from the cache of the device.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +24,33 @@ WIDTHS = (Q_SIZE, KV_SIZE, KV_SIZE)
 NUM_LAYERS, RANK, MAX_ADAPTERS = 32, 16, 32
 DTYPE = torch.bfloat16
 REPEATS = 20
+CHECKED_TOKENS = 8
+"""Of every segment: the definition is slow."""
 
 
-def time_us(run: Callable[[], None], num_calls: int) -> float:
-    """Microseconds per call of `run`, which makes `num_calls` of them: the best of REPEATS replays
-    of one graph."""
+class Times(NamedTuple):
+    """Microseconds per call."""
+
+    best_us: float
+    median_us: float
+
+
+def time_us(run: Callable[[], None], num_calls: int) -> Times:
+    """Of `run`, which makes `num_calls` calls: of REPEATS replays of one graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    best = float("inf")
+    found = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        best = min(best, begin.elapsed_time(end))
-    return best * 1e3 / num_calls
+        found.append(begin.elapsed_time(end) * 1e3 / num_calls)
+    return Times(min(found), statistics.median(found))
 
 
 @dataclass
@@ -118,24 +127,48 @@ def lora_kernels() -> list[dict[str, Any]]:
                 our_add_lora(out, x, table.arena, table, plan, group)
 
         num_bytes = len(set(slots)) * RANK * (3 * HIDDEN + sum(WIDTHS)) * DTYPE.itemsize
-        row: dict[str, Any] = {"case": name, "error": _error(adapters, plan, x, out)}
-        row["ours_us"] = time_us(ours, NUM_LAYERS)
+        got = out.clone()
+        our_add_lora(got, x, table.arena, table, plan, adapters.groups[0])
+        row: dict[str, Any] = {"case": name, "error": _error(adapters, plan, lengths, x, out, got)}
+        row["ours_us"], row["ours_median_us"] = time_us(ours, NUM_LAYERS)
         row["gb_per_s"] = num_bytes / row["ours_us"] / 1e3
-        row["vllm_us"] = None if peer is None else peer.time_us(plan, x, out)
+        row |= dict.fromkeys(("vllm_error", "vllm_us", "vllm_median_us"))
+        if peer is not None:
+            got = out.clone()
+            peer.run(plan, x, got, peer.weights[:1])
+            row["vllm_error"] = _error(adapters, plan, lengths, x, out, got)
+            row["vllm_us"], row["vllm_median_us"] = peer.time_us(plan, x, out)
         found.append(row)
     return found
 
 
-def _error(adapters: Adapters, plan: LoraPlan, x: torch.Tensor, out: torch.Tensor) -> float:
-    """Relative RMS against the definition, of the first 64 tokens."""
-    table, group = adapters.table, adapters.groups[0]
-    got, wanted = out.clone(), out.clone()
-    our_add_lora(got, x, table.arena, table, plan, group)
-    few = min(64, plan.num_tokens)
-    short = LoraPlan.build(plan.token_slots[:few].tolist(), [1] * few, table, "cuda")
-    reference.add_lora(wanted[:few], x[:few], table.arena, table, short, group)
-    difference = (got[:few].double() - wanted[:few].double()).square().mean().sqrt()
-    return float(difference / wanted[:few].double().square().mean().sqrt())
+def checked_tokens(lengths: list[int]) -> list[int]:
+    """The first CHECKED_TOKENS of every segment."""
+    firsts = [sum(lengths[:index]) for index in range(len(lengths))]
+    return [
+        first + token
+        for first, length in zip(firsts, lengths, strict=True)
+        for token in range(min(CHECKED_TOKENS, length))
+    ]
+
+
+def _error(
+    adapters: Adapters,
+    plan: LoraPlan,
+    lengths: list[int],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    got: torch.Tensor,
+) -> float:
+    """Relative RMS of `got`, which was `out` before layer 0 was added, against the definition, over
+    some tokens of every segment."""
+    table, tokens = adapters.table, checked_tokens(lengths)
+    wanted = out[tokens]
+    slots = plan.token_slots[tokens].tolist()
+    few = LoraPlan.build(slots, [1] * len(tokens), table, "cuda")
+    reference.add_lora(wanted, x[tokens], table.arena, table, few, adapters.groups[0])
+    difference = (got[tokens].double() - wanted.double()).square().mean().sqrt()
+    return float(difference / wanted.double().square().mean().sqrt())
 
 
 class _VllmLora:
@@ -143,7 +176,7 @@ class _VllmLora:
 
     def __init__(self, adapters: Adapters, meta: Any, shrink: Any, expand: Any) -> None:
         self._meta, self._shrink, self._expand = meta, shrink, expand
-        self._weights = [adapters.stacked(layer) for layer in range(NUM_LAYERS)]
+        self.weights = [adapters.stacked(layer) for layer in range(NUM_LAYERS)]
 
     @classmethod
     def load(cls, adapters: Adapters) -> _VllmLora | None:
@@ -156,17 +189,26 @@ class _VllmLora:
         meta = LoRAKernelMeta.make(MAX_ADAPTERS, 4096, "cuda")
         return cls(adapters, meta, lora_shrink, lora_expand)
 
-    def time_us(self, plan: LoraPlan, x: torch.Tensor, out: torch.Tensor) -> float:
+    def run(self, plan: LoraPlan, x: torch.Tensor, out: torch.Tensor, weights: list[Any]) -> None:
+        """Adds to `out`, once per layer in `weights`."""
+        self._calls(plan, x, out, weights)()
+
+    def time_us(self, plan: LoraPlan, x: torch.Tensor, out: torch.Tensor) -> Times:
+        return time_us(self._calls(plan, x, out, self.weights), NUM_LAYERS)
+
+    def _calls(
+        self, plan: LoraPlan, x: torch.Tensor, out: torch.Tensor, weights: list[Any]
+    ) -> Callable[[], None]:
         self._meta.prepare_tensors(plan.token_slots)
         y = torch.empty(3, len(x), RANK, dtype=torch.float32, device="cuda")
         args = self._meta.meta_args(len(x), True)
 
         def run() -> None:
-            for a, b in self._weights:
+            for a, b in weights:
                 self._shrink(x, a, y, *args, 1.0)
                 self._expand(y, b, out, *args, offset_start=0, add_inputs=True)
 
-        return time_us(run, NUM_LAYERS)
+        return run
 
 
 def attention_kernels(num_layers: int = 4) -> list[dict[str, Any]]:
@@ -217,13 +259,17 @@ def _attention(num_rows: int, context: int, num_layers: int) -> dict[str, Any]:
         q.unsqueeze(2).float(), k.float(), v.float(), scale=scale, enable_gqa=True
     ).squeeze(2)
     got = attend(q, cache, 0, plan, scale=scale).float()
-    ours_us = time_us(ours, num_layers)
+    (ours_us, ours_median_us), (torch_us, torch_median_us) = (
+        time_us(run, num_layers) for run in (ours, torchs)
+    )
     num_bytes = num_rows * context * 2 * KV_SIZE * DTYPE.itemsize
     return {
         "rows": num_rows,
         "context": context,
         "error": float((got - wanted).norm() / wanted.norm()),
         "ours_us": ours_us,
-        "torch_us": time_us(torchs, num_layers),
+        "ours_median_us": ours_median_us,
+        "torch_us": torch_us,
+        "torch_median_us": torch_median_us,
         "gb_per_s": num_bytes / ours_us / 1e3,
     }
