@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.models import SHAPES
 from kernels.attention import AttentionPlan, KVCache, attend
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.native.library import Library, load
@@ -30,6 +31,17 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, model: str) -> Shape:
+        shape = SHAPES[model]
+        num_heads = int(shape["num_attention_heads"])
+        return cls(
+            int(shape["num_hidden_layers"]),
+            num_heads,
+            int(shape["num_key_value_heads"]),
+            int(shape["hidden_size"]) // num_heads,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +64,13 @@ class Work:
         return seen * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * 4
 
 
-BENCH_200M = Shape(16, 16, 4, 64)
-TINY_LLAMA = Shape(22, 32, 4, 64)
+BENCH_200M, BENCH_1B = Shape.of("bench-200m"), Shape.of("bench-1b")
 WORK = [
     Work("200m decode 16 x 80", BENCH_200M, [(79, 1)] * 16),
     Work("200m decode 16 x 512", BENCH_200M, [(511, 1)] * 16),
     Work("200m decode 1 x 4000", BENCH_200M, [(3999, 1)]),
-    Work("1.1b decode 16 x 80", TINY_LLAMA, [(79, 1)] * 16),
-    Work("1.1b decode 4 x 2000", TINY_LLAMA, [(1999, 1)] * 4),
+    Work("1b decode 16 x 80", BENCH_1B, [(79, 1)] * 16),
+    Work("1b decode 4 x 2000", BENCH_1B, [(1999, 1)] * 4),
     Work("200m prompts 16 x 64", BENCH_200M, [(0, 64)] * 16),
     Work("200m prompt 512", BENCH_200M, [(0, 512)]),
     Work("200m prompt 2048", BENCH_200M, [(0, 2048)]),
@@ -84,7 +95,8 @@ def measure(library: Library, work: Work, repeats: int) -> tuple[float, float]:
     contexts = [first + count for first, count in work.rows]
     counts = [-(-context // PAGE_SIZE) for context in contexts]
     pages = [part.tolist() for part in torch.randperm(sum(counts)).split(counts)]
-    plan = AttentionPlan.build(*zip(*work.rows, strict=True), pages, PAGE_SIZE)
+    firsts, num_queries = zip(*work.rows, strict=True)
+    plan = AttentionPlan.build(firsts, num_queries, pages, PAGE_SIZE)
     caches = [
         KVCache.allocate(
             num_layers=s.num_layers,

@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.models import SHAPES, projections
+from bench.products import layer_shapes
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, load
 
@@ -26,20 +28,18 @@ NUM_TOKENS = (1, 4, 8, 16, 32, 64, 256, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder's projections, [in, out] each."""
+    """A decoder's projections, [out, in] each."""
 
-    layer: tuple[tuple[int, int], ...]
+    layer: list[tuple[int, int]]
     num_layers: int
+
+    @classmethod
+    def of(cls, model: str) -> Shape:
+        return cls(layer_shapes(projections(model)), int(SHAPES[model]["num_hidden_layers"]))
 
     @property
     def num_weights(self) -> int:
-        return self.num_layers * sum(size_in * size_out for size_in, size_out in self.layer)
-
-
-SHAPES = {
-    "bench-200m": Shape(((1024, 1536), (1024, 1024), (1024, 5632), (2816, 1024)), 16),
-    "tinyllama-1.1b": Shape(((2048, 2560), (2048, 2048), (2048, 11264), (5632, 2048)), 22),
-}
+        return self.num_layers * sum(size_out * size_in for size_out, size_in in self.layer)
 
 
 class Projections:
@@ -47,11 +47,11 @@ class Projections:
 
     def __init__(self, shape: Shape, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
-        rows = {size for pair in shape.layer for size in pair}
+        rows = {size_in for _, size_in in shape.layer}
         self._x = {size: torch.randn(max_tokens, size).bfloat16() for size in rows}
         ops: list[NativeOp] = []
         self._theirs: list[tuple[int, torch.Tensor]] = []
-        for size_in, size_out in shape.layer * shape.num_layers:
+        for size_out, size_in in shape.layer * shape.num_layers:
             weight = torch.randn(size_out, size_in).bfloat16()
             out = torch.empty(max_tokens, size_out, dtype=torch.bfloat16)
             packed = PackedLinear.pack(weight)
@@ -86,25 +86,22 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     library = load()
     assert library is not None, "no native kernels here: nothing to compare"
-    shape = SHAPES[args.model]
-    projections = Projections(shape, library, max(args.num_tokens))
+    shape = Shape.of(args.model)
+    both = Projections(shape, library, max(args.num_tokens))
     table = Table(title=f"{args.model}, {args.threads} threads, {library.variant}, ms")
     for column in ("tokens", "ours", "median", "oneDNN", "median", "ratio", "TFLOP/s", "GB/s"):
         table.add_column(column, justify="right")
     with torch.inference_mode():
         for num_tokens in args.num_tokens:
-            table.add_row(*measure(projections, shape, num_tokens, args.rounds))
+            table.add_row(*measure(both, shape, num_tokens, args.rounds))
     Console().print(table)
 
 
-def measure(
-    projections: Projections, shape: Shape, num_tokens: int, most_rounds: int
-) -> tuple[str, ...]:
+def measure(sides: Projections, shape: Shape, num_tokens: int, most_rounds: int) -> tuple[str, ...]:
     """One row: both sides' times, theirs over ours, and what ours is in arithmetic and bytes."""
     rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
     both = [
-        (seconds(projections.ours, num_tokens), seconds(projections.theirs, num_tokens))
-        for _ in range(rounds)
+        (seconds(sides.ours, num_tokens), seconds(sides.theirs, num_tokens)) for _ in range(rounds)
     ]
     ours, theirs = ([pair[side] for pair in both] for side in (0, 1))
     best = min(ours)

@@ -46,7 +46,9 @@ class Setup:
 
 def make_setup(rank: int) -> Setup:
     """Adapters one after the other in an arena, as their images lie."""
-    groups, entries, granule, target = [], [[] for _ in range(NUM_ADAPTERS)], 0, 0
+    groups: list[LoraGroup] = []
+    entries: list[list[TableEntry]] = [[] for _ in range(NUM_ADAPTERS)]
+    granule, target = 0, 0
     for _ in range(NUM_LAYERS):
         for num_in, widths in GROUPS:
             targets = tuple(range(target, target + len(widths)))
