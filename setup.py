@@ -4,11 +4,13 @@ pyproject.toml."""
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PROTOS = ROOT / "protos"
+LIBRARIES = ROOT / "kernels" / "native" / "lib"
 
 
 def generate_stubs() -> None:
@@ -43,4 +45,26 @@ class BuildWithStubs(build_py):
         super().run()
 
 
-setup(cmdclass={"build_py": BuildWithStubs})
+class WithLibraries(Distribution):
+    """Compiled kernels are of one platform, though no extension modules."""
+
+    def has_ext_modules(self) -> bool:
+        return any(LIBRARIES.glob("*.so"))
+
+
+class PlatformWheel(bdist_wheel):
+    """Tagged with the platform if libraries are inside, and with any if not."""
+
+    def finalize_options(self) -> None:
+        compile_kernels()  # now: what is inside decides the tag
+        super().finalize_options()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform  # they are loaded with ctypes: every Python can
+
+
+setup(
+    distclass=WithLibraries,
+    cmdclass={"build_py": BuildWithStubs, "bdist_wheel": PlatformWheel},
+)
