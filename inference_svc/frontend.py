@@ -1,6 +1,7 @@
 """Turns the engine's outputs into one stream of text per request. Knows asyncio, not transport.
 
-Everything here runs on one event loop; the engine's thread only hands over, once per turn.
+Everything here runs on one event loop; a thread of the engine's, or of the door to its process,
+only hands over, once per turn.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Frontend:
     # --- what the engine says -------------------------------------------------------------------
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """In the engine's thread."""
+        """In the engine's thread, or the one that reads what its process says."""
         # The loop is closed only if the process ends without stopping the engine first.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)

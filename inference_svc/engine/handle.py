@@ -1,6 +1,6 @@
 """The engine's only door: picklable messages in, one batch of outputs per turn out.
 
-Here it lives in a thread of its own; a process would have the same door.
+Here it lives in a thread of its own; handle_process is the same door to one in a process.
 """
 
 from __future__ import annotations
