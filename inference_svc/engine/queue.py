@@ -18,7 +18,7 @@ class FairQueue:
     Those whose adapter is not there are parked, by digest: they cost a step nothing. `quantum`
     tokens is what a tenant, and within it an adapter, may take in one turn; what a sequence may
     generate is charged when it starts, and given back where it ends earlier. After `ageing_s` a
-    sequence is aged, and goes before all of its tenant that are not.
+    sequence is aged: half of its tenant's tokens go to such, in order of arrival.
     """
 
     def __init__(self, quantum: int, ageing_s: float) -> None:

@@ -19,7 +19,8 @@ from inference_svc.engine.queue import FairQueue
 class Limits:
     """`max_batch_tokens` per step, at least `max_sequences`; `max_prefill_chunk` per sequence and
     step; `fair_quantum` tokens per turn of a tenant or an adapter; `fair_ageing_s`: how long what
-    came later may pass a request, for its priority or because its adapter is there."""
+    came later may pass a request without bound, for its priority, its adapter's turn or because
+    its adapter is there."""
 
     max_sequences: int
     max_batch_tokens: int

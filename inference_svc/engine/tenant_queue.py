@@ -1,4 +1,4 @@
-"""What one tenant has waiting: aged requests first, then by priority, then adapters in turn."""
+"""What one tenant has waiting: by priority, then adapters in turn; half of it for the aged."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def arrival_s(sequence: Sequence) -> float:
 class TenantQueue:
     """Flows in every order that is asked for. Each operation is logarithmic in their number.
 
-    The aged go first in order of arrival, but while somebody of a higher priority waits they get
-    half of the tokens: a backlog of low priority neither starves nor keeps others waiting.
+    While something is aged, half of the tokens go to the aged in order of arrival, the other half
+    to the highest priority, its adapters in turn: a backlog, of a low priority or of one adapter,
+    neither starves nor keeps others waiting. Before one that is aged, no more is taken in turn
+    than by those that came before it, and one request.
     """
 
     def __init__(self, name: str, quantum: int) -> None:
@@ -58,7 +60,7 @@ class TenantQueue:
         self._ready_by_age: list[tuple[float, int, Flow]] = []
         self._levels: dict[int, Turns] = {}  # of ready flows; the members are digests
         self._priorities: list[int] = []  # of the levels, ascending
-        self._aged_lead = 0  # tokens, over those of higher priority, while both wait
+        self._aged_lead = 0  # tokens that went to the aged, over those taken in turn
         self._aged_sign = 0  # of what starts next in that lead
         self.num_ready = 0
         self.num_parked = 0
@@ -130,14 +132,13 @@ class TenantQueue:
         if not self._ready_by_age:
             return None
         since_s, _serial, flow = self._ready_by_age[0]
-        is_aged = since_s <= aged_s
-        priority = self._priorities[-1]
-        if not is_aged or flow.priority == priority:
+        if since_s > aged_s:
             self._aged_lead = self._aged_sign = 0
         else:
             self._aged_sign = -1 if self._aged_lead > 0 else 1
-        if is_aged and self._aged_sign >= 0:
+        if self._aged_sign > 0:
             return flow.sequences[0]
+        priority = self._priorities[-1]
         digest = self._levels[priority].first()
         assert digest is not None
         return self._flows[priority, digest].sequences[0]

@@ -98,6 +98,7 @@ def cost(request: Request) -> int:
 shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
 
 
+@pytest.mark.parametrize("ageing_s", [3.0, NEVER_S], ids=["aged", "young"])
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 300),
@@ -106,11 +107,17 @@ shapes = st.tuples(st.integers(1, 60), st.integers(1, 20))
     st.sampled_from(["tenant", "digest"]),
 )
 def test_tokens_are_shared_equally(
-    quantum: int, num_places: int, kinds: list[tuple[tuple[int, int], int]], by: str
+    ageing_s: float,
+    quantum: int,
+    num_places: int,
+    kinds: list[tuple[tuple[int, int], int]],
+    by: str,
 ) -> None:
     """However large the requests of each, and however many it sends at once, none that always has
-    something waiting gets ahead of another by more than a quantum and the largest request."""
-    server = Server(quantum, num_places=num_places)
+    something waiting gets ahead of another by more than a quantum and the largest request. Of
+    adapters with aged requests, each has at least its equal part of that half of the tokens that
+    goes by turns."""
+    server = Server(quantum, ageing_s, num_places)
     taken = Counter({f"m{i}": 0 for i in range(len(kinds))})
     waiting: Counter[str] = Counter()
     largest = 0
@@ -125,7 +132,12 @@ def test_tokens_are_shared_equally(
             taken[getattr(request, by)] += cost(request)
             waiting[getattr(request, by)] -= 1
             largest = max(largest, cost(request))
-        assert max(taken.values()) - min(taken.values()) <= quantum + largest
+        if by == "digest" and ageing_s < NEVER_S:
+            part = taken.total() / 2 / len(kinds)
+            assert min(taken.values()) >= part - quantum - 2 * largest
+        else:
+            assert max(taken.values()) - min(taken.values()) <= quantum + largest
+        server.now_s += 1.0
     server.scheduler.check_integrity()
 
 
@@ -166,15 +178,40 @@ def test_higher_priority_goes_first_while_nobody_is_aged() -> None:
     assert [request.priority for request in server.run()] == [2, 2, 1, 0, 0]
 
 
-def test_an_aged_request_goes_before_all_of_its_priority() -> None:
-    """Though its adapter has had more than its part."""
-    server = Server(num_places=1, quantum=20, ageing_s=5.0)
-    for _ in range(6):
+def test_aged_and_turns_of_adapters_share_equally() -> None:
+    """The aged go on though their adapter has had more than its part; the others' turns do, too."""
+    server = Server(num_places=1, quantum=10, ageing_s=5.0)
+    for _ in range(20):
         server.submit(digest="popular")
-    late = [server.submit(digest="rare", arrival_s=5.0).request for _ in range(6)]
+    for number in range(10):
+        server.submit(digest=f"rare-{number % 3}", arrival_s=5.0)
     server.now_s = 6.0
-    started = server.run()
-    assert started[6:] == late
+    order = [request.digest == "popular" for request in server.run()]
+    for n in range(2, 21, 2):
+        assert abs(sum(order[:n]) - n // 2) <= 1
+
+
+def test_a_backlog_that_is_aged_does_not_hold_up_another_adapter() -> None:
+    server = Server(num_places=1, quantum=20, ageing_s=2.0)
+    for _ in range(50):
+        server.submit(digest="backlog")
+    server.now_s = 3.0
+    server.submit(digest="other")
+    assert [request.digest for request in server.run()].index("other") <= 4
+
+
+def test_before_an_aged_request_go_those_before_it_and_as_much_in_turn() -> None:
+    """However many of other adapters come meanwhile."""
+    server = Server(num_places=1, quantum=20, ageing_s=5.0)
+    aged = [server.submit(digest="popular").request for _ in range(8)]
+    server.now_s = 6.0
+    for number in range(40):
+        server.submit(digest=f"new-{number}")
+        server.step()
+    while len(server.started) < 40:
+        server.step()
+    places = [server.started.index(request) for request in aged]
+    assert all(place <= 2 * number + 1 for number, place in enumerate(places))
 
 
 def test_aged_and_higher_priority_share_equally() -> None:

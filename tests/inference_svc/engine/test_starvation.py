@@ -1,9 +1,9 @@
 """No request waits for longer than the bound, whatever others send: the bound is spelled out here.
 
-Time is the world's: a turn of a second. What is aged is served in order of arrival within its
-tenant, tenants take turns, so a request waits at most for the ageing limit, then for those of its
-tenant that came before it and for as much of every other tenant's; each takes at most the end of
-what runs, its load, and its own run.
+Time is the world's: a turn of a second. What is aged gets half of its tenant's tokens in order of
+arrival, and tenants take turns, so a request waits at most for the ageing limit, then for twice
+what came before it of its tenant, and for as much of every other tenant's; each takes at most the
+end of what runs, its load, and its own run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def num_waiting(world: World, tenant: str) -> int:
 
 
 def bound_turns(num_tenants: int, num_before: int) -> float:
-    """Twice each, for those of higher priority that share with it once it is aged."""
+    """Twice each, for what goes by priority and by turns once it is aged."""
     each = 2 * LONGEST + LOAD
     return AGEING_S + num_tenants * 2 * (num_before + 1) * each
 
@@ -56,23 +56,27 @@ def bound_turns(num_tenants: int, num_before: int) -> float:
 @given(
     st.lists(st.lists(kinds, min_size=1, max_size=6), min_size=1, max_size=3),
     st.integers(1, 4),
-    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([*SIZES, ""])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from([*SIZES, ""]), st.sampled_from([-1, 0])),
+        min_size=1,
+        max_size=4,
+    ),
 )
-@example([[("b", 0, 2), ("c", 0, 2)]], 2, [(1, "d")])  # two that must go, and are used in turn
+@example([[("b", 0, 2), ("c", 0, 2)]], 2, [(1, "d", -1)])  # two that must go, and take turns
 def test_nobody_waits_longer_than_the_bound(
     host_kib: int,
     floods: list[list[tuple[str, int, int]]],
     depth: int,
-    victims: list[tuple[int, str]],
+    victims: list[tuple[int, str, int]],
 ) -> None:
-    """Requests of the lowest priority among floods of every adapter, priority and tenant."""
+    """Requests of low priority among floods of every adapter, priority and tenant."""
     world = World(host_kib, AGEING_S)
     flood = Flood(world, {f"t{i}": sent for i, sent in enumerate(floods)}, depth)
     due: list[tuple[Sequence, float]] = []
     for turn in range(31):
-        for _moment, digest in (v for v in victims if v[0] == turn):
+        for _moment, digest, priority in (v for v in victims if v[0] == turn):
             limit = bound_turns(len(floods), num_waiting(world, "t0"))
-            due.append((world.submit(digest, -1, 2, "t0"), world.now_s + limit))
+            due.append((world.submit(digest, priority, 2, "t0"), world.now_s + limit))
         flood.turn()
     while any(sequence.started_s is None for sequence, _ in due):
         flood.turn()
