@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
 
 HALF_LIFE_S = 300.0
 MAX_TRACKED = 4096
-"""The least popular are forgotten beyond this, so that a search stays far shorter than a step."""
+"""The least popular are forgotten beyond this: a search goes through all that are known."""
 
 _REBASE_EXPONENT = 512.0  # scores grow with time instead of shrinking; before they overflow
 
@@ -52,12 +51,17 @@ class Popularity:
         return self._weight(digest) / one
 
     def hottest(
-        self, count: int, now_s: float, is_wanted: Callable[[str], bool]
-    ) -> list[tuple[str, float]]:
-        """The most popular digests that are wanted, with their scores; the most popular first."""
+        self, now_s: float, is_wanted: Callable[[str], bool], least: float = 0.0
+    ) -> tuple[str, float] | None:
+        """The most popular digest of those that are wanted and have a score of at least `least`,
+        with its score. Only those that would lead are asked about: of thousands, few."""
         one = self._one(now_s)
-        found = ((weight, digest) for digest, weight in self._weights.items() if is_wanted(digest))
-        return [(digest, weight / one) for weight, digest in heapq.nlargest(count, found)]
+        found, best = None, least * one
+        # The newest first: of those that were asked for once, each outweighs all before it.
+        for digest, weight in reversed(self._weights.items()):
+            if weight >= best and (found is None or weight > best) and is_wanted(digest):
+                found, best = digest, weight
+        return None if found is None else (found, best / one)
 
     def _weight(self, digest: str) -> float:
         return self._weights.get(digest, 0.0)
@@ -74,5 +78,5 @@ class Popularity:
         return math.exp2(exponent)
 
     def _forget_a_quarter(self) -> None:
-        kept = heapq.nlargest(self._max_tracked * 3 // 4, self._weights, key=self._weight)
-        self._weights = {digest: self._weights[digest] for digest in kept}
+        ascending = sorted(self._weights.items(), key=lambda item: item[1])
+        self._weights = dict(ascending[len(ascending) - self._max_tracked * 3 // 4 :])

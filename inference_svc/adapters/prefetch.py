@@ -128,13 +128,12 @@ class Prefetch:
             return None
         self._resting = {d: until_s for d, until_s in self._resting.items() if until_s > now_s}
         found = self.popularity.hottest(
-            1, now_s, lambda digest: digest not in self._resting and not is_here(digest)
+            now_s, lambda digest: digest not in self._resting and not is_here(digest), MIN_SCORE
         )
-        score = found[0][1] if found else 0.0
-        if score < MIN_SCORE or score < self._floor(victims(), now_s):
+        if found is None or found[1] < self._floor(victims(), now_s):
             self._next_look_s = min(self._resting.values(), default=None)
             return None
-        self.current = found[0][0]
+        self.current = found[0]
         return self.current
 
     def hotter_than(self, digest: str, others: Collection[str], now_s: float) -> set[str]:

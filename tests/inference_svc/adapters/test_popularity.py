@@ -42,17 +42,42 @@ def test_a_request_counts_half_after_a_half_life(
 @given(requests, st.floats(0, 1e4))
 def test_waiting_changes_no_order(traffic: list[tuple[str, float]], later_s: float) -> None:
     popularity, end_s = observed(traffic)
-    before = [digest for digest, _ in popularity.hottest(5, end_s, lambda digest: True)]
-    after = [digest for digest, _ in popularity.hottest(5, end_s + later_s, lambda digest: True)]
+    before = ranking(popularity, end_s)
+    after = ranking(popularity, end_s + later_s)
     assert before[: len(after)] == after, "what has all but vanished is forgotten"
     scores = [popularity.score(digest, end_s) for digest in before]
     assert scores == sorted(scores, reverse=True)
 
 
+def ranking(popularity: Popularity, now_s: float) -> list[str]:
+    found: list[str] = []
+    while (hottest := popularity.hottest(now_s, lambda digest: digest not in found)) is not None:
+        found.append(hottest[0])
+    return found
+
+
 def test_only_the_wanted_are_found() -> None:
     popularity, now_s = observed([("a", 0), ("a", 0), ("b", 0), ("c", 0), ("c", 0), ("c", 0)])
-    found = popularity.hottest(2, now_s, lambda digest: digest != "c")
-    assert found == [("a", pytest.approx(2.0)), ("b", pytest.approx(1.0))]
+    found = popularity.hottest(now_s, lambda digest: digest != "c", 2.0)
+    assert found == ("a", pytest.approx(2.0))
+    assert popularity.hottest(now_s, lambda digest: digest != "c", 2.1) is None
+
+
+def test_a_search_asks_only_about_those_that_would_lead() -> None:
+    """Asking is what costs: a search is in the engine's thread, up to four times a second."""
+    popularity = Popularity(HALF_LIFE_S)
+    for number in range(4000):
+        popularity.note(str(number), number // 40 * 0.01)
+    popularity.note("hot", 1.0)
+    popularity.note("hot", 1.0)
+    asked: list[str] = []
+    found = popularity.hottest(1.0, lambda digest: bool(asked.append(digest) or digest != "hot"))
+    assert found is not None
+    assert found[1] == pytest.approx(0.5 ** (0.01 / HALF_LIFE_S))
+    assert len(asked) < 200
+    asked.clear()
+    popularity.hottest(1.0, lambda digest: bool(asked.append(digest) or True), least=1.5)
+    assert asked == ["hot"]
 
 
 def test_the_least_popular_are_forgotten() -> None:
