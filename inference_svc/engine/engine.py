@@ -161,6 +161,7 @@ class Engine:
         for digest, error in self.residency.take_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
+        self.admission.look(now_s)
         with self.times.loading():
             self.residency.advance(now_s, lambda: self.scheduler.queue.in_order(now_s))
 

@@ -59,3 +59,53 @@ class Pace:
     def generated_per_request(self) -> float:
         """In tokens, only if `is_known`."""
         return self._generated / self._ended
+
+
+STARTS = 32.0
+"""Starts after which a measurement counts for 1/e."""
+
+
+class ComputedShare:
+    """The part of what sequences know at their start that is computed then: the rest is in the
+    prefix cache. Of everybody together, weighted exponentially; 1 before anything has started."""
+
+    def __init__(self) -> None:
+        self._known = 0.0
+        self._computed = 0.0
+
+    def note(self, num_known: int, num_computed: int) -> None:
+        """A sequence starts."""
+        kept = math.exp(-1 / STARTS)
+        self._known = self._known * kept + num_known
+        self._computed = self._computed * kept + num_computed
+
+    @property
+    def value(self) -> float:
+        return self._computed / self._known if self._known else 1.0
+
+
+class Departures:
+    """How many leave per second of the time in which somebody waits, weighted exponentially."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._left = 0.0
+        self._last_s = math.inf
+        self._total = 0
+
+    def note(self, total: int, now_s: float, *, is_waiting: bool) -> None:
+        """So many have left in all. `is_waiting`: somebody waits from now on."""
+        elapsed_s = max(0.0, now_s - self._last_s)
+        self._last_s = now_s if is_waiting else math.inf
+        if elapsed_s:
+            kept = math.exp(-elapsed_s / WINDOW_S)
+            self._seconds = self._seconds * kept + elapsed_s
+            self._left *= kept
+        self._left += total - self._total
+        self._total = total
+
+    @property
+    def per_s(self) -> float | None:
+        """None while too few have left to say."""
+        is_known = self._total >= ENOUGH and self._seconds > 0
+        return self._left / self._seconds if is_known else None

@@ -32,6 +32,8 @@ class FairQueue:
         self.num_ready = 0
         self.num_parked = 0
         self.ready_tokens = 0
+        self.num_parked_tenants = 0
+        self.num_left_parked = 0  # since the start: unparked, or removed while parked
 
     def __len__(self) -> int:
         return self.num_ready + self.num_parked
@@ -41,8 +43,8 @@ class FairQueue:
             yield from tenant
 
     @property
-    def num_tenants(self) -> int:
-        return len(self._tenants)
+    def num_ready_tenants(self) -> int:
+        return len(self._turns)
 
     def tenant(self, name: str) -> TenantQueue | None:
         """What the tenant has waiting; None if nothing."""
@@ -64,7 +66,11 @@ class FairQueue:
         return digest in self._parked
 
     def is_aged(self, sequence: Sequence, now_s: float) -> bool:
-        return sequence.request.arrival_s <= now_s - self._ageing_s
+        return sequence.request.arrival_s <= self.aged_s(now_s)
+
+    def aged_s(self, now_s: float) -> float:
+        """What arrived then or before is aged."""
+        return now_s - self._ageing_s
 
     # Sequences come and go.
 
@@ -83,6 +89,7 @@ class FairQueue:
         tenant = self._tenants[sequence.request.tenant]
         with _Recount(self, tenant):
             flow = tenant.remove(sequence)
+        self.num_left_parked += flow.is_parked
         if not flow.sequences:
             self._forget(flow)
         if not tenant.has_adapters:
@@ -112,13 +119,15 @@ class FairQueue:
                 tenant = self._tenants[flow.tenant]
                 with _Recount(self, tenant):
                     tenant.move(flow, not flow.is_parked)
+                if not flow.is_parked:
+                    self.num_left_parked += len(flow.sequences)
 
     # Order.
 
     def first(self, now_s: float) -> Sequence | None:
         """Who is to start next."""
         name = self._turns.first()
-        return None if name is None else self._tenants[name].first(now_s - self._ageing_s)
+        return None if name is None else self._tenants[name].first(self.aged_s(now_s))
 
     def start(self, sequence: Sequence, num_tokens: int) -> None:
         """Takes out one that starts; `num_tokens` of what it knows are to be computed."""
@@ -146,7 +155,7 @@ class FairQueue:
         """The digests that sequences wait for, in the order in which their adapters are due, and
         whether the sequence is aged that waits for it there: the aged ones of all tenants in
         turn, then all others. May name one twice. Nothing may change meanwhile."""
-        aged_s = now_s - self._ageing_s
+        aged_s = self.aged_s(now_s)
         for digest in self._in_turn(lambda tenant: tenant.aged_digests(aged_s)):
             yield digest, True
         for digest in self._in_turn(lambda tenant: tenant.young_digests(aged_s)):
@@ -182,6 +191,7 @@ class FairQueue:
         tenants = self._tenants.values()
         assert self.num_ready == sum(tenant.num_ready for tenant in tenants)
         assert self.num_parked == sum(tenant.num_parked for tenant in tenants)
+        assert self.num_parked_tenants == sum(tenant.num_parked > 0 for tenant in tenants)
         assert self.ready_tokens == sum(tenant.ready_tokens for tenant in tenants)
 
 
@@ -206,6 +216,7 @@ class _Recount:
     def _add(self, sign: int) -> None:
         self._queue.num_ready += sign * self._tenant.num_ready
         self._queue.num_parked += sign * self._tenant.num_parked
+        self._queue.num_parked_tenants += sign * (self._tenant.num_parked > 0)
         self._queue.ready_tokens += sign * self._tenant.ready_tokens
 
 

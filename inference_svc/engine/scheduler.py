@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
+from inference_svc.engine.pace import ComputedShare
 from inference_svc.engine.pages import PagePool, page_key, root_key
 from inference_svc.engine.queue import FairQueue
 
@@ -65,6 +66,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
+    computed_share: ComputedShare = field(default_factory=ComputedShare)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
@@ -232,7 +234,9 @@ class Scheduler:
         if not self.pages.can_allocate(needed + self.pages.num_free_among(cached)):
             return False
         num_cached = len(cached) * self.pages.page_size
-        self.queue.start(sequence, sequence.num_uncomputed - num_cached)
+        num_computed = sequence.num_uncomputed - num_cached
+        self.computed_share.note(sequence.num_uncomputed, num_computed)
+        self.queue.start(sequence, num_computed)
         self.pages.share(cached)
         sequence.page_ids = cached
         sequence.num_computed = num_cached

@@ -25,6 +25,8 @@ class Flow:
     digest: str
     is_parked: bool
     sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    """That they know; some of them may be in the prefix cache."""
     serial: int = field(default_factory=lambda: next(_serials))
     arrival_s: float = 0.0
     """Of the first, as of the last time that it was filed."""
@@ -83,10 +85,11 @@ class TenantQueue:
         """Of those that wait for an adapter or to use one."""
         return self._by_age[0][2].sequences[0] if self._by_age else None
 
-    @property
-    def lowest_priority(self) -> int | None:
-        """Of what is ready."""
-        return self._priorities[0] if self._priorities else None
+    def flow(self, priority: int, digest: str) -> Flow | None:
+        return self._flows.get((priority, digest))
+
+    def ready_flows(self) -> Iterator[Flow]:
+        return (flow for _since_s, _serial, flow in self._ready_by_age)
 
     def add(self, sequence: Sequence, is_parked: bool) -> Flow:
         request = sequence.request
@@ -168,11 +171,13 @@ class TenantQueue:
                 yield flow.digest
 
     def _count(self, flow: Flow, sequences: list[Sequence], sign: int) -> None:
+        num_tokens = sign * sum(sequence.num_uncomputed for sequence in sequences)
+        flow.num_tokens += num_tokens
         if flow.is_parked:
             self.num_parked += sign * len(sequences)
         else:
             self.num_ready += sign * len(sequences)
-            self.ready_tokens += sign * sum(sequence.num_uncomputed for sequence in sequences)
+            self.ready_tokens += num_tokens
 
     def _take_out(self, flow: Flow) -> None:
         """Of all lists, before its first may change."""
@@ -219,8 +224,8 @@ class TenantQueue:
         for flow in flows:
             assert flow.sequences == sorted(flow.sequences, key=arrival_s), "not in order"
             assert flow.sequences, "an empty flow"
+            assert flow.num_tokens == sum(s.num_uncomputed for s in flow.sequences)
             assert flow.arrival_s == flow.sequences[0].request.arrival_s
         assert self.num_ready == sum(len(flow.sequences) for flow in ready)
         assert len(self) == sum(len(flow.sequences) for flow in flows)
-        tokens = sum(s.num_uncomputed for flow in ready for s in flow.sequences)
-        assert self.ready_tokens == tokens
+        assert self.ready_tokens == sum(flow.num_tokens for flow in ready)

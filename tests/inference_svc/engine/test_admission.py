@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inference_svc.core import (
     Batch,
     BatchRow,
+    Cancel,
     FinishReason,
     Output,
     Request,
+    SampledToken,
     SamplingParams,
     Sequence,
+    Submit,
     Usage,
 )
-from inference_svc.engine.admission import LONGEST_S, UNKNOWN_S, Admission
+from inference_svc.engine.admission import (
+    HOPELESS,
+    LONGEST_S,
+    MAX_PROMISES,
+    UNKNOWN_S,
+    Admission,
+)
+from inference_svc.engine.commands import Commands
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.pace import Pace
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.step_times import StepTimes
+from tests.inference_svc.engine.server import Server
 from tests.inference_svc.engine.world import World
 
 
@@ -103,6 +119,124 @@ def test_a_hopeless_deadline_is_refused_at_once(full: Callable[..., Admission]) 
         assert admission.refusal(fine, now_s) is None
 
 
+@pytest.mark.parametrize("is_aged", [False, True], ids=["young", "aged"])
+def test_a_flood_of_one_adapter_is_no_wait_for_another(is_aged: bool) -> None:
+    """1,000 requests of 20 tokens at 100 tokens per second: 200 seconds for those of adapter "a",
+    for "b" a turn of 40 tokens, and as much again if the flood is aged."""
+    server = Server(quantum=40, ageing_s=60.0 if is_aged else 1e9)
+    for _ in range(1000):
+        server.submit("t", "a", num_prompt=10, max_tokens=10)
+    admission = Admission(server.scheduler, 2000, 2000)
+    work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    assert admission.refusal(request(1, "t", "a", deadline_s=99.0 + 50.0), 99.0) is not None
+    assert admission.refusal(request(1, "t", "b", deadline_s=99.0 + 1.0), 99.0) is None
+    assert admission.refusal(request(1, "t", "b", deadline_s=99.0 + 0.05), 99.0) is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 1), st.integers(1, 12), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from("abcde"),
+    st.integers(0, 1),
+)
+def test_whoever_is_refused_would_have_waited(
+    backlog: list[tuple[str, int, int, bool]], digest: str, priority: int
+) -> None:
+    """Whatever waits: what counts is computed before, within what `HOPELESS` leaves and a turn."""
+    server = Server(quantum=60, ageing_s=10.0, num_places=1)
+    for name, own_priority, count, is_aged in backlog:
+        for number in range(count):
+            more = {"priority": own_priority, "arrival_s": 5.0 + number if is_aged else 95.0}
+            server.submit("t", name, num_prompt=10, max_tokens=10, **more)
+    server.now_s = 100.0
+    admission = Admission(server.scheduler, 999, 999)
+    work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    tenant = server.scheduler.queue.tenant("t")
+    assert tenant is not None
+    asked = request(0, "t", digest, priority=priority)
+    counted = min(admission._work_before(asked, tenant, 100.0), tenant.ready_tokens * 2)
+    own = server.submit("t", digest, num_prompt=10, max_tokens=10, priority=priority)
+    computed = 20 * server.run().index(own.request)
+    assert counted <= HOPELESS * (computed + server.quantum)
+
+
+def test_what_the_prefix_cache_has_is_no_wait() -> None:
+    """A shared prompt of 512 tokens: what waits computes its last tokens, and generates 8."""
+    server = Server(quantum=1024, num_places=1)
+    admission = Admission(server.scheduler, 999, 999)
+    prompt, sampling = tuple(range(512)), SamplingParams(max_tokens=8, ignore_eos=True)
+
+    def submit(number: int) -> None:
+        prompt_ids = (*prompt, 1000 + number)
+        server.scheduler.add(Sequence(Request(f"{number}", prompt_ids, sampling, tenant="t")), 0.0)
+
+    for number in range(60):
+        submit(number)
+        while (batch := server.scheduler.schedule(server.now_s)) is not None:
+            server.now_s += sum(row.num_tokens for row in batch.rows) / 100
+            sampled = [SampledToken(7) for row in batch.rows if row.samples]
+            outputs = server.settler.settle(batch, sampled, server.now_s)
+            is_busy = bool(server.scheduler.running)
+            admission.pace.note(batch, outputs, server.now_s, is_busy=is_busy)
+    for number in range(60, 80):
+        submit(number)
+    seconds = 20 * 9 / 100
+    asked = request(99, "t", deadline_s=server.now_s + seconds)
+    assert admission.refusal(asked, server.now_s) is None
+    asked = request(99, "t", deadline_s=server.now_s + seconds / 4)
+    assert admission.refusal(asked, server.now_s) is not None
+
+
+def test_whoever_keeps_trying_puts_off_nobody_else(full: Callable[..., Admission]) -> None:
+    admission = full(max_queue=4, greedy=2, other=2)
+    now_s = work(admission.pace, requests_per_s=5.0, num_tokens=10)
+
+    def hint_s(tenant: str, now_s: float = now_s) -> float:
+        refused = admission.refusal(request(1, tenant), now_s)
+        assert refused is not None
+        return refused.retry_after_s
+
+    greedy = [hint_s("greedy") for _ in range(1000)]
+    assert greedy[:2] == pytest.approx([0.4, 0.8], rel=0.1), "two share the places"
+    assert greedy[-1] == LONGEST_S
+    assert hint_s("other") == pytest.approx(0.4, rel=0.1)
+    assert hint_s("new") == pytest.approx(0.6, rel=0.1), "it would be the third"
+    assert hint_s("greedy", now_s + 50.0) == pytest.approx(LONGEST_S - 50.0, abs=1.0)
+    assert hint_s("greedy", now_s + 200.0) == pytest.approx(0.4, rel=0.1)
+    for number in range(2 * MAX_PROMISES):
+        hint_s(f"{number}")
+    assert len(admission._promises) <= MAX_PROMISES
+    hint_s("late", now_s + 1000.0)
+    assert len(admission._promises) == 1, "what is over is forgotten"
+
+
+def test_what_waits_for_adapters_goes_by_the_pace_of_loads(full: Callable[..., Admission]) -> None:
+    """Ten requests per second end, but of those that are parked one leaves every two seconds."""
+    admission = full(max_queue=4)
+    scheduler = admission.scheduler
+    now_s = work(admission.pace, requests_per_s=10.0, num_tokens=10)
+    parked = [Sequence(request(n, f"t{n % 2}", "abcde"[n % 5])) for n in range(40)]
+    for sequence in parked:
+        scheduler.add(sequence, now_s)
+    refused = admission.refusal(request(99, "t0", "a"), now_s)
+    assert refused is not None
+    assert refused.retry_after_s == UNKNOWN_S, "nothing has been measured"
+    for sequence in parked[:20]:
+        admission.look(now_s)
+        now_s += 2.0
+        scheduler.remove(sequence)
+    admission.look(now_s)
+    hints = [admission.refusal(request(99, t, "a"), now_s).retry_after_s for t in ("t0", "t1")]
+    assert hints == pytest.approx([4.0, 4.0], rel=0.15), "two tenants share the places"
+    now_s += 3600.0
+    admission.look(now_s)
+    assert admission.refusal(request(99, "t0", "a"), now_s).retry_after_s == LONGEST_S
+
+
 def test_idle_time_is_not_pace() -> None:
     pace = Pace()
     now_s = work(pace, requests_per_s=4.0, num_tokens=40)
@@ -114,3 +248,27 @@ def test_idle_time_is_not_pace() -> None:
     now_s = work(pace, requests_per_s=16.0, num_tokens=10, now_s=now_s + 3600)
     work(pace, requests_per_s=16.0, num_tokens=10, now_s=now_s)
     assert pace.requests_per_s > 12, "what was long ago counts little"
+
+
+def test_the_engine_looks_at_every_turn() -> None:
+    """Requests that wait for adapters, and leave without a step."""
+    world = World(0)
+    admission = Admission(world.scheduler, 8, 8)
+    runner = Mock(take_copied=list)
+    commands = Commands(world.residency, Mock(), 10.0)
+    engine = Engine(
+        world.scheduler,
+        runner,
+        world.settler,
+        world.residency,
+        commands,
+        admission,
+        StepTimes(),
+        10.0,
+    )
+    for number, digest in enumerate("abcde"):
+        engine.turn([Submit(request(number, "t", digest))])
+        engine.turn([Cancel(f"{number}")])
+    assert not engine.sequences
+    assert admission._unparked.per_s is not None
+    runner.run.assert_not_called()

@@ -5,89 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.core import Batch, Request, SampledToken, SamplingParams, Sequence
-from inference_svc.engine.pages import PagePool
+from inference_svc.core import Request
 from inference_svc.engine.queue import GENERATED_WEIGHT
-from inference_svc.engine.scheduler import Limits, Scheduler
-from inference_svc.engine.settle import Settler
-
-NEVER_S = 1e9
-
-
-class AllResident:
-    """Every adapter is there."""
-
-    def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def unwant(self, digest: str, *, expired: bool = False) -> None: ...
-    def ensure(self, digest: str, now_s: float) -> None: ...
-    def may_start(self, digest: str) -> bool:
-        return True
-
-    def acquire(self, digest: str) -> int:
-        return 0
-
-    def release(self, digest: str) -> None: ...
-    def take_news(self) -> list[str]:
-        return []
-
-    def take_changes(self) -> tuple[()]:
-        return ()
-
-
-@dataclass
-class Server:
-    """A scheduler whose steps sample token 7, and what it started, in order."""
-
-    quantum: int = 100
-    ageing_s: float = NEVER_S
-    num_places: int = 2
-    now_s: float = 0.0
-    started: list[Request] = field(default_factory=list)
-    scheduler: Scheduler = field(init=False)
-    num_made: int = 0
-
-    def __post_init__(self) -> None:
-        limits = Limits(self.num_places, 64, 64, self.quantum, self.ageing_s)
-        self.scheduler = Scheduler(limits, PagePool(400, 4), AllResident())
-        self.settler = Settler(self.scheduler, frozenset(), max_model_len=1000)
-
-    def submit(
-        self, tenant: str = "", digest: str = "", num_prompt: int = 4, max_tokens: int = 4, **more
-    ) -> Sequence:
-        self.num_made += 1
-        name = f"{self.num_made}"
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        prompt = tuple(range(num_prompt))
-        arrival_s = more.pop("arrival_s", self.now_s)
-        request = Request(
-            name, prompt, sampling, digest, name, tenant=tenant, arrival_s=arrival_s, **more
-        )
-        sequence = Sequence(request)
-        self.scheduler.add(sequence, self.now_s)
-        return sequence
-
-    def step(self) -> Batch | None:
-        before = {id(s) for s in self.scheduler.running}
-        batch = self.scheduler.schedule(self.now_s)
-        new = [s for s in self.scheduler.running if id(s) not in before]
-        self.started += [s.request for s in sorted(new, key=lambda s: s.started_s or 0.0)]
-        if batch is not None:
-            sampled = [SampledToken(7) for row in batch.rows if row.samples]
-            self.settler.settle(batch, sampled, self.now_s)
-        return batch
-
-    def run(self) -> list[Request]:
-        """Until nothing is left; the requests in the order in which they started."""
-        while self.step() is not None:
-            pass
-        assert not len(self.scheduler.queue)
-        return self.started
+from tests.inference_svc.engine.server import NEVER_S, Server
 
 
 def cost(request: Request) -> int:
