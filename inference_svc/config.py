@@ -298,7 +298,9 @@ def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
         host_memory = ByteSize(0 if device == "cpu" else 1024 * MIB)
     kv_memory = config.kv_memory or _kv_memory(config, device, machine)
     page_bytes = config.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
-    kv_tokens = kv_memory // page_bytes * config.page_size
+    # On a device a page is padding's: see `padding_pages` of the engine.
+    num_pages = max(0, kv_memory // page_bytes - (device != "cpu"))
+    kv_tokens = num_pages * config.page_size
     return config.model_copy(
         update={
             "base_model": config.base_model_names[0],

@@ -20,7 +20,7 @@ from inference_svc.engine.admission import Admission
 from inference_svc.engine.budget import check_budgets
 from inference_svc.engine.build_model import build_model, native_library
 from inference_svc.engine.commands import Commands
-from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.config import EngineConfig, padding_pages
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.runner import Runner
@@ -70,8 +70,7 @@ def build_engine(
     pulled_into = arena.memory if host is None else host.memory
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
-    # On a device the last page takes what padding writes.
-    num_pages = kv_cache.num_pages - (device.type != "cpu")
+    num_pages = kv_cache.num_pages - padding_pages(device.type)
     pages = PagePool(num_pages, config.page_size, config.prefix_cache)
     # One more, so that prefetching takes no thread from what requests wait for.
     puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
@@ -127,11 +126,12 @@ def _allocate_kv_cache(
         dtype=dtype,
     )
     num_pages = config.kv_bytes // num_bytes
-    num_spare = int(device.type != "cpu")
-    if (num_pages - num_spare) * config.page_size < config.max_model_len:
+    num_spare = padding_pages(device.type)
+    num_tokens = max(0, num_pages - num_spare) * config.page_size
+    if num_tokens < config.max_model_len:
         needed = (-(-config.max_model_len // config.page_size) + num_spare) * num_bytes
         raise ValueError(
-            f"kv_memory of {config.kv_bytes} bytes holds {num_pages * config.page_size} tokens, "
+            f"kv_memory of {config.kv_bytes} bytes holds {num_tokens} tokens of sequences, "
             f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"
         )
     return KVCache.allocate(

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+def padding_pages(device: str) -> int:
+    """Pages of keys and values that no sequence may own: on a device what padding writes goes to
+    one of them."""
+    return int(device != "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.

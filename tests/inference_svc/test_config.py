@@ -12,6 +12,7 @@ from inference_svc.config import (
     resolve,
     split_address,
 )
+from inference_svc.engine.config import padding_pages
 
 MIB = 1 << 20
 MODEL = ModelFacts("bfloat16", max_position_embeddings=4096, kv_elements_per_token=1024)
@@ -93,6 +94,14 @@ def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
     assert resolve(parse(model, "--max-model-len", "100"), CPU, MODEL).max_model_len == 100
 
 
+def test_on_a_device_one_page_is_of_no_sequence(model: Path) -> None:
+    """What is resolved is what the engine can hold beside padding's page."""
+    config = resolve(parse(model, "--kv-memory", "1MiB"), GPU, MODEL)
+    assert config.max_model_len == 512 - config.page_size * padding_pages("cuda")
+    assert padding_pages("cuda") > padding_pages("cpu") == 0
+    assert resolve(config, GPU, MODEL) == config
+
+
 @pytest.mark.parametrize(
     ("args", "machine", "message"),
     [
@@ -100,6 +109,8 @@ def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
         (["--max-model-len", "4097"], CPU, "exceeds the model's 4096"),
         (["--max-model-len", "4096", "--kv-memory", "1MiB"], CPU, "holds 512 tokens"),
         (["--kv-memory", "1KiB"], CPU, "holds 0 tokens"),
+        (["--max-model-len", "512", "--kv-memory", "1MiB"], GPU, "holds 496 tokens"),
+        (["--kv-memory", "1KiB"], GPU, "holds 0 tokens"),
         (["--adapter-memory", "2GiB"], GPU, "leaves no room for pages"),
     ],
 )
