@@ -59,7 +59,7 @@ class DeviceModel:
         if self._captured is not None:
             self._step.block.wait()
             self._step.fill_padding(page)
-            self._step.block.send()
+            self._step.send()
             self._captured.record_all()
 
     def prepare(self, batch: Batch) -> None:
@@ -74,7 +74,7 @@ class DeviceModel:
             self._size = self._captured.size_for(self._num_rows)
             if self._size is not None:
                 self._step.pad(self._size, self._padding_page)
-        self._step.block.send()
+        self._step.send()
 
     @torch.inference_mode()
     def forward(self) -> Tensor:

@@ -35,7 +35,10 @@ class DeviceStep:
         num_bytes = 24 * max_tokens + 16 * (max_rows + 1) + 8 * max_tiles + 12
         num_bytes += 4 * max_rows * max_pages + NUM_TENSORS * ALIGNMENT_BYTES
         self.block = StepBlock(num_bytes + reserved_bytes, device)
-        self._arrays = StepArrays(max_tokens, max_rows, max_pages, page_size, self.block.zeros)
+        # Rows of the page table that no sequence of the step has are not sent.
+        self._arrays = StepArrays(
+            max_tokens, max_rows, max_pages, page_size, self.block.zeros, self.block.zeros_at_end
+        )
         self._tiles = self.block.zeros(max_tiles, 2, dtype=torch.int32)
         arrays, twin = self._arrays, self.block.on_device
         self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
@@ -63,6 +66,10 @@ class DeviceStep:
         """As many decode rows as there may be, all of them padding."""
         self._arrays.clear()
         self.pad(len(self._context_lengths), page)
+
+    def send(self) -> None:
+        """What was filled, to the device."""
+        self.block.send(int(self._arrays.num_rows))
 
     def inputs(self) -> StepInputs:
         """What was filled, as views of the device."""

@@ -31,15 +31,17 @@ class StepArrays:
         max_pages: int,
         page_size: int,
         zeros: Callable[..., Tensor] = torch.zeros,
+        zeros_of_table: Callable[..., Tensor] = torch.zeros,
     ) -> None:
-        """`zeros` allocates, as torch's does, on the CPU."""
+        """`zeros` allocates, as torch's does, on the CPU; `zeros_of_table` the page table, the one
+        that may be large."""
         self.page_size = page_size
         self.token_ids = zeros(max_tokens, dtype=torch.int64)
         self.positions = zeros(max_tokens, dtype=torch.int64)
         self.cells = zeros(max_tokens, dtype=torch.int64)
         self.query_starts = zeros(max_rows + 1, dtype=torch.int32)
         self.context_lengths = zeros(max_rows, dtype=torch.int32)
-        self.page_table = zeros(max_rows, max_pages, dtype=torch.int32)
+        self.page_table = zeros_of_table(max_rows, max_pages, dtype=torch.int32)
         self.logit_rows = zeros(max_rows, dtype=torch.int64)
         self.num_tokens = zeros(1, dtype=torch.int32)
         self.num_rows = zeros(1, dtype=torch.int32)
