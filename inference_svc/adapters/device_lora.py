@@ -64,9 +64,10 @@ class DeviceLora:
         plan = self._tokens.any_plan(self._arena, num_rows, has_tiles=False)
         return LoraStep(self._arena, self._groups, plan, plan)
 
-    def warm_up_step(self, num_tokens: int) -> LoraStep:
-        """Launches every kernel that prompts need, over what was filled: for base rows, nothing."""
-        plan = self._tokens.any_plan(self._arena, num_tokens, has_tiles=True)
+    def warm_up_step(self, num_tokens: int, has_tiles: bool) -> LoraStep:
+        """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
+        over what was filled: for base rows, nothing. One row samples."""
+        plan = self._tokens.any_plan(self._arena, num_tokens, has_tiles)
         heads = self._heads.any_plan(self._arena, 1, has_tiles=False)
         return LoraStep(self._arena, self._groups, plan, heads)
 

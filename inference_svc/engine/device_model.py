@@ -12,6 +12,9 @@ from inference_svc.model.device_step import DeviceStep
 from inference_svc.model.transformer import Transformer
 from kernels.attention import KVCache
 
+SHORT_TOKENS = 16
+"""Of a short prompt: too few for the kernels of many tokens, and not a single one."""
+
 
 class DeviceModel:
     """See `StepModel`. The cache's last page is padding's: no sequence may own it.
@@ -37,9 +40,11 @@ class DeviceModel:
         self._size: int | None = None
         self.num_lora_steps = 0
         self.num_replays = 0
+        self._max_rows = max_rows
+        self._sizes = captured_sizes(max_rows)
         self._captured: CapturedSteps | None = None
         if record is not None:
-            self._captured = CapturedSteps(captured_sizes(max_rows), self._decode, record)
+            self._captured = CapturedSteps(self._sizes, self._decode, record)
 
     @property
     def kernels(self) -> str:
@@ -48,19 +53,38 @@ class DeviceModel:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compiles what steps need, and records decode steps, before anybody waits for one. Writes
-        to nothing but padding's page."""
-        page, size = self._padding_page, self._kv_cache.page_size
-        sequence = Sequence(Request("warm-up", (0,) * size, SamplingParams()))
-        sequence.page_ids = [page]
-        self.prepare(Batch((BatchRow(sequence, 0, size, samples=True),)))
-        inputs = self._step.inputs()
-        for lora in (None, self._lora.warm_up_step(size)):
-            self._transformer.forward(inputs, self._kv_cache, lora)
+        to nothing but padding's page.
+
+        Kernels differ between few tokens and many, between tiles and single tokens, and in how many
+        shares a context is cut into for so many decode rows: the sizes to record have all of them.
+        """
+        for num_tokens in sorted({min(SHORT_TOKENS, self._step.max_tokens), self._step.max_tokens}):
+            self._warm_up_prompts(num_tokens)
+        self._step.block.wait()
+        self._step.fill_padding(self._padding_page)
+        self._step.send()
         if self._captured is not None:
-            self._step.block.wait()
-            self._step.fill_padding(page)
-            self._step.send()
             self._captured.record_all()
+            return
+        for size in reversed(self._sizes):
+            for with_lora in (True, False):
+                self._decode(size, with_lora)
+
+    def _warm_up_prompts(self, num_tokens: int) -> None:
+        """A step of so many tokens, or as many as fit its rows."""
+        rows, longest = [], self._step.max_context
+        num_rows = min(self._max_rows, -(-num_tokens // longest))
+        for start in range(0, num_rows * longest, longest):
+            length = min(longest, num_tokens - start)
+            sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
+            sequence.page_ids = [self._padding_page] * -(-length // self._kv_cache.page_size)
+            rows.append(BatchRow(sequence, 0, length, samples=start == 0))
+        self.prepare(Batch(tuple(rows)))
+        inputs = self._step.inputs()
+        # Without tiles, too: beside others' prompts an adapter may have single tokens only.
+        steps = (self._lora.warm_up_step(len(inputs.token_ids), tiles) for tiles in (True, False))
+        for lora in (None, *steps):
+            self._transformer.forward(inputs, self._kv_cache, lora)
 
     def prepare(self, batch: Batch) -> None:
         """Describes the step and sends it. Waits for nothing but an earlier step's copy."""

@@ -31,6 +31,7 @@ class DeviceStep:
         device: torch.device,
         reserved_bytes: int,
     ) -> None:
+        self.max_tokens, self.max_context = max_tokens, max_pages * page_size
         max_tiles = max_tokens // TILE_QUERIES + max_rows
         num_bytes = 24 * max_tokens + 16 * (max_rows + 1) + 8 * max_tiles + 12
         num_bytes += 4 * max_rows * max_pages + NUM_TENSORS * ALIGNMENT_BYTES

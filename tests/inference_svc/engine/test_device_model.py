@@ -15,18 +15,22 @@ from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.adapters.lora_step import LoraStep
 from inference_svc.engine.captured import Compute, CudaRecorder, captured_sizes
 from inference_svc.engine.device_model import DeviceModel
 from inference_svc.engine.torch_model import TorchModel
 from inference_svc.model.device_step import DeviceStep
 from inference_svc.model.geometry import load_geometry
+from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.attention import KVCache
+from kernels.attention.triton_ops import MANY_TOKENS
 from kernels.lora import TableEntry
+from kernels.lora.triton_ops import MAX_SPLIT_TOKENS
 
-PAGE_SIZE, NUM_PAGES, MAX_TOKENS, MAX_ROWS, NUM_SLOTS = 4, 60, 70, 6, 3
+PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS, NUM_SLOTS = 4, 60, 20, 70, 6, 3
 GPU = pytest.param(
     "cuda",
     marks=[
@@ -75,13 +79,46 @@ class Bench:
         )
 
     def fixed(self, record: Callable | None) -> DeviceModel:
-        reserved = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS)
-        step = DeviceStep(MAX_TOKENS, MAX_ROWS, 20, PAGE_SIZE, self.device, reserved)
-        groups = lora_groups(self.arena.layout)
-        lora = DeviceLora(self.arena, groups, step.block, MAX_TOKENS, MAX_ROWS)
-        model = DeviceModel(self.transformer, self.cache(), step, lora, MAX_ROWS, record)
+        model = self.cold(self.transformer, self.cache(), record)
         model.warm_up()
         return model
+
+    def cold(
+        self, transformer: Transformer, cache: KVCache, record: Callable | None,
+        max_tokens: int = MAX_TOKENS,
+    ) -> DeviceModel:  # fmt: skip
+        reserved = DeviceLora.num_bytes(max_tokens, MAX_ROWS)
+        step = DeviceStep(max_tokens, MAX_ROWS, MAX_PAGES, PAGE_SIZE, self.device, reserved)
+        groups = lora_groups(self.arena.layout)
+        lora = DeviceLora(self.arena, groups, step.block, max_tokens, MAX_ROWS)
+        return DeviceModel(transformer, cache, step, lora, MAX_ROWS, record)
+
+
+class Spy:
+    """Computes, and keeps what every step was like."""
+
+    def __init__(self, transformer: Transformer) -> None:
+        self._transformer = transformer
+        self.rows: list[tuple[int, int]] = []
+        """Tokens and rows of each step."""
+        self.variants: set[tuple] = set()
+        """Many tokens, rows of several, and of one; of adapters many tokens, with tiles or not."""
+
+    def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: LoraStep | None) -> torch.Tensor:
+        num_tokens, attention = len(inputs.token_ids), inputs.attention
+        self.rows.append((num_tokens, len(attention.context_lengths)))
+        of_lora = lora and (lora.plan.num_tokens > MAX_SPLIT_TOKENS, lora.plan.has_tiles)
+        is_prompt = len(attention.tiles) > 0
+        self.variants.add((num_tokens >= MANY_TOKENS, is_prompt, attention.has_decodes, of_lora))
+        return self._transformer.forward(inputs, kv_cache, lora)
+
+
+class Runs(Eager):
+    """As a graph is recorded: by computing."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__(compute)
+        compute()
 
 
 @pytest.fixture(scope="module", params=["cpu", GPU])
@@ -186,6 +223,36 @@ def test_wider_steps_than_were_recorded_are_computed(bench):
     model.prepare(steps([0, 0, 1, 1, 1])[0])
     assert model.forward().shape == (4, 64)
     assert model.num_replays == 0
+
+
+@pytest.mark.parametrize("record", [Runs, None], ids=["recorded", "computed"])
+def test_warming_up_runs_every_kind_of_step(bench, record):
+    """Every choice that compiles kernels of its own, at the sizes at which it is made."""
+    spy, cache = Spy(bench.transformer), bench.cache()
+    cache.data.fill_(1.5)
+    bench.cold(spy, cache, record, max_tokens=300).warm_up()
+    of_prompts = {
+        (many, True, False, of_lora)
+        for many in (False, True)
+        for of_lora in (None, (many, True), (many, False))
+    }
+    of_decodes = {(False, False, True, None), (False, False, True, (False, False))}
+    assert spy.variants == of_prompts | of_decodes
+    prompts, decodes = spy.rows[:6], spy.rows[6:]
+    context = MAX_PAGES * PAGE_SIZE
+    assert prompts == [(16, 1)] * 3 + [(300, -(-300 // context))] * 3
+    assert decodes == [(size, size) for size in (6, 4, 2, 1) for _ in range(2)]
+    assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own is left as it was"
+    assert (cache.data[:, -1] != 1.5).any()
+
+
+def test_warming_up_keeps_to_what_a_step_may_hold(bench):
+    spy = Spy(bench.transformer)
+    bench.cold(spy, bench.cache(), None, max_tokens=7).warm_up()
+    assert spy.rows[:3] == [(7, 1)] * 3
+    spy = Spy(bench.transformer)
+    bench.cold(spy, bench.cache(), None, max_tokens=1000).warm_up()
+    assert spy.rows[3] == (MAX_ROWS * MAX_PAGES * PAGE_SIZE, MAX_ROWS)
 
 
 @pytest.mark.parametrize("bench", [GPU], indirect=True)
