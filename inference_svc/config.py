@@ -168,7 +168,8 @@ class Config(BaseSettings):
     """Where the engine runs: in a process of its own, or in a thread beside the gRPC server."""
 
     num_threads: int = Field(default=0, ge=0)
-    """Threads that compute on CPU. 0: one per core."""
+    """Threads that compute on CPU. 0: one per core, of those that the process is bound to and that
+    its container's CPU quota pays for."""
 
     native_kernels: bool = True
     """Compute on CPU with the kernels in C++, where there are any; else in torch."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from inference_svc.cgroups import groups_above
+
 MEMINFO = Path("proc/meminfo")
-CGROUPS = Path("proc/self/cgroup")
-MOUNTS = Path("sys/fs/cgroup")
 V1_UNLIMITED_BYTES = 1 << 62
 
 
@@ -37,26 +37,13 @@ def _machine_available(meminfo: Path) -> int | None:
 
 
 def _groups_available(root: Path) -> list[int | None]:
-    """One for each control group with a limit on memory."""
-    try:
-        lines = (root / CGROUPS).read_text().splitlines()
-    except OSError:
-        return []
-    found: list[int | None] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, files = root / MOUNTS, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / MOUNTS / "memory"
-            files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        else:
-            continue
-        # In a container the mount often shows the process's own group as its root.
-        parts = [part for part in path.split("/") if part]
-        folders = [mount.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
-        found += [_group_available(folder, *files) for folder in folders]
-    return found
+    """One for each control group that may limit memory."""
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    second = "memory.max", "memory.current", "inactive_file"
+    return [
+        _group_available(group.folder, *(first if group.is_first else second))
+        for group in groups_above(root, "memory")
+    ]
 
 
 def _group_available(folder: Path, limit: str, usage: str, cache: str) -> int | None:

@@ -30,6 +30,7 @@ from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.processors import usable_processors
 from kernels.attention import KVCache, can_tile, page_bytes
 from kernels.host_memory import return_freed
 
@@ -54,8 +55,9 @@ def build_engine(
     """
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("max_sequences must be above 0 and at most max_batch_tokens")
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    # Torch counts the machine's cores, whatever part of them is this process's.
+    num_threads = config.num_threads or min(torch.get_num_threads(), usable_processors())
+    torch.set_num_threads(num_threads)
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     geometry = load_geometry(config.model_dir)
     budget = check_budgets(config, geometry)

@@ -17,6 +17,7 @@ class EngineConfig:
     """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
 
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
+    `num_threads` 0: one per core that this process may use.
     `memory_limit_bytes` 0: on CPU what the machine leaves, on CUDA what the device has.
     `frontend_bytes` is what the process takes that the engine serves from a process of its own.
     """

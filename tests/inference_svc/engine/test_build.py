@@ -1,0 +1,55 @@
+"""What an engine is built with, where its config leaves it open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inference_svc.engine import build
+from inference_svc.engine.build import BuiltEngine, build_engine
+from inference_svc.engine.config import EngineConfig
+from inference_svc.store_client import NoStore
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is its embedding."""
+    made = tmp_path_factory.mktemp("model")
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(shape).save_pretrained(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def built(folder: Path, **fields: object) -> BuiltEngine:
+    config = EngineConfig(folder, "m", max_model_len=64, kv_bytes=1 << 20, **fields)
+    made = build_engine(config, NoStore(), lambda event: None)
+    made.puller.close()
+    return made
+
+
+@pytest.mark.parametrize(("wanted", "usable", "got"), [(0, 2, 2), (0, 8, 4), (3, 2, 3)])
+def test_threads_are_as_many_as_there_are_processors_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, usable: int, got: int
+) -> None:
+    monkeypatch.setattr(build, "usable_processors", lambda: usable)
+    built(folder, num_threads=wanted, native_kernels=False)
+    assert torch.get_num_threads() == got

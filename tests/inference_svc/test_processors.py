@@ -1,0 +1,66 @@
+"""What of a machine's processors is a process's, told from files as systems write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from inference_svc.processors import usable_processors
+
+
+@pytest.fixture(autouse=True)
+def eight_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_control_groups_it_is_what_the_process_is_bound_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usable_processors(tmp_path) == 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert usable_processors(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("250000 100000", 3),
+        ("1000 100000", 1),
+        ("1600000 100000", 8),
+        ("nonsense", 8),
+        ("", 8),
+    ],
+)
+def test_a_quota(tmp_path: Path, written: str, wanted: int) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/docker/0123\n")
+    # A container sees its own group as the root.
+    write(tmp_path / "sys/fs/cgroup/cpu.max", f"{written}\n")
+    assert usable_processors(tmp_path) == wanted
+
+
+def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/pod/container\n")
+    write(tmp_path / "sys/fs/cgroup/pod/cpu.max", "300000 100000\n")
+    write(tmp_path / "sys/fs/cgroup/pod/container/cpu.max", "max 100000\n")
+    assert usable_processors(tmp_path) == 3
+    write(tmp_path / "sys/fs/cgroup/pod/container/cpu.max", "50000 50000\n")
+    assert usable_processors(tmp_path) == 1
+
+
+def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "9:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
+    group = tmp_path / "sys/fs/cgroup/cpu/a"
+    write(group / "cpu.cfs_period_us", "100000\n")
+    write(group / "cpu.cfs_quota_us", "-1\n")
+    assert usable_processors(tmp_path) == 8
+    write(group / "cpu.cfs_quota_us", "150000\n")
+    assert usable_processors(tmp_path) == 2
