@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from inference_svc.engine.build_model import native_library
 from inference_svc.engine.config import EngineConfig
 from inference_svc.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
@@ -75,20 +74,23 @@ def human(num_bytes: int) -> str:
     return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.1f} {UNITS[unit]}"
 
 
-def check_budgets(config: EngineConfig, geometry: ModelGeometry) -> Budget:
+def check_budgets(config: EngineConfig, geometry: ModelGeometry, *, is_native: bool) -> Budget:
     """The budget of the device. Raises ValueError with the arithmetic of one that does not fit."""
-    budgets = plan_budgets(config, geometry)
+    budgets = plan_budgets(config, geometry, is_native=is_native)
     for budget in budgets:
         budget.check()
         log.info("memory of the %s:\n%s", budget.place, budget)
     return budgets[0]
 
 
-def plan_budgets(config: EngineConfig, geometry: ModelGeometry) -> tuple[Budget, ...]:
-    """The device's budget first; on CUDA the host has one of its own. Nothing is allocated."""
-    dtype = getattr(torch, config.dtype)
+def plan_budgets(
+    config: EngineConfig, geometry: ModelGeometry, *, is_native: bool
+) -> tuple[Budget, ...]:
+    """The device's budget first; on CUDA the host has one of its own. Nothing is allocated.
+    `is_native`: the native kernels compute."""
+    num_weight_bytes = _weights_bytes(geometry, getattr(torch, config.dtype), is_native)
     on_device = (
-        Line("weights", _weights_bytes(config, geometry, dtype), "a smaller model or --dtype"),
+        Line("weights", num_weight_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
@@ -122,10 +124,10 @@ def _budget(place: str, lines: tuple[Line, ...], limit_bytes: int) -> Budget:
     return Budget(place, lines, limit, "what the machine and its container leave")
 
 
-def _weights_bytes(config: EngineConfig, geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Packed, a tied head cannot share the embedding's memory."""
+def _weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, is_native: bool) -> int:
+    """Packed, as the native kernels read it, a tied head cannot share the embedding's memory."""
     num_bytes = weights_bytes(geometry, dtype)
-    if geometry.tie_word_embeddings and native_library(config) is not None:
+    if geometry.tie_word_embeddings and is_native:
         num_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
     return num_bytes
 

@@ -60,10 +60,11 @@ def build_engine(
     torch.set_num_threads(num_threads)
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
     geometry = load_geometry(config.model_dir)
-    budget = check_budgets(config, geometry)
-    layout = build_layout(geometry, config.base_model, config.aliases, dtype)
     library = native_library(config)
-    kv_cache = _allocate_kv_cache(config, geometry, dtype, device, is_native=library is not None)
+    is_native = library is not None
+    budget = check_budgets(config, geometry, is_native=is_native)
+    layout = build_layout(geometry, config.base_model, config.aliases, dtype)
+    kv_cache = _allocate_kv_cache(config, geometry, dtype, device, is_native=is_native)
     host = _allocate_host_tier(config, device)
     slab = None if host is None else host.slab
     arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 
 def native_library(config: EngineConfig) -> Library | None:
-    """The native kernels, if they are wanted, to be had, and compute this model."""
+    """The native kernels, if they are wanted, to be had, and compute this model. Logs what keeps
+    them from it."""
     if not config.native_kernels or torch.device(config.device).type != "cpu":
         return None
     if config.dtype not in ("float32", "bfloat16"):

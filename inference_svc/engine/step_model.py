@@ -18,7 +18,8 @@ class StepModel(Protocol):
 
     @property
     def kernels(self) -> str:
-        """What computes: "native" and the instruction set, "triton", or "torch"."""
+        """What computes: "native" and the instruction set; "torch"; "triton", or "triton, captured"
+        where decode steps are recorded and replayed."""
 
     def prepare(self, batch: Batch) -> None:
         """Describes the next step to whoever computes it."""

@@ -1,4 +1,4 @@
-"""LoRA on the CPU: two products per segment and target, on views made when the adapter was loaded.
+"""LoRA on the CPU: two products per segment and target, on views made at an adapter's first use.
 
 A batch holds many small segments, so the cost is overhead. torch hands 16-bit products to oneDNN,
 which spends some 15 us per call before it computes; torch's own matrix-vector product takes 3 us

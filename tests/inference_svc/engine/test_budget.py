@@ -77,7 +77,7 @@ def test_units(num_bytes: int, text: str) -> None:
 def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> None:
     geometry = load_geometry(config.model_dir)
     changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
-    (budget,) = plan_budgets(changed, geometry)
+    (budget,) = plan_budgets(changed, geometry, is_native=True)
     assert budget.place == "host"
     assert budget.limit_bytes == 1 << 30
     assert budget.bytes_of("kv_pages") == 96 * MIB
@@ -86,8 +86,17 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
     num_parameters = 2 * 2048 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
     assert budget.bytes_of("weights") == 4 * num_parameters
     wider = replace(changed, max_batch_tokens=1024)
-    (wider_budget,) = plan_budgets(wider, geometry)
+    (wider_budget,) = plan_budgets(wider, geometry, is_native=True)
     assert wider_budget.bytes_of("workspace") > budget.bytes_of("workspace")
+
+
+def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
+    geometry = replace(load_geometry(config.model_dir), tie_word_embeddings=True)
+    plain, packed = (
+        plan_budgets(config, geometry, is_native=is_native)[0].bytes_of("weights")
+        for is_native in (False, True)
+    )
+    assert packed - plain == 4 * 2048 * 512
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,7 +104,7 @@ def test_the_native_path_stays_within_its_lines(config: EngineConfig, dtype: str
     native_library()
     config = replace(config, dtype=dtype)
     built = build_engine(config, NoStore(), lambda event: None)
-    (budget,) = plan_budgets(config, built.geometry)
+    (budget,) = plan_budgets(config, built.geometry, is_native=True)
     model, describe = built.engine.runner.model, built.engine.commands.describe
     assert isinstance(model, NativeModel)
     assert 0 < model.workspace_bytes <= budget.bytes_of("workspace")

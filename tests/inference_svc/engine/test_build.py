@@ -53,3 +53,11 @@ def test_threads_are_as_many_as_there_are_processors_for(
     monkeypatch.setattr(build, "usable_processors", lambda: usable)
     built(folder, num_threads=wanted, native_kernels=False)
     assert torch.get_num_threads() == got
+
+
+def test_a_dtype_without_native_kernels_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built(folder, dtype="float16")
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["the native kernels do not compute float16: the torch path serves"]
