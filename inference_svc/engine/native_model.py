@@ -35,7 +35,3 @@ class NativeModel:
 
     def forward(self) -> Tensor:
         return self._transformer.forward(self._groups)
-
-    def profile(self) -> list[tuple[str, float]]:
-        """`forward`, measured: every operation's name and seconds, in order."""
-        return self._transformer.profile(self._groups)

@@ -70,10 +70,6 @@ class NativeTransformer:
         self._program(groups).run()
         return self._workspace.logits[: int(self._step.num_logits)]
 
-    def profile(self, groups: frozenset[str] = frozenset()) -> list[tuple[str, float]]:
-        """`forward`, measured: every operation's name and seconds, in order."""
-        return self._program(groups).profile()
-
     def _program(self, groups: frozenset[str]) -> Program:
         if groups not in self._programs:
             ops = [op for group, op in self._ops if not group or group in groups]

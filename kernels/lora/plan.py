@@ -60,7 +60,7 @@ class LoraGroup:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoraPlan:
-    """One step's tokens by slot; immutable but for `copy_from` of a captured plan.
+    """One step's tokens by slot.
 
     `segments` cover exactly the tokens that use an adapter, in order. `targets` are those that any
     adapter of the batch has. A row of one token is always an item of its own, whatever runs
@@ -93,26 +93,20 @@ class LoraPlan:
         row_lengths: Sequence[int],
         table: LoraTable,
         device: torch.device | str,
-        num_tokens: int | None = None,
     ) -> LoraPlan:
         """The plan of rows in batch order: row i has `row_lengths[i]` tokens of `row_slots[i]`.
 
-        Slots are -1 (base) or rows of `table` as it is now. `num_tokens` pads the step with base
-        tokens up to a captured size.
+        Slots are -1 (base) or rows of `table` as it is now.
         """
-        used = sum(row_lengths)
-        total = used if num_tokens is None else num_tokens
-        assert total >= used, f"{used} tokens do not fit a step of {total}"
         segments = tuple(plan_segments(row_slots, row_lengths))
         items = plan_items(np.asarray(row_slots, np.int64), np.asarray(row_lengths, np.int64))
         adapters = [table.adapters[slot] for slot in {segment.slot for segment in segments}]
         slots = [s for s, n in zip(row_slots, row_lengths, strict=True) for _ in range(n)]
-        slots.extend([BASE_SLOT] * (total - used))
         flat = items.flatten().tolist()
         # One list, one copy to the device.
         packed = _to_device(flat + slots, device)
         return cls(
-            num_tokens=total,
+            num_tokens=len(slots),
             segments=segments,
             targets=frozenset().union(*{adapter.target_set for adapter in adapters}),
             max_rank=max((adapter.max_rank for adapter in adapters), default=0),
@@ -120,38 +114,6 @@ class LoraPlan:
             token_slots=packed[len(flat) :],
             items=packed[: len(flat)].view(-1, 4),
         )
-
-    @classmethod
-    def for_capture(
-        cls, num_tokens: int, table: LoraTable, device: torch.device | str, max_rows: int = 0
-    ) -> LoraPlan:
-        """An empty plan of fixed addresses to capture a graph with; fill it with `copy_from`.
-
-        Claims every target, so that capture records all launches. `max_rows` = 0 is a decode graph:
-        every row has one token. Otherwise up to `max_rows` rows of any length.
-        """
-        num_items = num_tokens
-        if max_rows:
-            num_items = min(num_tokens, num_tokens // TILE_TOKENS + max_rows)
-        return cls(
-            num_tokens=num_tokens,
-            segments=(),
-            targets=frozenset(range(table.num_targets)),
-            max_rank=table.max_rank,
-            has_tiles=max_rows > 0,
-            token_slots=torch.full((num_tokens,), BASE_SLOT, dtype=torch.int32, device=device),
-            items=torch.zeros(num_items, 4, dtype=torch.int32, device=device),
-        )
-
-    def copy_from(self, plan: LoraPlan) -> None:
-        """Fills a plan of `for_capture` with a step's, on the current stream."""
-        assert plan.num_tokens <= self.num_tokens, "more tokens than captured"
-        assert len(plan.items) <= len(self.items), "more rows than captured"
-        assert self.has_tiles or not plan.has_tiles, "a decode graph serves one token per row"
-        self.token_slots.fill_(BASE_SLOT)
-        self.token_slots[: plan.num_tokens].copy_(plan.token_slots)
-        self.items.zero_()
-        self.items[: len(plan.items)].copy_(plan.items)
 
 
 def plan_segments(slots: Sequence[int], lengths: Sequence[int]) -> Iterator[LoraSegment]:

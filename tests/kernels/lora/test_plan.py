@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.lora import BASE_SLOT, LoraGroup, LoraPlan, LoraTable, TableEntry
-from kernels.lora.plan import ITEM_NOTHING, ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
+from kernels.lora.plan import ITEM_TILE, ITEM_TOKEN, TILE_TOKENS
 
 MAX_LORAS = 6
 
@@ -85,35 +85,6 @@ def test_host_facts_are_those_of_the_slots_in_use(table, batch):
     assert plan.has_adapters == (used > 0)
     assert plan.has_group(LoraGroup((0, 5), 8, (0, 8), (8, 8))) == plan.has_adapters
     assert plan.has_group(LoraGroup((4,), 8, (0,), (8,))) == (used > 4)
-
-
-@given(batch=batches(), spare=st.integers(0, 9))
-def test_a_captured_plan_holds_every_batch_of_its_size(table, batch, spare):
-    plan = LoraPlan.build(*batch, table, "cpu")
-    num_tokens = plan.num_tokens + spare
-    captured = LoraPlan.for_capture(num_tokens, table, "cpu", max_rows=len(batch[0]) + 1)
-    addresses = captured.items.data_ptr(), captured.token_slots.data_ptr()
-    captured.copy_from(LoraPlan.build([0], [num_tokens], table, "cpu"))
-    captured.copy_from(plan)
-    assert (captured.items.data_ptr(), captured.token_slots.data_ptr()) == addresses
-    assert torch.equal(captured.items[: len(plan.items)], plan.items)
-    assert (captured.items[len(plan.items) :] == ITEM_NOTHING).all()
-    assert captured.token_slots.tolist() == plan.token_slots.tolist() + [BASE_SLOT] * spare
-
-
-def test_padding_is_base(table):
-    plan = LoraPlan.build([3, 3, 5], [1, 1, 1], table, "cpu", num_tokens=8)
-    assert plan.num_tokens == 8
-    assert plan.token_slots.tolist() == [3, 3, 5] + [BASE_SLOT] * 5
-    assert plan.segments == ((0, 2, 3), (2, 3, 5))
-
-
-def test_a_decode_graph_refuses_longer_rows(table):
-    captured = LoraPlan.for_capture(8, table, "cpu")
-    assert captured.has_adapters, "capture records every launch"
-    captured.copy_from(LoraPlan.build([3, BASE_SLOT], [1, 7], table, "cpu"))
-    with pytest.raises(AssertionError, match="decode graph"):
-        captured.copy_from(LoraPlan.build([3], [2], table, "cpu"))
 
 
 def test_neighbouring_longer_rows_share_tiles(table):

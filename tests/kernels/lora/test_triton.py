@@ -6,11 +6,14 @@ multiply bfloat16 tiles, so bfloat16 is left to the GPU tests.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.lora import BASE_SLOT, reference
-from kernels.lora.plan import TILE_TOKENS, LoraPlan
+from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS
 
 DTYPES = [torch.float32, torch.float16]
 MIXED_SLOTS = [BASE_SLOT, 0, 1, 1, 2, 3, 4, 5, BASE_SLOT]
@@ -103,14 +106,21 @@ def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
     assert torch.equal(split, whole)
 
 
-@pytest.mark.parametrize("max_rows", [0, 4], ids=["decode", "any"])
-def test_a_captured_plan_equals_an_exact_one(make_adapters, interpreter, max_rows):
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1]], ids=["decode", "any"])
+def test_a_plan_with_room_left_equals_an_exact_one(make_adapters, interpreter, lengths):
+    """As a recorded step has: base tokens behind its own, items that are nothing, every target."""
     adapters = make_adapters(torch.float32)
-    plan = adapters.plan([1, 4, 5], [1, 1, 1] if max_rows == 0 else [1, 3, 1])
-    captured = LoraPlan.for_capture(plan.num_tokens + 3, adapters.table, "cpu", max_rows)
-    captured.copy_from(plan)
-    x, out = adapters.inputs(captured)
-    got = interpreter.add_lora(adapters, out, x, captured)
+    plan = adapters.plan([1, 4, 5], lengths)
+    roomy = replace(
+        plan,
+        num_tokens=plan.num_tokens + 3,
+        targets=frozenset(range(adapters.table.num_targets)),
+        max_rank=adapters.table.max_rank,
+        token_slots=F.pad(plan.token_slots, (0, 3), value=BASE_SLOT),
+        items=F.pad(plan.items, (0, 0, 0, 3), value=ITEM_NOTHING),
+    )
+    x, out = adapters.inputs(roomy)
+    got = interpreter.add_lora(adapters, out, x, roomy)
     n = plan.num_tokens
     assert torch.equal(got[:n], interpreter.add_lora(adapters, out[:n], x[:n], plan))
     assert torch.equal(got[n:], out[n:])
