@@ -8,7 +8,7 @@ import os
 import sys
 
 from inference_svc.config import parse_command_line
-from inference_svc.errors import UnsupportedModel
+from inference_svc.errors import EngineFailed, UnsupportedModel
 from inference_svc.log import configure_logging
 
 SPIN_COUNT = 2000
@@ -28,7 +28,7 @@ def main() -> int:
 
     try:
         return asyncio.run(serve(config))
-    except (UnsupportedModel, ValueError, OSError) as error:
+    except (UnsupportedModel, EngineFailed, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
         return 1

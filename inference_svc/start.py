@@ -34,7 +34,8 @@ PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 async def serve(config: Config) -> int:
     """Returns the process's exit status, after SIGTERM or SIGINT.
 
-    Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met.
+    Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met; EngineFailed
+    if the engine's process dies before it serves.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

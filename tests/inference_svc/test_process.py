@@ -173,6 +173,22 @@ def test_a_start_that_fails_says_why_in_one_line(
     assert "Traceback" not in done.stderr
 
 
+def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(model: Path) -> None:
+    """As the kernel does when memory is short."""
+    with subprocess.Popen(command(model), stderr=subprocess.PIPE, text=True) as popen:
+        us = psutil.Process(popen.pid)
+        deadline_s = time.monotonic() + START_SECONDS
+        while not (children := us.children()):
+            assert popen.poll() is None
+            assert time.monotonic() < deadline_s, "no child in time"
+            time.sleep(0.01)
+        children[0].kill()
+        _, stderr = popen.communicate(timeout=START_SECONDS)
+    assert popen.returncode == 1
+    assert stderr.strip().splitlines()[-1] == "error: the engine's process was ended by SIGKILL"
+    assert "Traceback" not in stderr
+
+
 def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) -> None:
     done = subprocess.run(
         command(model, "--memory-limit", "600MiB"),
