@@ -61,7 +61,8 @@ class Arena:
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
         """Carries out `changes` in order. The table is written on the stream that computes; copies
         from the host run beside it, on a stream of their own, after every step so far: one of them
-        may have read what lay there before."""
+        may have read what lay there before. On a CPU a copy is made here and now, and delays the
+        step: whoever makes `changes` bounds them."""
         for change in changes:
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)

@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear, TableWrite
+from inference_svc.adapters.changes import (
+    HostCopy,
+    PendingChanges,
+    ResidencyChange,
+    TableClear,
+    TableWrite,
+)
 from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
@@ -54,7 +60,7 @@ class Loader:
     counters: LoadCounters = field(default_factory=LoadCounters)
     _waiters: Counter[str] = field(default_factory=Counter)
     _loads: Loads = field(default_factory=Loads)
-    _changes: list[ResidencyChange] = field(default_factory=list)
+    _changes: PendingChanges = field(default_factory=PendingChanges)
     _copying: dict[str, HostCopy] = field(default_factory=dict)
     _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
@@ -158,8 +164,7 @@ class Loader:
 
     def take_changes(self) -> tuple[ResidencyChange, ...]:
         """What takes effect with the next batch."""
-        changes, self._changes = tuple(self._changes), []
-        return changes
+        return self._changes.take(None if self.host is None else self.host.step_copy_bytes)
 
     def take_news(self) -> list[str]:
         """Adapters of which `may_start` may have changed since the last call."""
@@ -330,7 +335,7 @@ class Loader:
         self._news += self._drains.end(lambda d: d in over or not self._loads.is_short(d))
 
     def _give_device_room(self, digest: str, keep: Collection[str]) -> bool:
-        """Moves a host image into the arena; the copy rides in the next batch."""
+        """Moves a host image into the arena; the copy rides in the next batch that has room."""
         hosted = self._in_host(digest)
         assert hosted is not None, "the load holds it"
         resident = self.device.reserve(hosted.header, keep, self._waiters)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.changes import HostCopy, TableWrite
+from inference_svc.adapters.changes import HostCopy, PendingChanges, TableClear, TableWrite
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.slots import Slots
+from inference_svc.errors import AdapterUnusable
+from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 
 GPU = pytest.param(
     "cuda",
@@ -46,6 +48,58 @@ def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
     assert bytes(there.cpu().numpy().data) == bytes(image.data)
     arena.apply([TableWrite(resident)])
     assert arena.table.ranks.any()
+
+
+def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
+    """So that none waits for more than a part of it, and each adapter may start before the rest."""
+    loop = Loop(store, layout, 16384, 1 << 20)
+    residency, host = loop.residency, loop.residency.host
+    assert host is not None
+    for digest in ("cold", "aaaa", "bbbb", "cccc"):
+        store.add(digest)
+        loop.load(digest)
+        residency.release(digest)
+    assert len(host.slots) == 4
+    assert len(residency.device) == 2
+    host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
+    for digest in ("cold", "aaaa"):
+        residency.want(digest, 0.0)
+    residency.advance(0.0, lambda: [("cold", False), ("aaaa", False)])
+    for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
+        changes = residency.take_changes()
+        copies = [change for change in changes if isinstance(change, HostCopy)]
+        assert [copy.resident.digest for copy in copies] == [copied]
+        loop.arena.apply(changes)
+        residency.check_integrity(residency._waiters)
+        residency.copied(loop.arena.take_copied())
+        assert residency.can_run(copied)
+        if waiting:
+            assert residency.is_copying, "there is more to be done"
+            assert not residency.can_run(waiting)
+            with pytest.raises(AdapterUnusable, match="still loading"):
+                residency.unload(waiting)
+    loop.arena.apply(residency.take_changes())
+    for digest in ("cold", "aaaa"):
+        assert_computes(loop, store, digest, residency.acquire(digest))
+    assert not residency.is_copying
+    loop.puller.close()
+
+
+def test_what_runs_beside_the_steps_is_not_held_back(store, layout) -> None:
+    image = store.add("aaaa")
+    resident = Slots(16384, 4).reserve(image.header)
+    assert resident is not None
+    pending = PendingChanges()
+    copies = [HostCopy(resident, resident)] * 3
+    for change in (*copies, TableClear(0)):
+        pending.append(change)
+    assert pending.take(None) == (*copies, TableClear(0))
+    for change in (*copies, TableClear(0)):
+        pending.append(change)
+    assert pending.take(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
+    assert pending.take(1) == (copies[1],)
+    assert pending.take(1) == (copies[2],)
+    assert pending.take(1) == ()
 
 
 @pytest.mark.gpu
