@@ -43,12 +43,20 @@ class DeviceModel:
         self._max_rows = max_rows
         self._sizes = captured_sizes(max_rows)
         self._captured: CapturedSteps | None = None
+        self._reserved_bytes = _reserved_bytes(step.block.device)
         if record is not None:
             self._captured = CapturedSteps(self._sizes, self._decode, record)
 
     @property
     def kernels(self) -> str:
         return "triton" if self._captured is None else "triton, captured"
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The inputs, and what torch has taken of a CUDA device since: it keeps what a step has
+        freed for the next, and replayed steps hold what they compute in."""
+        device = self._step.block.device
+        return self._step.block.num_bytes + _reserved_bytes(device) - self._reserved_bytes
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -115,3 +123,8 @@ class DeviceModel:
     @property
     def _padding_page(self) -> int:
         return self._kv_cache.num_pages - 1
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """What torch has of it, in use or kept for later; nothing is known of a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

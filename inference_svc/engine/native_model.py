@@ -25,7 +25,7 @@ class NativeModel:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of the memory that steps are computed in."""
+        """See `StepModel`."""
         return self._transformer.num_bytes + self._lora.workspace_bytes
 
     def prepare(self, batch: Batch) -> None:

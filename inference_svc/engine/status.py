@@ -47,7 +47,8 @@ class Describe:
         in this process: Python, libraries, buffers."""
         pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
         kv_used = self.kv_bytes * pages.num_used // pages.num_pages
-        workspace_bytes = self.budget.bytes_of("workspace")
+        # The budget's line is what the widest step may take at most.
+        workspace_bytes = self.runner.model.workspace_bytes
         on_device = {
             "weights": (self.weights_bytes, self.weights_bytes),
             "kv_pages": (kv_used, self.kv_bytes),

@@ -21,6 +21,10 @@ class StepModel(Protocol):
         """What computes: "native" and the instruction set; "torch"; "triton", or "triton, captured"
         where decode steps are recorded and replayed."""
 
+    @property
+    def workspace_bytes(self) -> int:
+        """What it keeps from step to step to compute them in, where it computes."""
+
     def prepare(self, batch: Batch) -> None:
         """Describes the next step to whoever computes it."""
 

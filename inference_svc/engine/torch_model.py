@@ -19,6 +19,8 @@ class TorchModel:
     """See `StepModel`. Owns nothing but references: the model, its KV cache, the arena."""
 
     kernels = "torch"
+    workspace_bytes = 0
+    """Each step allocates what it computes in, and frees it."""
 
     def __init__(
         self,

@@ -28,6 +28,11 @@ class StepBlock:
         self._last_row_bytes = 0
         self._sent = torch.cuda.Event() if self._is_cuda else None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of either side."""
+        return len(self._host)
+
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor of the host side."""
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -274,3 +274,12 @@ def test_a_step_waits_for_nothing(bench):
         run(model, steps(SLOTS[1]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_steps_are_computed_in_is_counted(bench):
+    model = bench.fixed(CudaRecorder() if bench.device.type == "cuda" else None)
+    inputs_bytes = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS) + 4 * MAX_ROWS * 20
+    assert model.workspace_bytes > inputs_bytes
+    if bench.device.type == "cuda":
+        assert model.workspace_bytes > inputs_bytes + (1 << 20), "recordings have a pool"
+    assert bench.plain().workspace_bytes == 0
