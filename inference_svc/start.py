@@ -26,7 +26,7 @@ from inference_svc.servicer import ServerFacts
 from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.store_recipe import ImageClientRecipe
-from inference_svc.text.tokenizer import Tokenizer
+from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
@@ -65,7 +65,12 @@ Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
 @contextmanager
 def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
     """The child has its own access to the store. It begins to load at once."""
-    engine_config = replace(_engine_config(config), frontend_bytes=resident_bytes())
+    # We load our tokenizer beside the child, which checks the budget before that has ended.
+    engine_config = replace(
+        _engine_config(config),
+        frontend_bytes=resident_bytes(),
+        tokenizer_bytes=tokenizer_bytes(config.model),
+    )
     engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.hear)
     replicas.share(lambda news: engine.send(StoreNews(news)))
     try:

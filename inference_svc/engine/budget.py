@@ -101,6 +101,8 @@ def plan_budgets(
     )
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
+        Line("tokenizer", config.tokenizer_bytes),
+        # The last one, and all of it is there already.
         Line("process", resident_bytes() + config.frontend_bytes),
     )
     if config.device == "cpu":

@@ -19,7 +19,8 @@ class EngineConfig:
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
     `num_threads` 0: one per core that this process may use.
     `memory_limit_bytes` 0: on CPU what the machine leaves, on CUDA what the device has.
-    `frontend_bytes` is what the process takes that the engine serves from a process of its own.
+    `frontend_bytes` is what the process takes that the engine serves from a process of its own,
+    `tokenizer_bytes` what it will take beside that when its tokenizer is loaded.
     """
 
     model_dir: Path
@@ -39,6 +40,7 @@ class EngineConfig:
     host_bytes: int = 0
     memory_limit_bytes: int = 0
     frontend_bytes: int = 0
+    tokenizer_bytes: int = 0
     max_loras: int = 256
     max_lora_rank: int = 64
     adapter_wait_s: float = 10.0

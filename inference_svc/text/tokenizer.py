@@ -10,7 +10,22 @@ from typing import Any
 from inference_svc.errors import InvalidRequest, UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
 
+IMPORT_BYTES = 32 << 20
+BYTES_PER_JSON_BYTE = 12
+BYTES_PER_MODEL_BYTE = 100
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def tokenizer_bytes(model_dir: Path) -> int:
+    """About what a `Tokenizer` of it will take, as measured of vocabularies of up to 150,000: the
+    library that reads it, and the vocabulary in the tables of ours and of its own."""
+    for name, factor in (
+        ("tokenizer.json", BYTES_PER_JSON_BYTE),
+        ("tokenizer.model", BYTES_PER_MODEL_BYTE),
+    ):
+        if (model_dir / name).is_file():
+            return IMPORT_BYTES + factor * (model_dir / name).stat().st_size
+    return IMPORT_BYTES
 
 
 class Tokenizer:

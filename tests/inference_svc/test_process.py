@@ -17,6 +17,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from tests.native import native_library
@@ -200,8 +201,10 @@ def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) 
     assert done.returncode == 1
     assert "error: the host memory does not suffice" in done.stderr
     names = [line.split()[0] for line in done.stderr.splitlines() if line.startswith("  ")]
-    areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "process"]
+    areas = ["weights", "kv_pages", "arena", "workspace", "host_tier", "tokenizer", "process"]
     assert names == [*areas, "needed", "limit"]
+    [tokenizer] = [line for line in done.stderr.splitlines() if line.startswith("  tokenizer")]
+    assert int(tokenizer.split()[1].replace(",", "")) == tokenizer_bytes(model)
 
 
 def test_every_byte_of_both_processes_is_somewhere(process: Process) -> None:

@@ -77,12 +77,15 @@ def test_units(num_bytes: int, text: str) -> None:
 def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> None:
     geometry = load_geometry(config.model_dir)
     changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
+    changed = replace(changed, tokenizer_bytes=3 * MIB)
     (budget,) = plan_budgets(changed, geometry, is_native=True)
     assert budget.place == "host"
     assert budget.limit_bytes == 1 << 30
     assert budget.bytes_of("kv_pages") == 96 * MIB
     assert budget.bytes_of("arena") == 64 * MIB
     assert budget.bytes_of("host_tier") == 8 * MIB
+    assert budget.bytes_of("tokenizer") == 3 * MIB
+    assert budget.lines[-1].name == "process", "which the machine's limit counts as there"
     num_parameters = 2 * 2048 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
     assert budget.bytes_of("weights") == 4 * num_parameters
     wider = replace(changed, max_batch_tokens=1024)

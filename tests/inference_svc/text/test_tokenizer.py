@@ -1,12 +1,16 @@
+import itertools
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import tokenizers as hf
 
 from inference_svc.errors import InvalidRequest, UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
-from inference_svc.text.tokenizer import Tokenizer
+from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 
@@ -74,3 +78,37 @@ def test_other_threads_run_while_a_long_prompt_is_tokenised(
         now_s = time.perf_counter()
         last_s, longest_s = now_s, max(longest_s, now_s - last_s)
     assert longest_s < 0.6 * (last_s - began_s)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import inference_svc.start
+from inference_svc.memory import resident_bytes
+from inference_svc.text.tokenizer import Tokenizer
+before = resident_bytes()
+tokenizer = Tokenizer(Path(sys.argv[1]))
+print(resident_bytes() - before)
+"""
+
+
+def test_a_tokenizer_takes_what_is_said_of_it_before_it_is_loaded(tmp_path: Path) -> None:
+    letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+    short = list(itertools.product(letters[:30], letters[:30]))
+    long = itertools.product(["".join(pair) for pair in short[:200]], repeat=2)
+    merges = [*short, *long]
+    words = [*letters, *("".join(pair) for pair in merges)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=merges))
+    save_tokenizer(backend, tmp_path, CHAT_TEMPLATE)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    said_bytes = tokenizer_bytes(tmp_path)
+    assert 0.5 * said_bytes < int(done.stdout) < 1.2 * said_bytes
+
+
+def test_of_an_unknown_kind_only_the_library_is_known(tmp_path: Path) -> None:
+    bare_bytes = tokenizer_bytes(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(bytes(1000))
+    assert tokenizer_bytes(tmp_path) == bare_bytes + 100_000
