@@ -31,6 +31,7 @@ from inference_svc.adapters.pull_job import (
     PullFailed,
     PullJob,
     PullOpened,
+    SilentSources,
 )
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import Resident, Slots
@@ -62,6 +63,7 @@ class Loader:
     _loads: Loads = field(default_factory=Loads)
     _changes: PendingChanges = field(default_factory=PendingChanges)
     _copying: dict[str, HostCopy] = field(default_factory=dict)
+    _silent: SilentSources = field(default_factory=SilentSources)
     _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
@@ -261,9 +263,9 @@ class Loader:
         return min(free, len(self._loads.queued))
 
     def _pull(self, digest: str, load: Load, now_s: float) -> None:
-        self._loads.pull(digest, PullJob(digest, self.layout_id), now_s)
-        assert load.job is not None
-        self.puller.start(load.job)
+        job = PullJob(digest, self.layout_id, self._silent.of(digest))
+        self._loads.pull(digest, job, now_s)
+        self.puller.start(job)
 
     def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
         """The host image is held until it is copied or the load abandoned."""
@@ -274,6 +276,7 @@ class Loader:
 
     def _abandon(self, digest: str, load: Load) -> None:
         if load.job is not None:
+            self._silent.given_up(load.job, self.stall_s)
             self.puller.cancel(load.job)
             return
         self._loads.end(digest)

@@ -55,8 +55,11 @@ class Progress:
 
     def blame_source(self) -> None:
         """The next attempt goes elsewhere; once all have failed in turn, it begins anew."""
-        known = self.source in self.avoid
-        self.avoid = frozenset({self.source} if known else {*self.avoid, self.source})
+        self.avoid = _with(self.source, self.avoid)
+
+
+def _with(source: str, avoid: frozenset[str]) -> frozenset[str]:
+    return frozenset({source}) if source in avoid else avoid | {source}
 
 
 class _NoRoom:
@@ -71,13 +74,14 @@ class PullJob:
     """One digest on its way. The engine's thread owns it together with the puller; `progress`
     belongs to the pull thread that works on it.
 
-    `last_progress_s` is when bytes last arrived, on the monotonic clock.
+    `last_progress_s` is when bytes last arrived, on the monotonic clock. `avoid` are sources to be
+    asked last.
     """
 
-    def __init__(self, digest: str, layout_id: str) -> None:
+    def __init__(self, digest: str, layout_id: str, avoid: frozenset[str] = frozenset()) -> None:
         self.digest = digest
         self.layout_id = layout_id
-        self.progress = Progress()
+        self.progress = Progress(avoid=avoid)
         self.last_progress_s = time.monotonic()
         self._grants: queue.SimpleQueue[ImageSink | _NoRoom | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
@@ -120,15 +124,29 @@ class PullJob:
         if self.is_cancelled:
             stream.cancel()
 
+    def detach(self) -> None:
+        """Nothing is to come from the stream any more."""
+        self._stream = None
+
     def leave_if_silent(self, seconds: float) -> bool:
         """Ends the stream if nothing came for so long; the pull goes on with another."""
-        stream = self._stream
-        since_s = max(self._attached_s, self.last_progress_s)
-        if stream is None or time.monotonic() - since_s < seconds:
+        stream = self._silent_stream(seconds)
+        if stream is None:
             return False
         self._stream = None
         stream.cancel()
         return True
+
+    def bad_sources(self, seconds: float) -> frozenset[str]:
+        """Those that failed this pull, and one that is asked and sent nothing for so long."""
+        stream = self._silent_stream(seconds)
+        avoid = self.progress.avoid
+        return avoid if stream is None else _with(stream.source, avoid)
+
+    def _silent_stream(self, seconds: float) -> PullStream | None:
+        stream = self._stream
+        since_s = max(self._attached_s, self.last_progress_s)
+        return None if time.monotonic() - since_s < seconds else stream
 
     def wait_for_grant(self, timeout_s: float) -> ImageSink | None:
         """The room granted, or None if the job is cancelled. Raises Parked if neither came in
@@ -173,3 +191,31 @@ class PullFailed:
 
 
 PullEvent = PullOpened | PullDone | PullFailed
+
+
+AVOID_S = 300.0
+"""A source that was silent for long has had time to recover."""
+SILENT_SHARE = 0.8
+"""Of the time that requests wait: a source may have been asked when that had begun."""
+
+
+@dataclass
+class SilentSources:
+    """What pulls that were given up have learned, for the next ones of the same digest: else each
+    would ask the same silent source first, and wait for it in vain. Requests wait for less long
+    than a source may be silent before the pull itself leaves it."""
+
+    _by_digest: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
+
+    def given_up(self, job: PullJob, wait_s: float) -> None:
+        """Nobody waits for it any more; requests wait for at most `wait_s`."""
+        bad = job.bad_sources(SILENT_SHARE * wait_s)
+        if bad:
+            now_s = time.monotonic()
+            self._by_digest = {d: kept for d, kept in self._by_digest.items() if kept[1] > now_s}
+            self._by_digest[job.digest] = (bad, now_s + AVOID_S)
+
+    def of(self, digest: str) -> frozenset[str]:
+        """To be asked last."""
+        bad, until_s = self._by_digest.get(digest, (frozenset(), 0.0))
+        return bad if time.monotonic() < until_s else frozenset()

@@ -180,6 +180,7 @@ class Puller:
                 else:
                     return _check_trailer(progress, message, position)
         finally:
+            job.detach()
             stream.cancel()
         raise StoreUnavailable("the image stream ended before its trailer")
 
@@ -197,6 +198,7 @@ class Puller:
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
             raise CorruptImage("the store sent another image than was asked for")
         self._check_header(header)
+        job.last_progress_s = time.monotonic()
         progress.begin(header)
         self._post(PullOpened(job, header))
         progress.sink = self._wait_for_room(job)

@@ -6,11 +6,13 @@ import hashlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
+from inference_svc.adapters import pull_job as pull_job_module
 from inference_svc.adapters import puller as puller_module
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull_job import (
@@ -20,6 +22,7 @@ from inference_svc.adapters.pull_job import (
     PullFailed,
     PullJob,
     PullOpened,
+    SilentSources,
 )
 from inference_svc.adapters.puller import PULL_NICENESS, Puller
 from inference_svc.adapters.slots import Slots
@@ -31,6 +34,8 @@ from inference_svc.adapters.store import (
     PullMessage,
 )
 from inference_svc.errors import CorruptImage, StoreUnavailable
+from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream
+from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 
 LAYOUT_ID = "sha256:layout"
 
@@ -229,3 +234,79 @@ def test_pull_threads_give_way_and_no_others_do(store, layout) -> None:
     puller.close()
     assert nicenesses == [PULL_NICENESS]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+class TwoSources(MemoryStore):
+    """Two replicas; of "one" come the first `num_messages`, and nothing more. `asked` are those
+    that were asked."""
+
+    def __init__(self, num_messages: int) -> None:
+        super().__init__()
+        self.num_messages = num_messages
+        self.asked: list[str] = []
+
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
+    ) -> Silent | MemoryStream:
+        assert isinstance(avoid, frozenset)
+        good = super().pull(digest, layout_id, offset, image_id)
+        good.source = "two" if "one" in avoid else "one"
+        self.asked.append(good.source)
+        if good.source == "two":
+            return good
+        silent = Silent(list(good)[: self.num_messages])
+        silent.source = "one"
+        return silent
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 3])
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
+    num_messages: int, host_bytes: int, layout: ModelLayout
+) -> None:
+    store = TwoSources(num_messages)
+    store.add("aaaa")
+    loop = Loop(store, layout, 16384, host_bytes)
+    residency = loop.residency
+    residency.stall_s = 0.3
+    for _ in range(2):  # whoever goes before that blames nobody
+        residency.want("aaaa", time.monotonic())
+        loop.until(lambda: loop.puller._active and residency._loads["aaaa"].job._stream is not None)
+        residency.unwant("aaaa")
+        loop.until(lambda: residency.num_loading == 0)
+    assert store.asked == ["one", "one"]
+    residency.want("aaaa", time.monotonic())
+    expires_s = time.monotonic() + residency.stall_s
+    loop.until(lambda: time.monotonic() > expires_s)
+    residency.unwant("aaaa", expired=True)
+    loop.until(lambda: residency.num_loading == 0)
+    assert_computes(loop, store, "aaaa", loop.load("aaaa"))
+    residency.release("aaaa")
+    residency.unload("aaaa")
+    assert_computes(loop, store, "aaaa", loop.load("aaaa"))
+    assert store.asked == ["one", "one", "one", "two", "two"]
+    loop.puller.close()
+
+
+def test_who_was_silent_is_forgiven_after_a_while(monkeypatch) -> None:
+    monkeypatch.setattr(pull_job_module, "AVOID_S", 0.05)
+    silent = SilentSources()
+    job = PullJob("aaaa", LAYOUT_ID, frozenset({"one"}))
+    stream = Silent([])
+    stream.source = "two"
+    job.attach(stream)
+    silent.given_up(job, 60.0)
+    assert silent.of("aaaa") == {"one"}
+    silent.given_up(job, 0.0)
+    assert silent.of("aaaa") == {"one", "two"}
+    assert silent.of("bbbb") == frozenset()
+    time.sleep(0.1)
+    assert silent.of("aaaa") == frozenset()
+
+
+def test_once_all_were_silent_they_are_asked_in_turn_again() -> None:
+    job = PullJob("aaaa", LAYOUT_ID, frozenset({"one", "two"}))
+    stream = Silent([])
+    stream.source = "one"
+    job.attach(stream)
+    assert job.bad_sources(0.0) == {"one"}
