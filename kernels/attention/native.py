@@ -21,7 +21,8 @@ BLOCK_ROWS = 64
 SPLIT_ROWS = 16
 """Work items of at most so many may be split over their context."""
 _BLOCK_CELLS = 64
-_MAX_PARTS = 17
+_SPAN_CELLS = 8192
+_MAX_PARTS = 18
 _MAX_PRODUCT_ROWS = 6
 _SLOTS_PER_THREAD = 8
 
@@ -242,7 +243,11 @@ class NativeAttention:
     _scratch: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        blocks = len(self.rows.cells) // self._block_queries + len(self.rows.context_lengths)
+        max_tokens, max_rows = len(self.rows.cells), len(self.rows.context_lengths)
+        # A row is cut where it passes a multiple of _SPAN_CELLS: once, however short, and then once
+        # for so many tokens. Every stretch has at most one block that is not full.
+        stretches = 2 * max_rows + max_tokens // _SPAN_CELLS
+        blocks = max_tokens // self._block_queries + stretches
         num_slots = _SLOTS_PER_THREAD * self.max_threads
         num_items = self.cache.num_kv_heads * blocks + num_slots * _MAX_PARTS
         state = self._split_rows * (self._width + 16) + -(-self._split_rows // 16) * 16

@@ -12,7 +12,10 @@ constexpr int BLOCK_VECTORS = BLOCK / VF_WIDTH;
 constexpr int TILE_VECTORS = TILE / VF_WIDTH;
 constexpr int PART = 512;       // cells that one thread takes at least, where a context is split
 constexpr int LONG_PARTS = 16;  // a longer context has longer parts
-constexpr int MAX_PARTS = LONG_PARTS + 1;
+constexpr int64_t SPAN = LONG_PARTS * PART;  // a context has PART cells in a part for each of these
+// Most parts of an item: a window may begin and end inside one, and a block's queries see a few
+// cells more than one query does.
+constexpr int MAX_PARTS = LONG_PARTS + 2;
 constexpr int LEAST_SHARES = 8;  // of its work that a thread takes, where it can be cut so small
 constexpr float NOTHING_SEEN = -1e30f;
 

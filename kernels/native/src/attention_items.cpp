@@ -20,24 +20,33 @@ struct AttentionItemsArgs {
   int32_t* num_items;
 };
 
+// Cells of a part, for a query at `position`. They are the same for all positions between two
+// multiples of SPAN, so that they do not depend on which other queries share a query's block.
+static int64_t part_cells(int64_t position, int64_t window) {
+  const int64_t seen = window ? std::min(position + 1, window) : position + 1;
+  return (seen + SPAN - 1) / SPAN * PART;
+}
+
 static void attention_items(const AttentionItemsArgs& args, const Slice& slice) {
   if (slice.thread != 0) return;
   const Rows& rows = args.rows;
   const auto each_block = [&](auto body) {
     for (int32_t row = 0; row < *rows.count; ++row) {
-      const int32_t count = rows.query_starts[row + 1] - rows.query_starts[row];
-      const int32_t num_blocks = (count + args.block_queries - 1) / args.block_queries;
-      for (int32_t block = num_blocks - 1; block >= 0; --block) {  // those that see most first
+      const int64_t count = rows.query_starts[row + 1] - rows.query_starts[row];
+      const int64_t first_position = rows.context_lengths[row] - count;
+      for (int64_t end = count, first; end > 0; end = first) {  // those that see most first
+        // Queries on both sides of a multiple of SPAN have parts of other sizes: no block has both.
+        const int64_t last_position = first_position + end - 1;
+        const int64_t start = std::max<int64_t>(0, last_position / SPAN * SPAN - first_position);
+        first = start + (end - 1 - start) / args.block_queries * args.block_queries;
         AttentionItem item{};
         item.row = row;
-        item.first_query = block * args.block_queries;
-        item.num_queries = std::min<int32_t>(args.block_queries, count - item.first_query);
-        const int64_t position = rows.context_lengths[row] - count + item.first_query;
-        item.end_cell = position + item.num_queries;
+        item.first_query = first;
+        item.num_queries = end - first;
+        const int64_t position = first_position + first;
+        item.end_cell = last_position + 1;
         item.first_cell = args.window ? std::max<int64_t>(0, position - args.window + 1) : 0;
-        const int64_t num_cells = item.end_cell - item.first_cell;
-        item.part_cells = std::max<int64_t>(
-            PART, round_up((num_cells + LONG_PARTS - 1) / LONG_PARTS, PART));
+        item.part_cells = part_cells(last_position, args.window);
         item.first_part = item.first_cell / item.part_cells;
         item.num_parts = (item.end_cell - 1) / item.part_cells + 1 - item.first_part;
         item.slot = -1;

@@ -13,8 +13,7 @@ from inference_svc.model.layers import RMSNorm, RotaryEmbedding
 from inference_svc.model.rope import Rope
 from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
-from kernels.native import build
-from kernels.native.library import Library, load
+from tests.native import native_library
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCES)
@@ -28,16 +27,14 @@ def set_threads() -> Iterator[object]:
     torch.set_num_threads(before)
 
 
-def libraries() -> list[Library]:
-    return [loaded for variant in build.runnable_variants() if (loaded := load(variant))]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "page_size"),
     [(4, 1, 64, 16), (8, 1, 128, 32), (3, 3, 80, 16), (4, 2, 32, 64), (6, 3, 10, 3), (70, 1, 2, 1)],
 )
-def test_attend(make_case, assert_close, num_heads, num_kv_heads, head_dim, page_size, dtype):
+def test_attend(
+    library, make_case, assert_close, num_heads, num_kv_heads, head_dim, page_size, dtype
+):
     layouts = {False, can_tile(page_size, head_dim, dtype)}
     cases = {
         is_tiled: make_case(
@@ -55,11 +52,10 @@ def test_attend(make_case, assert_close, num_heads, num_kv_heads, head_dim, page
         options = {"scale": head_dim**-0.5, "window": window}
         q, cache, plan = cases[False]
         wanted = reference.attend(q, cache, 1, plan, **options)
-        for library in libraries():
-            for is_tiled, (q, cache, plan) in cases.items():
-                name = f"{library.variant}, window {window}, tiled {is_tiled}"
-                got = native.attend(q, cache, 1, plan, library=library, **options)
-                assert_close(name, wanted, got, TOLERANCES[dtype])
+        for is_tiled, (q, cache, plan) in cases.items():
+            name = f"window {window}, tiled {is_tiled}"
+            got = native.attend(q, cache, 1, plan, library=library, **options)
+            assert_close(name, wanted, got, TOLERANCES[dtype])
 
 
 @settings(
@@ -84,7 +80,7 @@ def test_any_batch(make_case, assert_close, rows, window, group, page_size):
         is_tiled=page_size % 16 == 0,
     )
     wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
-    got = native.attend(q, cache, 1, plan, scale=0.3, window=window)
+    got = native.attend(q, cache, 1, plan, scale=0.3, window=window, library=native_library())
     assert_close("out", wanted, got, TOLERANCES[q.dtype])
 
 
@@ -131,6 +127,53 @@ def test_a_prompt_is_the_same_in_any_chunks_bit_for_bit(library, make_case, wind
             q[start:end], cache, 1, chunk, scale=0.3, window=window, library=library
         )
         assert torch.equal(got, whole[start:end])
+
+
+def row_of(plan: AttentionPlan, start: int, end: int) -> AttentionPlan:
+    """A step of queries [start, end) of the only row of `plan`."""
+    first = int(plan.context_lengths[0]) - int(plan.query_starts[1])
+    pages = [plan.page_table[0].tolist()]
+    return AttentionPlan.build([first + start], [end - start], pages, plan.page_size)
+
+
+@pytest.mark.parametrize("window", [None, 8180])
+def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, window):
+    """Contexts of up to 8192 tokens have other parts than longer ones. The positions are those
+    before and after such a step, and ones whose window ends short of it, but not a block's."""
+    for first, count in ((8150, 100), (16390, 70)):
+        q, cache, plan = make_case([(first, count)], head_dim=32, page_size=16, is_tiled=True)
+        options = {"scale": 0.3, "window": window, "library": library}
+        whole = native.attend(q, cache, 1, plan, **options)
+        cuts = (13, 41, 42, 43, 66)
+        for start, end in zip((0, *cuts), (*cuts, count), strict=True):
+            got = native.attend(q[start:end], cache, 1, row_of(plan, start, end), **options)
+            assert torch.equal(got, whole[start:end]), f"{first} + {start} .. {end}"
+
+
+def test_a_window_that_touches_most_parts_is_split(library, make_case, assert_close, set_threads):
+    """Its first and last cell lie in parts of their own: 18 of 512 cells, computed apart."""
+    set_threads(2)
+    options = {"scale": 0.3, "window": 8192}
+    q, cache, plan = make_case([(8702, 8)], head_dim=32, page_size=16, is_tiled=True)
+    got = native.attend(q, cache, 1, plan, library=library, **options)
+    assert_close("out", reference.attend(q, cache, 1, plan, **options), got, 4e-6)
+    for i in range(len(q)):
+        own = row_of(plan, i, i + 1)
+        alone = native.attend(q[i : i + 1], cache, 1, own, library=library, **options)
+        assert torch.equal(alone, got[i : i + 1])
+
+
+@pytest.mark.parametrize("num_heads", [1, 4])
+def test_work_items_have_room_where_every_row_is_cut(make_case, set_threads, num_heads):
+    """Each of these rows has its two queries in blocks of their own."""
+    set_threads(1)
+    library = native_library()
+    _, cache, plan = make_case(
+        [(8191, 2)] * 5, num_heads=num_heads, num_kv_heads=1, head_dim=16, page_size=16
+    )
+    attention = NativeAttention(cache, StepRows.of(plan), num_heads)
+    library.run(attention.items_op())
+    assert int(attention._num_items) == 10 <= len(attention._items)
 
 
 @pytest.mark.parametrize("is_tiled", [False, True])
