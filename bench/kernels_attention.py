@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.models import SHAPES
 from kernels.attention import AttentionPlan, KVCache, attend
 from kernels.attention.native import NativeAttention, StepRows
+from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.native.library import Library, load
 
 PAGE_SIZE = 16
@@ -113,7 +114,8 @@ def measure(library: Library, work: Work, repeats: int) -> tuple[float, float]:
         cache.data.normal_()
     q = torch.randn(len(plan.cells), s.num_heads * s.head_dim).bfloat16()
     out, scale = torch.empty_like(q), s.head_dim**-0.5
-    ours = NativeAttention(caches[0], StepRows.of(plan), s.num_heads)
+    scratch = AttentionScratch(AttentionShape.of(caches[0], s.num_heads))
+    ours = NativeAttention(caches[0], StepRows.of(plan), scratch)
     layers = [ours.attend_op(q, out, layer, scale=scale) for layer in range(s.num_layers)]
     program = library.program([ours.items_op(), *layers])
 

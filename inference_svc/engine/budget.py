@@ -13,7 +13,8 @@ import torch
 from inference_svc.engine.config import EngineConfig
 from inference_svc.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
-from inference_svc.model.weights import weights_bytes
+from inference_svc.model.weights import largest_projection_bytes, weights_bytes
+from kernels.attention.native_memory import AttentionShape
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +89,23 @@ def plan_budgets(
 ) -> tuple[Budget, ...]:
     """The device's budget first; on CUDA the host has one of its own. Nothing is allocated.
     `is_native`: the native kernels compute."""
-    num_weight_bytes = _weights_bytes(geometry, getattr(torch, config.dtype), is_native)
-    on_device = (
-        Line("weights", num_weight_bytes, "a smaller model or --dtype"),
+    dtype = getattr(torch, config.dtype)
+    workspace = workspace_bytes(config, geometry, is_native=is_native)
+    on_device: tuple[Line, ...] = (
+        Line("weights", _weights_bytes(geometry, dtype, is_native), "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
             "workspace",
-            workspace_bytes(config, geometry),
-            "--max-batch-tokens, --max-sequences, --max-model-len",
+            workspace,
+            "--max-batch-tokens, --max-sequences, --max-model-len, --num-threads",
         ),
     )
+    # The workspace is allocated after the weights, so that only what exceeds it adds to the peak.
+    # While a projection is read, the tensor of its file takes the place of its packed form.
+    beyond = largest_projection_bytes(geometry, dtype) - workspace
+    if is_native and beyond > 0:
+        on_device += (Line("packing", beyond, "a smaller model or --dtype"),)
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
         Line("tokenizer", config.tokenizer_bytes),
@@ -134,10 +141,11 @@ def _weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, is_native: bool)
     return num_bytes
 
 
-def workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+def workspace_bytes(config: EngineConfig, geometry: ModelGeometry, *, is_native: bool) -> int:
     """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
     them to, the keys and values of one longest sequence side by side, logits and the sampler's
-    copies of `max_sequences`."""
+    copies of `max_sequences`, and what each thread of the native kernels computes
+    attention in."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     attention = 3 * geometry.q_size + 4 * geometry.kv_size
@@ -146,4 +154,16 @@ def workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     per_token += 2 * hidden * 4  # norms, in fp32
     gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
     logits = config.max_sequences * geometry.vocab_size * 4
-    return config.max_batch_tokens * per_token + gathered + 3 * logits
+    attention_bytes = _attention_bytes(config, geometry) if is_native else 0
+    return config.max_batch_tokens * per_token + gathered + 3 * logits + attention_bytes
+
+
+def _attention_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
+    shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)
+    return shape.num_bytes(
+        config.max_batch_tokens,
+        config.max_sequences,
+        config.num_threads or torch.get_num_threads(),
+        len(set(g.sliding_windows)),
+    )

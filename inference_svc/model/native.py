@@ -19,6 +19,7 @@ from inference_svc.model.weights import LayerWeights, ModelWeights
 from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
+from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
@@ -56,9 +57,9 @@ class NativeTransformer:
         self._adapters = adapters
         self._library = library
         self._angles = self._allocate_angles()
-        rows = step.rows
+        self._scratch = AttentionScratch(AttentionShape.of(kv_cache, geometry.num_heads))
         self._attention = {
-            window: NativeAttention(kv_cache, rows, geometry.num_heads, window)
+            window: NativeAttention(kv_cache, step.rows, self._scratch, window)
             for window in dict.fromkeys(geometry.sliding_windows)
         }
         self._ops = tuple(self._all_ops())
@@ -81,7 +82,7 @@ class NativeTransformer:
         """Of the memory that steps are computed in."""
         angles = sum(tensor.nbytes for tensor in self._angles)
         attention = sum(attention.num_bytes for attention in self._attention.values())
-        return self._workspace.num_bytes + angles + attention
+        return self._workspace.num_bytes + angles + self._scratch.num_bytes + attention
 
     def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
         """Each operation, with the group of adapters that it belongs to ("": always runs)."""

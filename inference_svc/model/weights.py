@@ -91,6 +91,18 @@ def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
     return _Loader(geometry, dtype, meta, lambda name, place: None, Linear).load().num_bytes
 
 
+def largest_projection_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
+    """Of those that `load_weights` reads into a buffer and then has made into something else. A
+    tied head is none: it is made from the embedding, which stays."""
+    meta = torch.device("meta")
+    loaded = _Loader(geometry, dtype, meta, lambda name, place: None, Linear).load()
+    made = [each for layer in loaded.layers for each in (layer.qkv, layer.o, layer.gate_up)]
+    made += [layer.down for layer in loaded.layers]
+    if not geometry.tie_word_embeddings:
+        made.append(loaded.head)
+    return max(projection.num_bytes for projection in made)
+
+
 class _Loader(Generic[P]):
     """Allocates buffers one after the other; `fill` gets every tensor's name and its part."""
 

@@ -12,19 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.attention.kv_cache import TILE_CELLS, KVCache
+from kernels.attention.kv_cache import KVCache
+from kernels.attention.native_memory import AttentionScratch, AttentionShape, WorkItem
 from kernels.attention.plan import AttentionPlan
 from kernels.native.library import Library, NativeOp, dtype_name, load
-
-BLOCK_ROWS = 64
-"""Queries times heads of one work item, unless a single query's heads are more."""
-SPLIT_ROWS = 16
-"""Work items of at most so many may be split over their context."""
-_BLOCK_CELLS = 64
-_SPAN_CELLS = 8192
-_MAX_PARTS = 18
-_MAX_PRODUCT_ROWS = 6
-_SLOTS_PER_THREAD = 8
 
 
 class _KvLayer(ctypes.Structure):
@@ -45,10 +36,6 @@ class _Rows(ctypes.Structure):
         ("page_table", ctypes.c_void_p),
         ("page_table_stride", ctypes.c_int64),
     )
-
-
-class _Item(ctypes.Structure):
-    _fields_ = tuple((f"field{i}", ctypes.c_int32) for i in range(11))
 
 
 class _RotaryAnglesArgs(ctypes.Structure):
@@ -228,50 +215,36 @@ def rope_and_store_op(
 @dataclass(frozen=True, eq=False, slots=True)
 class NativeAttention:
     """Attention of one program's steps under one window: `items_op` once per step, before the
-    first `attend_op`, and one `attend_op` per layer."""
+    first `attend_op`, and one `attend_op` per layer. The scratch memory is of the cache's shape."""
 
     cache: KVCache
     rows: StepRows
-    num_heads: int
+    scratch: AttentionScratch
     window: int | None = None
-    max_threads: int = field(default_factory=torch.get_num_threads)
-    """Further threads take no part: scratch memory is for so many."""
-    _items: ctypes.Array[_Item] = field(init=False)
+    _items: ctypes.Array[WorkItem] = field(init=False)
     _num_items: Tensor = field(init=False)
-    _arrived: Tensor = field(init=False)
-    _partials: Tensor = field(init=False)
-    _scratch: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        max_tokens, max_rows = len(self.rows.cells), len(self.rows.context_lengths)
-        # A row is cut where it passes a multiple of _SPAN_CELLS: once, however short, and then once
-        # for so many tokens. Every stretch has at most one block that is not full.
-        stretches = 2 * max_rows + max_tokens // _SPAN_CELLS
-        blocks = max_tokens // self._block_queries + stretches
-        num_slots = _SLOTS_PER_THREAD * self.max_threads
-        num_items = self.cache.num_kv_heads * blocks + num_slots * _MAX_PARTS
-        state = self._split_rows * (self._width + 16) + -(-self._split_rows // 16) * 16
-        fields = {
-            "_items": (_Item * num_items)(),
-            "_num_items": torch.zeros(1, dtype=torch.int32),
-            "_arrived": torch.zeros(num_slots, dtype=torch.int32),
-            "_partials": torch.zeros(num_slots * _MAX_PARTS * state),
-            "_scratch": torch.zeros(self.max_threads * self._scratch_bytes + 64, dtype=torch.uint8),
-        }
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        shape, rows = self.scratch.shape, self.rows
+        assert shape == AttentionShape.of(self.cache, shape.num_heads)
+        num_items = shape.max_items(
+            len(rows.cells), len(rows.context_lengths), self.scratch.max_threads
+        )
+        object.__setattr__(self, "_items", (WorkItem * num_items)())
+        object.__setattr__(self, "_num_items", torch.zeros(1, dtype=torch.int32))
 
     def items_op(self) -> NativeOp:
         """Cuts the step into work items."""
+        shape = self.scratch.shape
         args = _ItemsArgs(
             self._rows_args,
-            self.cache.num_kv_heads,
-            self._group,
+            shape.num_kv_heads,
+            shape.group,
             self.window or 0,
-            self._block_rows,
-            self._block_queries,
-            self._split_rows,
-            len(self._arrived),
+            shape.block_rows,
+            shape.block_queries,
+            shape.split_rows,
+            len(self.scratch.arrived),
             ctypes.addressof(self._items),
             self._num_items.data_ptr(),
         )
@@ -285,6 +258,7 @@ class NativeAttention:
         """
         assert q.dtype == out.dtype == self.cache.data.dtype
         assert q.stride(1) == out.stride(1) == 1
+        scratch, shape = self.scratch, self.scratch.shape
         args = _AttendArgs(
             _kv_layer(self.cache, layer),
             self._rows_args,
@@ -292,56 +266,25 @@ class NativeAttention:
             out.data_ptr(),
             q.stride(0),
             out.stride(0),
-            self._group,
+            shape.group,
             self.window or 0,
-            self._block_rows,
-            self._split_rows,
+            shape.block_rows,
+            shape.split_rows,
             ctypes.addressof(self._items),
             self._num_items.data_ptr(),
-            self._arrived.data_ptr(),
-            self._partials.data_ptr(),
-            -(-self._scratch.data_ptr() // 64) * 64,
-            self._scratch_bytes,
-            self.max_threads,
+            scratch.arrived.data_ptr(),
+            scratch.partials.data_ptr(),
+            -(-scratch.threads.data_ptr() // 64) * 64,
+            shape.thread_bytes,
+            scratch.max_threads,
             scale,
         )
         return NativeOp("attend_" + dtype_name(q.dtype), args, (self, q, out))
 
     @property
     def num_bytes(self) -> int:
-        """Of work items and scratch memory."""
-        tensors = (self._arrived, self._partials, self._scratch)
-        return ctypes.sizeof(self._items) + sum(each.nbytes for each in tensors)
-
-    @property
-    def _group(self) -> int:
-        return self.num_heads // self.cache.num_kv_heads
-
-    @property
-    def _block_rows(self) -> int:
-        return max(BLOCK_ROWS, self._group)
-
-    @property
-    def _block_queries(self) -> int:
-        return self._block_rows // self._group
-
-    @property
-    def _split_rows(self) -> int:
-        return max(SPLIT_ROWS, self._group)
-
-    @property
-    def _width(self) -> int:
-        return -(-self.cache.head_dim // TILE_CELLS) * TILE_CELLS
-
-    @property
-    def _scratch_bytes(self) -> int:
-        """Of one thread, as attention_state.h carves it up, for the widest vectors."""
-        item_bytes = self.cache.data.itemsize
-        rows = self._block_rows
-        state_bytes = 4 * (rows * (self._width + 16) + rows + 16)
-        tile_bytes = (rows + 2 * _BLOCK_CELLS) * self._width * item_bytes
-        block_bytes = _MAX_PRODUCT_ROWS * _BLOCK_CELLS * (4 + item_bytes)
-        return -(-(2 * state_bytes + tile_bytes + block_bytes + 7 * 64) // 64) * 64
+        """Of work items; the scratch memory counts by itself."""
+        return ctypes.sizeof(self._items) + self._num_items.nbytes
 
     @property
     def _rows_args(self) -> _Rows:
@@ -370,7 +313,8 @@ def attend(
     library = library or load()
     assert library is not None, "no native kernels here"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    attention = NativeAttention(cache, StepRows.of(plan), q.shape[1], window)
+    scratch = AttentionScratch(AttentionShape.of(cache, q.shape[1]))
+    attention = NativeAttention(cache, StepRows.of(plan), scratch, window)
     heads = q.flatten(1) if len(q) == 0 else q.as_strided((len(q), q[0].numel()), (q.stride(0), 1))
     attend_op = attention.attend_op(heads, out.flatten(1), layer, scale=scale)
     library.run(attention.items_op(), attend_op)

@@ -40,8 +40,9 @@ class PackedLinear:
         assert weight.dtype in (torch.float32, torch.bfloat16)
         out_features, in_features = weight.shape
         if weight.dtype == torch.bfloat16:
-            pairs = F.pad(weight, (0, in_features % 2))
-            steps = pairs.contiguous().view(torch.int32)  # [out, ceil(in / 2)]
+            # Padding copies even where there is nothing to pad.
+            pairs = F.pad(weight, (0, 1)) if in_features % 2 else weight.contiguous()
+            steps = pairs.view(torch.int32)  # [out, ceil(in / 2)]
         else:
             steps = weight
         num_panels, whole = -(-out_features // PANEL), out_features // PANEL

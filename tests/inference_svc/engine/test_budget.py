@@ -15,7 +15,11 @@ from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
+from inference_svc.model.step_arrays import StepArrays
 from inference_svc.store_client import NoStore
+from kernels.attention import KVCache
+from kernels.attention.native import NativeAttention
+from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from tests.native import native_library
 
 MIB = 1 << 20
@@ -102,10 +106,15 @@ def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
     assert packed - plain == 4 * 2048 * 512
 
 
+@pytest.mark.parametrize("num_threads", [1, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_native_path_stays_within_its_lines(config: EngineConfig, dtype: str) -> None:
+def test_the_native_path_stays_within_its_lines(
+    config: EngineConfig, dtype: str, num_threads: int, request: pytest.FixtureRequest
+) -> None:
     native_library()
-    config = replace(config, dtype=dtype)
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    config = replace(config, dtype=dtype, num_threads=num_threads)
     built = build_engine(config, NoStore(), lambda event: None)
     (budget,) = plan_budgets(config, built.geometry, is_native=True)
     model, describe = built.engine.runner.model, built.engine.commands.describe
@@ -116,6 +125,33 @@ def test_the_native_path_stays_within_its_lines(config: EngineConfig, dtype: str
     weights_bytes, _ = memory["weights"]
     assert weights_bytes <= 1.01 * budget.bytes_of("weights")
     built.puller.close()
+
+
+def test_a_projection_that_is_packed_counts_beyond_the_workspace(config: EngineConfig) -> None:
+    """Its unpacked form is gone before the workspace is there."""
+    geometry = replace(load_geometry(config.model_dir), vocab_size=8192)
+    small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
+    (budget,) = plan_budgets(small, geometry, is_native=True)
+    assert budget.bytes_of("packing") == 4 * 8192 * 512 - budget.bytes_of("workspace")
+    (tied,) = plan_budgets(small, replace(geometry, tie_word_embeddings=True), is_native=True)
+    gate_up_bytes = 4 * 2 * 1024 * 512
+    assert tied.bytes_of("packing") == gate_up_bytes - tied.bytes_of("workspace")
+    for plenty, is_native in ((replace(config, max_batch_tokens=4096), True), (small, False)):
+        (budget,) = plan_budgets(plenty, geometry, is_native=is_native)
+        assert "packing" not in {line.name for line in budget.lines}
+
+
+@pytest.mark.parametrize(("tokens", "rows", "threads"), [(1, 1, 1), (1024, 64, 1), (64, 8, 64)])
+def test_attention_takes_what_its_line_says(tokens: int, rows: int, threads: int) -> None:
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
+    )
+    shape = AttentionShape.of(cache, num_heads=14)
+    scratch = AttentionScratch(shape, threads)
+    step = StepArrays(tokens, rows, 4, 16)
+    windows = [NativeAttention(cache, step.rows, scratch, window) for window in (None, 64, 128)]
+    taken = scratch.num_bytes + sum(attention.num_bytes for attention in windows)
+    assert taken == shape.num_bytes(tokens, rows, threads, len(windows))
 
 
 def test_an_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:

@@ -13,6 +13,7 @@ from inference_svc.model.layers import RMSNorm, RotaryEmbedding
 from inference_svc.model.rope import Rope
 from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
+from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from tests.native import native_library
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -171,7 +172,8 @@ def test_work_items_have_room_where_every_row_is_cut(make_case, set_threads, num
     _, cache, plan = make_case(
         [(8191, 2)] * 5, num_heads=num_heads, num_kv_heads=1, head_dim=16, page_size=16
     )
-    attention = NativeAttention(cache, StepRows.of(plan), num_heads)
+    scratch = AttentionScratch(AttentionShape.of(cache, num_heads))
+    attention = NativeAttention(cache, StepRows.of(plan), scratch)
     library.run(attention.items_op())
     assert int(attention._num_items) == 10 <= len(attention._items)
 
@@ -192,7 +194,8 @@ def test_a_program_reads_each_step_anew(library, make_case, assert_close, set_th
     """The arrays are as large as a step may need; further threads than were foreseen are idle."""
     q, cache, plan = make_case([(900, 1), (0, 30), (20, 1)], head_dim=32, page_size=16)
     room = StepRows.of(plan)
-    attention = NativeAttention(cache, room, num_heads=4, max_threads=2)
+    scratch = AttentionScratch(AttentionShape.of(cache, num_heads=4), max_threads=2)
+    attention = NativeAttention(cache, room, scratch)
     out = torch.full((len(q), 4 * 32 + 5), torch.nan)
     program = library.program(
         [

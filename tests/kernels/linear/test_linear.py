@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from kernels.linear import PackedLinear, linear, linear_op
 from kernels.linear.reference import linear as definition
@@ -75,3 +76,12 @@ def test_rows_of_wider_tensors_and_nothing_beside_them(library, assert_close, dt
     assert_close("out", definition(x, weight)[:5], out[:5], ratio(dtype))
     out[:5] = torch.nan
     assert wide_out.isnan().all(), "something beside the rows was written"
+
+
+def test_packing_takes_no_copy_beside_the_packed() -> None:
+    weight = numbers(64, 512, dtype=torch.bfloat16)
+    packed = torch.zeros(weight.nbytes, dtype=torch.uint8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        PackedLinear.pack(weight, allocate=lambda num_bytes: packed)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.key_averages())
+    assert taken < weight.nbytes / 2
