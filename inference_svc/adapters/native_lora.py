@@ -14,6 +14,9 @@ from kernels.lora import LoraGroup
 from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.native.library import NativeOp
 
+MAX_KNOWN = 16
+"""Sets of changed groups that are told apart, at most: each is a program."""
+
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
@@ -30,6 +33,7 @@ class NativeLoraOps:
         self._lora = NativeLora.create(arena.table, self._plan, most)
         self._head_lora = NativeLora.create(arena.table, self._head_plan, 1)
         self._names = tuple(groups)
+        self._every_group = frozenset(groups)
         self._group_of_target = np.zeros(arena.table.num_targets, np.int64)
         for index, group in enumerate(groups.values()):
             self._group_of_target[list(group.targets)] = index
@@ -41,7 +45,8 @@ class NativeLoraOps:
         return self._lora.shrunk.nbytes + self._head_lora.shrunk.nbytes
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
-        """Takes in the step's rows; the groups that any of their adapters changes."""
+        """Takes in the step's rows. Returns the groups that any of their adapters changes, or all
+        where too many other sets of groups have been seen."""
         used = {row.slot for row in rows} - {BASE_SLOT}
         if not used:
             return frozenset()
@@ -57,6 +62,8 @@ class NativeLoraOps:
         counts = np.bincount(self._group_of_target, ranks.any(axis=0), len(self._names))
         key = (counts > 0).tobytes()
         if key not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                return self._every_group
             names = (name for name, count in zip(self._names, counts, strict=True) if count)
             self._known[key] = frozenset(names)
         return self._known[key]

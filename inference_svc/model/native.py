@@ -26,6 +26,9 @@ from kernels.native.library import Library, NativeOp, Program
 
 EMBEDDING, HEAD = "embed", "head"
 
+MAX_PROGRAMS = 16
+"""Tenants choose what their adapters change, so that there could be any number."""
+
 
 class AdapterOps(Protocol):
     """Operations that add what the step's adapters change, after the base projection; groups as in
@@ -63,7 +66,9 @@ class NativeTransformer:
             for window in dict.fromkeys(geometry.sliding_windows)
         }
         self._ops = tuple(self._all_ops())
-        self._programs: dict[frozenset[str], Program] = {}
+        self._every_group = frozenset(group for group, _ in self._ops if group)
+        always_there = (frozenset[str](), self._every_group)
+        self._programs = {groups: self._build(groups) for groups in always_there}
 
     def forward(self, groups: frozenset[str] = frozenset()) -> Tensor:
         """Runs the step that `step` describes, with adapters in `groups` only. Returns fp32 logits
@@ -72,10 +77,18 @@ class NativeTransformer:
         return self._workspace.logits[: int(self._step.num_logits)]
 
     def _program(self, groups: frozenset[str]) -> Program:
+        """The program of `groups`, or that of all where too many others were asked for: what no
+        adapter of the step changes costs it a look at their ranks."""
         if groups not in self._programs:
-            ops = [op for group, op in self._ops if not group or group in groups]
-            self._programs[groups] = self._library.program(ops)
+            if len(self._programs) >= MAX_PROGRAMS:
+                return self._programs[self._every_group]
+            self._programs[groups] = self._build(groups)
         return self._programs[groups]
+
+    def _build(self, groups: frozenset[str]) -> Program:
+        return self._library.program(
+            [op for group, op in self._ops if not group or group in groups]
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -50,6 +50,7 @@ class Library:
             ctypes.c_void_p,
         ]
         self._dll.loadout_run.restype = None
+        self._addresses: dict[str, int] = {}
 
     def program(self, ops: Sequence[NativeOp]) -> Program:
         """Raises AttributeError for an operation that the library does not have."""
@@ -64,9 +65,11 @@ class Library:
         self.program(ops).run()
 
     def _address(self, name: str) -> int:
-        address = ctypes.cast(getattr(self._dll, f"loadout_{name}"), ctypes.c_void_p).value
-        assert address is not None
-        return address
+        if name not in self._addresses:
+            address = ctypes.cast(getattr(self._dll, f"loadout_{name}"), ctypes.c_void_p).value
+            assert address is not None
+            self._addresses[name] = address
+        return self._addresses[name]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,7 +17,7 @@ from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
-from inference_svc.model.native import NativeTransformer
+from inference_svc.model.native import AdapterOps, NativeTransformer
 from inference_svc.model.step_arrays import StepArrays
 from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
@@ -176,13 +176,14 @@ MAX_TOKENS, NUM_CELLS = 120, 400
 @pytest.fixture
 def load_decoder() -> Callable[..., Decoder]:
     """`load_decoder(folder, dtype, page_size, path)`; path: "torch", "native" with keys and values
-    in rows, or "tiled", native with them tiled."""
+    in rows, or "tiled", native with them tiled. Native ones may have `adapters`."""
 
     def load(
         folder: Path,
         dtype: torch.dtype = torch.float32,
         page_size: int = 4,
         path: str = "torch",
+        adapters: AdapterOps | None = None,
     ) -> Decoder:
         geometry = load_geometry(folder)
         cache = KVCache.allocate(
@@ -202,7 +203,7 @@ def load_decoder() -> Callable[..., Decoder]:
         arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, NUM_CELLS // page_size, page_size)
         workspace = Workspace.allocate(geometry, MAX_TOKENS, MAX_TOKENS, dtype)
         transformer = NativeTransformer(
-            geometry, packed, cache, arrays, workspace, NoAdapters(), library
+            geometry, packed, cache, arrays, workspace, adapters or NoAdapters(), library
         )
         return NativeDecoder(cache, transformer=transformer, arrays=arrays)
 

@@ -1,0 +1,35 @@
+"""Which groups of projections the native path computes for a step's adapters."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from inference_svc.adapters.native_lora import MAX_KNOWN, NativeLoraOps
+from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
+from kernels.lora import LoraGroup
+from kernels.lora.table import LoraTable, TableEntry
+
+NUM_GROUPS = 40
+
+
+def row(slot: int) -> BatchRow:
+    sequence = Sequence(Request("r", (1, 2), SamplingParams()))
+    sequence.slot = slot
+    return BatchRow(sequence, 1, 1, True)
+
+
+def test_few_sets_of_groups_are_told_apart() -> None:
+    """Tenants choose what their adapters change, and every set is a program."""
+    table = LoraTable.create(NUM_GROUPS, NUM_GROUPS, torch.zeros(1024), "cpu", max_rank=1)
+    groups = {f"group {i}": LoraGroup((i,), 8, (0,), (8,)) for i in range(NUM_GROUPS)}
+    for slot in range(NUM_GROUPS):
+        table.set_row(slot, [TableEntry(slot, 0, 1, 1, 8, 8)])
+    ops = NativeLoraOps(SimpleNamespace(table=table), groups, max_tokens=4, max_rows=4)
+    for _ in range(2):
+        assert ops.plan([row(-1)]) == frozenset()
+        for slot in range(MAX_KNOWN):
+            assert ops.plan([row(slot)]) == {f"group {slot}"}
+        for slot in range(MAX_KNOWN, NUM_GROUPS):
+            assert ops.plan([row(slot)]) == set(groups)

@@ -1,0 +1,49 @@
+"""Which program of native operations computes a step."""
+
+from __future__ import annotations
+
+import torch
+
+from inference_svc.model.native import MAX_PROGRAMS
+from kernels.attention.native import rotary_angles_op
+from kernels.native.library import NativeOp
+
+
+class CountedAdapters:
+    """One operation per group, which computes nothing."""
+
+    def __init__(self) -> None:
+        self.groups = {"embed", "head"}
+
+    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        self.groups.add(group)
+        return [self._nothing()]
+
+    def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return [self._nothing()]
+
+    def add_head(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+        return [self._nothing()]
+
+    def _nothing(self) -> NativeOp:
+        angles, count = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int32)
+        positions = torch.zeros(1, dtype=torch.int64)
+        return rotary_angles_op(positions, angles[0], angles, angles, count, scaling=1.0)
+
+
+def test_programs_are_few_whatever_adapters_change(random_model, save_model, load_decoder) -> None:
+    adapters = CountedAdapters()
+    folder = save_model(random_model("Llama", num_hidden_layers=8))
+    decoder = load_decoder(folder, path="native", adapters=adapters)
+    transformer = decoder.transformer
+    decoder.step([(decoder.add([1, 2, 3]), 0, 3, True)])
+    wanted = transformer.forward().clone()
+    num_base = len(transformer._program(frozenset()).ops)
+    sizes = []
+    for group in sorted(adapters.groups):
+        assert torch.equal(transformer.forward(frozenset({group})), wanted)
+        sizes.append(len(transformer._program(frozenset({group})).ops) - num_base)
+    num_own = MAX_PROGRAMS - 2  # beside that of no group and that of all
+    assert sizes == [1] * num_own + [len(adapters.groups)] * (len(sizes) - num_own)
+    assert len(sizes) > num_own
+    assert len(transformer._program(frozenset()).ops) == num_base
