@@ -7,11 +7,14 @@ only: the installer imports it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,11 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARIES = HERE / "lib"
 
+# gcc 12 finds its own intrinsics headers uninitialized.
+_COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -40,10 +48,12 @@ _NEEDS: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2", "fma", "f16c"}),
 }
 _COMPILERS = ("g++", "clang++", "c++")
+COMPILE_TIMEOUT_S = 600.0
+"""Of one source. Whoever waits for the lock waits for a compiler that hangs, too."""
 
 
 class CompileFailed(Exception):
-    """The compiler refused the sources; the message holds what it said."""
+    """The compiler refused the sources, and the message holds what it said; or it hung."""
 
 
 def runnable_variants(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
@@ -68,8 +78,8 @@ def find_compiler() -> str | None:
 
 
 def library_path(variant: str) -> Path:
-    """Where the library of the sources as they are now belongs."""
-    digest = hashlib.sha256(" ".join(FLAGS[variant]).encode())
+    """Where the library of the sources and flags as they are now belongs."""
+    digest = hashlib.sha256(" ".join((*_COMMON_FLAGS, *FLAGS[variant])).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return LIBRARIES / f"{variant}-{digest.hexdigest()[:16]}.so"
@@ -78,8 +88,8 @@ def library_path(variant: str) -> Path:
 def ensure(variant: str) -> Path | None:
     """The library of `variant`, compiled now if need be; None without a compiler.
 
-    Where the package's own folder cannot be written, a private one holds it until this process
-    ends. Raises CompileFailed, or OSError where files cannot be written.
+    Where the package's own folder cannot be written or locked, a private one holds it until this
+    process ends. Raises CompileFailed, or OSError where no file can be written at all.
     """
     path = library_path(variant)
     if path.exists():
@@ -89,47 +99,65 @@ def ensure(variant: str) -> Path | None:
         return None
     try:
         LIBRARIES.mkdir(exist_ok=True)
-        lock = (LIBRARIES / f"{variant}.lock").open("w")
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="loadout-native-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        path = folder / path.name
-        _compile(compiler, variant, path)
+        with (LIBRARIES / f"{variant}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling the same
+            if not path.exists():
+                _compile(compiler, variant, path)
+                _forget_old(variant, path)
         return path
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling the same
-        if not path.exists():
-            _compile(compiler, variant, path)
-            _forget_old(variant, path)
+    except OSError as error:
+        log.info("the native kernels go to a private folder: %s", error)
+    folder = Path(tempfile.mkdtemp(prefix="loadout-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / path.name
+    _compile(compiler, variant, path)
     return path
 
 
 def _compile(compiler: str, variant: str, path: Path) -> None:
     # GOMP's symbols are left open: they are torch's own, so that one pool of threads serves both.
     units = [str(unit) for unit in sorted(SOURCES.glob("*.cpp"))]
-    # gcc 12 finds its own intrinsics headers uninitialized.
-    flags = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall"]
-    flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-    with tempfile.TemporaryDirectory(prefix="loadout-native-") as folder:
-        compile_one = [compiler, *flags, *FLAGS[variant], "-c"]
+    with tempfile.TemporaryDirectory(prefix="loadout-native-") as name:
+        folder = Path(name)
+        compile_one = [compiler, *_COMMON_FLAGS, *FLAGS[variant], "-c"]
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda unit: _run([*compile_one, unit], Path(folder)), units))
-        objects = [str(unit) for unit in sorted(Path(folder).glob("*.o"))]
-        finished = path.with_name(f".{path.name}.{Path(folder).name}")
-        _run([compiler, "-shared", "-o", str(finished), *objects], Path(folder))
-    finished.replace(path)
+            list(threads.map(lambda unit: _run([*compile_one, unit], folder), units))
+        linked = folder / path.name
+        objects = [str(unit) for unit in sorted(folder.glob("*.o"))]
+        _run([compiler, "-shared", "-o", str(linked), *objects], folder)
+        # By us, not by the linker: a full disk is then an OSError, and not a refusal.
+        finished = path.with_name(f".{path.name}.{folder.name}")
+        try:
+            shutil.copy(linked, finished)
+            finished.replace(path)
+        except OSError:
+            finished.unlink(missing_ok=True)
+            raise
     log.info("compiled the native kernels for %s", variant)
 
 
 def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CompileFailed(
-            done.stderr.strip()[:2000] or f"{command[0]} ended with {done.returncode}"
-        )
+    """In a session of its own: a compiler's children hold its pipe open and must end with it."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise CompileFailed(f"{command[0]} has not ended in {COMPILE_TIMEOUT_S:.0f} s") from None
+    if process.returncode:
+        raise CompileFailed(said.strip()[:2000] or f"{command[0]} ended with {process.returncode}")
 
 
 def _forget_old(variant: str, current: Path) -> None:
     for path in LIBRARIES.glob(f"{variant}-*.so"):
         if path != current:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,17 +62,88 @@ def test_sources_that_do_not_compile_say_why(
         build.ensure("avx2")
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where libraries of a tiny source belong; it is not there yet."""
+    if build.find_compiler() is None:
+        pytest.skip("no compiler for the native kernels")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "empty.cpp").write_text("int nothing;")
-    (tmp_path / "lib").write_text("a file where the folder should be")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
     monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    return tmp_path / "lib"
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
+    folder.write_text("a file where the folder should be")
     path = build.ensure("avx2")
     assert path is not None
     assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "code"), [("fcntl.flock", errno.ENOLCK), ("shutil.copy", errno.ENOSPC)]
+)
+def test_a_folder_without_locks_or_space_is_no_obstacle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
+) -> None:
+    module, _, name = function.partition(".")
+    intact = getattr(getattr(build, module), name)
+
+    def fail_there(*args: Any) -> Any:
+        if module == "fcntl" or Path(args[1]).parent == folder:
+            if module == "shutil":
+                Path(args[1]).touch()
+            raise OSError(code, "refused")
+        return intact(*args)
+
+    monkeypatch.setattr(f"kernels.native.build.{function}", fail_there)
+    path = build.ensure("avx2")
+    assert path is not None
+    assert path.exists()
+    assert path.parent != folder
+    assert [each.name for each in folder.iterdir()] == ["avx2.lock"]
+
+
+def test_a_compiler_that_hangs_is_given_up_with_its_children(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nsleep 60 &\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "find_compiler", lambda: str(compiler))
+    monkeypatch.setattr(build, "COMPILE_TIMEOUT_S", 0.3)
+    started = time.monotonic()
+    with pytest.raises(build.CompileFailed, match="not ended"):
+        build.ensure("avx2")
+    assert time.monotonic() - started < 30
+
+
+ENSURE = """
+import logging, sys
+from pathlib import Path
+from kernels.native import build
+logging.basicConfig(level=logging.INFO)
+build.SOURCES, build.LIBRARIES = map(Path, sys.argv[1:])
+print(build.ensure("avx2"))
+"""
+
+
+def test_two_processes_compile_once(folder: Path) -> None:
+    command = [sys.executable, "-c", ENSURE, str(build.SOURCES), str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    said = [process.communicate(timeout=60) for process in processes]
+    path = build.library_path("avx2")
+    assert [out.strip() for out, _ in said] == [str(path)] * 2
+    assert sum(log.count("compiled the native kernels") for _, log in said) == 1
+    assert {each.name for each in folder.iterdir()} == {path.name, "avx2.lock"}
+
+
+def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.library_path("avx2")
+    monkeypatch.setattr(build, "_COMMON_FLAGS", (*build._COMMON_FLAGS, "-g"))
+    assert build.library_path("avx2") != before
 
 
 def test_the_next_best_variant_serves_where_the_best_does_not_compile_or_load(
