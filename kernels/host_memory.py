@@ -14,8 +14,8 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def allocate_host(num_bytes: int) -> Tensor:
-    """Zeroed, resident bytes: uint8 `[num_bytes]`, page-aligned, in huge pages where the system
-    gives them to who asks (a tenth faster to read). It is freed with the last view of it."""
+    """Zeroed, resident bytes: uint8 `[num_bytes]` on 64 bytes; large ones on a page, in huge pages
+    where the system gives them to who asks (a tenth faster to read). Freed with the last view."""
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     return _map(num_bytes).zero_()

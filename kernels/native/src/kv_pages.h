@@ -29,15 +29,12 @@ struct KvLayer {
     if (!is_tiled) return offset * head_dim + dim;
     return (dim / P * page_size + offset) * P + dim % P;
   }
-  // Element 0 of the value at `offset` in a page; the others follow at `value_stride`.
+  // Element 0 of the value at `offset` in a page. In tiles the others lie a pair apart, in rows
+  // side by side.
   template <typename T>
   int64_t value_at(int64_t offset) const {
     constexpr int P = Pair<T>::SIZE;
     return is_tiled ? offset / P * P * head_dim + offset % P : offset * head_dim;
-  }
-  template <typename T>
-  int64_t value_stride() const {
-    return is_tiled ? Pair<T>::SIZE : 1;
   }
 };
 

@@ -62,20 +62,6 @@ inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16
 
 #else
 
-#if defined(__AVX512F__)
-using VI = __m512i;
-inline VI vbits(const bf16* p) { return _mm512_loadu_si512(p); }
-inline VI vbits(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
-inline VF even(VI x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
-inline VF odd(VI x) { return _mm512_castsi512_ps(_mm512_and_si512(x, vbits(0xffff0000))); }
-#else
-using VI = __m256i;
-inline VI vbits(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline VI vbits(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
-inline VF even(VI x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
-inline VF odd(VI x) { return _mm256_castsi256_ps(_mm256_and_si256(x, vbits(0xffff0000))); }
-#endif
-
 // Half a step: of every pair what `half` (even or odd) makes of it.
 template <int ROWS, typename Pair, typename Half>
 inline __attribute__((always_inline)) void multiply_half(Sums<ROWS>& sums, const bf16* w,

@@ -12,9 +12,6 @@
 #include "simd.h"
 #include "slice.h"
 
-// Before loops over sums in registers: sums that the compiler indexes are sums in memory.
-#define LOADOUT_UNROLL _Pragma("GCC unroll 8")
-
 namespace loadout {
 
 constexpr int LORA_MAX_TARGETS = 8;  // of one group
@@ -80,7 +77,6 @@ template <typename T>
 T* y_of(const LoraArgs& args, const LoraItem& item, int64_t k) {
   return static_cast<T*>(args.y) + (k * args.plan.max_tokens + item.first) * args.max_rank;
 }
-
 
 // What a thread takes at once: one target of one item, in part (ranks of A or columns of B).
 template <typename T>

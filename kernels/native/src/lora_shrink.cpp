@@ -28,26 +28,16 @@ struct Dot<bf16> {
   }
 };
 #else
-// A bf16 is the upper half of a float: two of them in 32 bits widen without a shuffle.
 template <>
 struct Dot<bf16> {
   struct Chunk {
     VF low, high;
   };
   static constexpr int SIZE = 2 * VF_WIDTH;
-#if defined(__AVX512F__)
   static Chunk load(const bf16* p) {
-    const __m512i pairs = _mm512_loadu_si512(p);
-    const __m512i high = _mm512_and_si512(pairs, _mm512_set1_epi32(-65536));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(high)};
+    const VI pairs = vbits(p);
+    return {even(pairs), odd(pairs)};
   }
-#else
-  static Chunk load(const bf16* p) {
-    const __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
-    const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(-65536));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(high)};
-  }
-#endif
   static VF add(VF sum, Chunk x, Chunk a) {
     return vfma(x.high, a.high, vfma(x.low, a.low, sum));
   }

@@ -5,8 +5,6 @@
 
 #include "simd.h"
 
-#define LOADOUT_UNROLL _Pragma("GCC unroll 16")
-
 namespace loadout {
 
 template <typename T>
@@ -47,19 +45,10 @@ struct Pair<bf16> {
   };
   static constexpr int SIZE = 2;
   static constexpr bool IS_ONE_REGISTER = false;
-#if defined(__AVX512F__)
-  static Vector split(__m512i both) {
-    const __m512i high = _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), _mm512_castsi512_ps(high)};
+  static Vector load(const bf16* p) {
+    const VI both = vbits(p);
+    return {even(both), odd(both)};
   }
-  static Vector load(const bf16* p) { return split(_mm512_loadu_si512(p)); }
-#else
-  static Vector split(__m256i both) {
-    const __m256i high = _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(high)};
-  }
-  static Vector load(const bf16* p) { return split(_mm256_loadu_si256((const __m256i*)p)); }
-#endif
   static Vector broadcast(const bf16* p) {
     return {vset1(to_float(p[0])), vset1(to_float(p[1]))};
   }
@@ -81,12 +70,12 @@ template <typename T>
 constexpr int MAX_ROWS = 4;
 #endif
 
-// Calls body(integral constants M, N) for the M <= MAX_ROWS<T>, N <= MAX_VECTORS asked for.
 template <int N>
 struct Constant {
   static constexpr int value = N;
 };
 
+// Calls body(Constant<n>{}) for LEAST <= n <= MOST; beyond these with the nearer one.
 template <int LEAST, int MOST, typename Body>
 inline void with_constant(int n, Body body) {
   if constexpr (LEAST < MOST) {

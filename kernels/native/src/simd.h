@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
+// Before loops over sums in registers: sums that the compiler indexes are sums in memory.
+#define LOADOUT_UNROLL _Pragma("GCC unroll 16")
+
 namespace loadout {
 
 struct bf16 {
@@ -42,6 +45,7 @@ inline bf16 from_float<bf16>(float x) {
 #if defined(__AVX512F__)
 
 using VF = __m512;
+using VI = __m512i;
 constexpr int VF_WIDTH = 16;
 
 inline VF vzero() { return _mm512_setzero_ps(); }
@@ -78,6 +82,13 @@ inline VF vload(const float* p) { return _mm512_loadu_ps(p); }
 inline VF vload(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 inline void vstore(float* p, VF x) { _mm512_storeu_ps(p, x); }
 inline void vstore(bf16* p, VF x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+
+// Pairs of bf16, one in each lane. A bf16 is the upper half of a float, so that either of a pair
+// widens without a shuffle: `even` the one that comes first in memory, `odd` the other.
+inline VI vbits(const bf16* p) { return _mm512_loadu_si512(p); }
+inline VI vbits(uint32_t bits) { return _mm512_set1_epi32(static_cast<int>(bits)); }
+inline VF even(VI x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+inline VF odd(VI x) { return _mm512_castsi512_ps(_mm512_and_si512(x, vbits(0xffff0000))); }
 
 // The first n lanes (0 < n <= VF_WIDTH); the others read as 0 and are not written.
 inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
@@ -118,6 +129,7 @@ constexpr float LEAST_POWER = -160.0f;
 #else  // AVX2 with FMA
 
 using VF = __m256;
+using VI = __m256i;
 constexpr int VF_WIDTH = 8;
 
 inline VF vzero() { return _mm256_setzero_ps(); }
@@ -162,6 +174,11 @@ inline VF vload(const float* p) { return _mm256_loadu_ps(p); }
 inline VF vload(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
 inline void vstore(float* p, VF x) { _mm256_storeu_ps(p, x); }
 inline void vstore(bf16* p, VF x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+
+inline VI vbits(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline VI vbits(uint32_t bits) { return _mm256_set1_epi32(static_cast<int>(bits)); }
+inline VF even(VI x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+inline VF odd(VI x) { return _mm256_castsi256_ps(_mm256_and_si256(x, vbits(0xffff0000))); }
 
 // The first n lanes (0 < n <= VF_WIDTH); the others read as 0 and are not written.
 template <typename T>

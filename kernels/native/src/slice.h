@@ -24,7 +24,8 @@ struct Slice {
   }
 
   // The next item that nobody has taken: end the loop when it reaches the count. For uneven items,
-  // and so that a thread whose core is taken away does not hold up the others.
+  // and so that a thread whose core is taken away holds up the others by no more than the items
+  // that it has taken: one, or two where the next is taken ahead to fetch its weights.
   int64_t take() const { return counter->fetch_add(1, std::memory_order_relaxed); }
 };
 
