@@ -1,6 +1,6 @@
 """The floors of this very machine: what a step cannot be faster than, measured as ours is.
 
-    python -m bench.floor [--model bench-200m] [--rounds 5] [--out bench/results/floor.json]
+    python -m bench.floor [--model bench-200m] [--rounds 10] [--out bench/results/floor.json]
 
 Two of them, per number of tokens:
 
@@ -58,9 +58,11 @@ class ModelFloor:
         return self.projections.flops_per_token
 
     def measure(self, repeats: int = 5) -> dict[str, Any]:
-        """Seconds per number of tokens, floors and bounds, and the rates that they come from."""
+        """Seconds per number of tokens, floors and bounds, and the rates that they come from. A
+        prefill takes seconds, so it is measured half as often."""
         repeats = max(repeats, MIN_REPEATS)
-        layers = {n: self.projections.best(n, repeats) for n in (*DECODE_SIZES, PREFILL_TOKENS)}
+        layers = {n: self.projections.best(n, repeats) for n in DECODE_SIZES}
+        layers[PREFILL_TOKENS] = self.projections.best(PREFILL_TOKENS, repeats // 2)
         heads = {n: self.head.best(n, repeats) for n in DECODE_SIZES}
         rates = {n: n * self.flops_per_token / best.seconds for n, best in layers.items()}
         peak = max(rates.values())
@@ -130,7 +132,7 @@ def stream_rate(repeats: int = 5) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=FOLDER / "floor.json")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
