@@ -66,8 +66,9 @@ def check_idle(built: BuiltEngine) -> None:
 
 
 def _checked() -> str | None:
-    # The door has no message for it, and the store does not know the engine: it is looked for.
-    (engine,) = (found for found in gc.get_objects() if isinstance(found, EngineThread))
+    # The door has no message for it, and the store does not know the engine: it is looked for. By
+    # type(): isinstance would ask every object for its __class__, and some warn when asked.
+    (engine,) = (found for found in gc.get_objects() if type(found) is EngineThread)
     try:
         check_idle(engine.built)
     except AssertionError as error:

@@ -117,9 +117,11 @@ class Config(BaseSettings):
     fewer changes of adapters."""
 
     fair_ageing_seconds: float = Field(default=2.0, ge=0)
-    """How long others may pass a waiting request because their adapters are resident or their
-    priority is higher. Then it goes before its tenant's other requests, in equal parts with those
-    of higher priority, and its adapter gets room from others that are in use."""
+    """How long others may pass a waiting request because their adapters are resident, their
+    priority is higher or it is their adapter's turn. From then on half of its tenant's tokens go to
+    such requests, the oldest first, and the other half by priority and turns of adapters as before,
+    so that it waits at most twice as long as for those that came before it; and its adapter gets
+    room from others that are in use."""
 
     page_size: int = Field(default=16, ge=1)
     """Tokens per page of keys and values."""
