@@ -78,9 +78,10 @@ class OverGrpc:
         return time.perf_counter() - began_s
 
     def _settle(self) -> None:
-        """Whatever came before, the server has just rested and served one request."""
+        """Whatever came before, the server has served one request, and rests."""
         time.sleep(PAUSE_S)
         self._first_token()
+        time.sleep(PAUSE_S)
 
     def _name(self) -> str:
         self._number += 1
