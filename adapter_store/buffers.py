@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections import deque
 
@@ -18,10 +17,7 @@ def allocate_buffer(num_bytes: int) -> torch.Tensor:
     """
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, num_bytes, flags=_FLAGS)
-    with contextlib.suppress(AttributeError, OSError):  # another system, or one without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=_FLAGS), dtype=torch.uint8)
 
 
 def resident_buffer(num_bytes: int) -> torch.Tensor:
