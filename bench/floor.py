@@ -48,7 +48,10 @@ class ModelFloor:
         num_layers = int(SHAPES[name]["num_hidden_layers"])
         vocab, hidden = int(SHAPES[name]["vocab_size"]), int(SHAPES[name]["hidden_size"])
         self.adapter_bytes = image_bytes(name)
-        self.projections = Products(layer_shapes(projections(name)) * num_layers)
+        layer = layer_shapes(projections(name))
+        self.projections = Products(layer * num_layers)
+        _qkv, *after_attention = layer
+        self._last_flops = 2.0 * sum(out * into for out, into in after_attention)
         # Logits are sums in fp32.
         self.head = Products([(vocab, hidden)], torch.float32)
 
@@ -56,6 +59,10 @@ class ModelFloor:
     def flops_per_token(self) -> float:
         """Of all projections, without the head."""
         return self.projections.flops_per_token
+
+    def prefill_flops(self, num_tokens: int, num_sampled: int) -> float:
+        """What follows the last layer's attention is needed of the tokens that sample only."""
+        return num_tokens * self.flops_per_token - (num_tokens - num_sampled) * self._last_flops
 
     def measure(self, repeats: int = 5) -> dict[str, Any]:
         """Seconds per number of tokens, floors and bounds, and the rates that they come from. A
@@ -98,7 +105,7 @@ class ModelFloor:
         long as the best kernel has taken, or, of the bound, as the hardware needs."""
         kind, flops = ("bound_seconds", "peak_flops") if is_bound else ("seconds", "prefill_flops")
         size = str(num_requests)
-        prefill_s = num_requests * num_in * self.flops_per_token / measured[flops]
+        prefill_s = self.prefill_flops(num_requests * num_in, num_requests) / measured[flops]
         step_s: float = measured[f"projections_{kind}"][size] + measured[f"head_{kind}"][size]
         lora_s = adapters * self.adapter_bytes / measured["read_bytes_per_second"]
         whole_s = prefill_s + (num_out - 1) * (step_s + lora_s)

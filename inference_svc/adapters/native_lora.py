@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import EMBEDDING, HEAD
+from inference_svc.adapters.layout import EMBEDDING
 from inference_svc.core import BASE_SLOT, BatchRow
 from kernels.lora import LoraGroup
 from kernels.lora.native import NativeLora, NativeLoraPlan
@@ -28,10 +28,10 @@ class NativeLoraOps:
         self._groups = groups
         self._table = arena.table
         self._plan = NativeLoraPlan(max_tokens)
-        self._head_plan = NativeLoraPlan(max_rows)
+        self._sampling_plan = NativeLoraPlan(max_rows)
         most = max(len(group.targets) for group in groups.values())
         self._lora = NativeLora.create(arena.table, self._plan, most)
-        self._head_lora = NativeLora.create(arena.table, self._head_plan, 1)
+        self._sampling_lora = NativeLora.create(arena.table, self._sampling_plan, most)
         self._names = tuple(groups)
         self._every_group = frozenset(groups)
         self._group_of_target = np.zeros(arena.table.num_targets, np.int64)
@@ -42,7 +42,7 @@ class NativeLoraOps:
 
     @property
     def workspace_bytes(self) -> int:
-        return self._lora.shrunk.nbytes + self._head_lora.shrunk.nbytes
+        return self._lora.shrunk.nbytes + self._sampling_lora.shrunk.nbytes
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
         """Takes in the step's rows. Returns the groups that any of their adapters changes, or all
@@ -53,7 +53,7 @@ class NativeLoraOps:
         wanted = [(row.slot, row.num_tokens, row.samples) for row in rows]
         if wanted != self._planned:  # most steps are as the one before
             self._plan.fill([row.slot for row in rows], [row.num_tokens for row in rows])
-            self._head_plan.fill([row.slot for row in rows if row.samples])
+            self._sampling_plan.fill([row.slot for row in rows if row.samples])
             self._planned = wanted
         return self._groups_of(used)
 
@@ -68,12 +68,10 @@ class NativeLoraOps:
             self._known[key] = frozenset(names)
         return self._known[key]
 
-    def add(self, group: str, x: Tensor, out: Tensor) -> list[NativeOp]:
-        return self._lora.add_ops(self._groups[group], x, out)
+    def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+        lora = self._sampling_lora if samples_only else self._lora
+        return lora.add_ops(self._groups[group], x, out)
 
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]:
         (target,) = self._groups[EMBEDDING].targets
         return self._lora.add_embedding_ops(target, token_ids, out)
-
-    def add_head(self, x: Tensor, out: Tensor) -> list[NativeOp]:
-        return self._head_lora.add_ops(self._groups[HEAD], x, out)

@@ -8,19 +8,21 @@ hold.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.layers import RMSNorm
 from inference_svc.model.step_arrays import StepArrays
 from inference_svc.model.weights import LayerWeights, ModelWeights
 from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
-from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
+from kernels.elementwise import gather_op, rms_norm_op, swiglu_op
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program
 
@@ -34,9 +36,20 @@ class AdapterOps(Protocol):
     """Operations that add what the step's adapters change, after the base projection; groups as in
     `model.lora.Lora`. They read a plan that is refilled before each run."""
 
-    def add(self, group: str, x: Tensor, out: Tensor) -> list[NativeOp]: ...
+    def add(self, group: str, x: Tensor, out: Tensor, *, samples_only: bool) -> list[NativeOp]:
+        """Rows of `x` and `out` are the tokens of the step, or those that sample only."""
+
     def add_embedding(self, token_ids: Tensor, out: Tensor) -> list[NativeOp]: ...
-    def add_head(self, x: Tensor, out: Tensor) -> list[NativeOp]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What an operation computes: every token of a step, or only those that sample."""
+
+    hidden: Tensor
+    mixed: Tensor
+    count: Tensor
+    samples_only: bool
 
 
 class NativeTransformer:
@@ -100,48 +113,35 @@ class NativeTransformer:
     def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
         """Each operation, with the group of adapters that it belongs to ("": always runs)."""
         step, work, weights = self._step, self._workspace, self._weights
-        yield "", embed_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
+        yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
         yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
         yield "", self._angles_op()
         for attention in self._attention.values():
             yield "", attention.items_op()
         delta = None
+        rows = _Rows(work.hidden, work.mixed, step.num_tokens, samples_only=False)
         for index, layer in enumerate(weights.layers):
-            yield from self._attention_ops(index, layer, delta)
+            yield from self._attention_ops(index, layer, rows, delta)
+            if index == len(weights.layers) - 1:
+                rows = _Rows(work.last_hidden, work.last_mixed, step.num_logits, samples_only=True)
+                yield "", gather_op(work.hidden, rows.hidden, step.logit_rows, rows.count)
+                yield "", gather_op(work.mixed, rows.mixed, step.logit_rows, rows.count)
+            yield from self._project(f"layers.{index}.o", rows.mixed, layer.o, work.delta, rows)
             delta = work.delta
-            yield from self._mlp_ops(index, layer)
-        yield (
-            "",
-            rms_norm_op(
-                work.hidden,
-                delta,
-                weights.norm.weight,
-                work.normed_logits,
-                step.num_logits,
-                eps=weights.norm.eps,
-                rows=step.logit_rows,
-            ),
-        )
-        yield "", linear_op(work.normed_logits, weights.head, work.logits, step.num_logits)
-        yield from _of(HEAD, self._adapters.add_head(work.normed_logits, work.logits))
+            yield from self._mlp_ops(index, layer, rows)
+        yield "", self._norm_op(weights.norm, rows, delta)
+        yield from self._project(HEAD, work.normed, weights.head, work.logits, rows)
 
     def _attention_ops(
-        self, index: int, layer: LayerWeights[PackedLinear], delta: Tensor | None
+        self, index: int, layer: LayerWeights[PackedLinear], rows: _Rows, delta: Tensor | None
     ) -> Iterator[tuple[str, NativeOp]]:
-        step, work = self._step, self._workspace
-        norm = layer.input_norm
-        yield (
-            "",
-            rms_norm_op(
-                work.hidden, delta, norm.weight, work.normed, step.num_tokens, eps=norm.eps
-            ),
-        )
-        yield from self._project(f"layers.{index}.qkv", work.normed, layer.qkv, work.qkv)
+        work = self._workspace
+        yield "", self._norm_op(layer.input_norm, rows, delta)
+        yield from self._project(f"layers.{index}.qkv", work.normed, layer.qkv, work.qkv, rows)
         yield "", self._rope_and_store_op(index, layer)
         attention = self._attention[self._geometry.sliding_windows[index]]
         scale = self._geometry.head_dim**-0.5
-        yield "", attention.attend_op(work.qkv, work.mixed, index, scale=scale)
-        yield from self._project(f"layers.{index}.o", work.mixed, layer.o, work.delta)
+        yield "", attention.attend_op(work.qkv, rows.mixed, index, scale=scale)
 
     def _allocate_angles(self) -> tuple[Tensor, Tensor]:
         shape = (len(self._step.positions), self._geometry.head_dim // 2)
@@ -178,27 +178,24 @@ class NativeTransformer:
         )
 
     def _mlp_ops(
-        self, index: int, layer: LayerWeights[PackedLinear]
+        self, index: int, layer: LayerWeights[PackedLinear], rows: _Rows
     ) -> Iterator[tuple[str, NativeOp]]:
-        step, work = self._step, self._workspace
-        norm = layer.post_attention_norm
-        yield (
-            "",
-            rms_norm_op(
-                work.hidden, work.delta, norm.weight, work.normed, step.num_tokens, eps=norm.eps
-            ),
-        )
-        yield from self._project(
-            f"layers.{index}.gate_up", work.normed, layer.gate_up, work.gate_up
-        )
-        yield "", swiglu_op(work.gate_up, work.gated, step.num_tokens)
-        yield from self._project(f"layers.{index}.down", work.gated, layer.down, work.delta)
+        work, name = self._workspace, f"layers.{index}"
+        yield "", self._norm_op(layer.post_attention_norm, rows, work.delta)
+        yield from self._project(f"{name}.gate_up", work.normed, layer.gate_up, work.gate_up, rows)
+        yield "", swiglu_op(work.gate_up, work.gated, rows.count)
+        yield from self._project(f"{name}.down", work.gated, layer.down, work.delta, rows)
+
+    def _norm_op(self, norm: RMSNorm, rows: _Rows, delta: Tensor | None) -> NativeOp:
+        """Adds `delta` to the residual stream, and norms that."""
+        normed = self._workspace.normed
+        return rms_norm_op(rows.hidden, delta, norm.weight, normed, rows.count, eps=norm.eps)
 
     def _project(
-        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor
+        self, group: str, x: Tensor, weights: PackedLinear, out: Tensor, rows: _Rows
     ) -> Iterator[tuple[str, NativeOp]]:
-        yield "", linear_op(x, weights, out, self._step.num_tokens)
-        yield from _of(group, self._adapters.add(group, x, out))
+        yield "", linear_op(x, weights, out, rows.count)
+        yield from _of(group, self._adapters.add(group, x, out, samples_only=rows.samples_only))
 
 
 def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:

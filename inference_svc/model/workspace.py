@@ -29,8 +29,11 @@ class Workspace:
     """[T, 2 * intermediate_size]"""
     gated: Tensor
     """[T, intermediate_size]"""
-    normed_logits: Tensor
-    """[N, hidden_size]: the rows that get logits."""
+    last_hidden: Tensor
+    """[N, hidden_size]: the residual stream of the rows that sample, from the last layer's
+    attention on."""
+    last_mixed: Tensor
+    """[N, q_size]: the last layer's attention of these rows."""
     logits: Tensor
     """fp32 [N, vocab_size]"""
 
@@ -51,7 +54,8 @@ class Workspace:
             mixed=buffer(max_tokens, g.q_size),
             gate_up=buffer(max_tokens, 2 * g.intermediate_size),
             gated=buffer(max_tokens, g.intermediate_size),
-            normed_logits=buffer(max_logits, g.hidden_size),
+            last_hidden=buffer(max_logits, g.hidden_size),
+            last_mixed=buffer(max_logits, g.q_size),
             logits=buffer(max_logits, g.vocab_size, torch.float32),
         )
 

@@ -4,6 +4,6 @@ The definitions are the decoder's own torch modules (`inference_svc.model.layers
 where those round.
 """
 
-from kernels.elementwise.native import embed_op, rms_norm_op, swiglu_op
+from kernels.elementwise.native import gather_op, rms_norm_op, swiglu_op
 
-__all__ = ["embed_op", "rms_norm_op", "swiglu_op"]
+__all__ = ["gather_op", "rms_norm_op", "swiglu_op"]

@@ -14,12 +14,12 @@ from torch import Tensor
 from kernels.native.library import NativeOp, dtype_name
 
 
-class _EmbedArgs(ctypes.Structure):
+class _GatherArgs(ctypes.Structure):
     _fields_ = (
-        ("embedding", ctypes.c_void_p),
-        ("hidden", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_void_p),
         ("size", ctypes.c_int64),
     )
 
@@ -30,7 +30,6 @@ class _RmsNormArgs(ctypes.Structure):
         ("delta", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
         ("count", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("eps", ctypes.c_float),
@@ -46,22 +45,17 @@ class _SwigluArgs(ctypes.Structure):
     )
 
 
-def embed_op(embedding: Tensor, hidden: Tensor, token_ids: Tensor, num_tokens: Tensor) -> NativeOp:
-    """hidden[t] = embedding[token_ids[t]] for t < num_tokens.
+def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> NativeOp:
+    """out[i] = source[rows[i]] for i < count: tokens' embeddings, or some rows of a step.
 
-    embedding: [vocab, size], hidden: [T, size], token_ids: int64 [T], num_tokens: int32 [1].
+    source: [S, size], out: [N, size], rows: int64 [N], count: int32 [1].
     """
-    _check(num_tokens, embedding, hidden)
-    assert token_ids.dtype == torch.int64
-    args = _EmbedArgs(
-        embedding.data_ptr(),
-        hidden.data_ptr(),
-        token_ids.data_ptr(),
-        num_tokens.data_ptr(),
-        hidden.shape[1],
+    _check(count, source, out)
+    assert rows.dtype == torch.int64
+    args = _GatherArgs(
+        source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]
     )
-    keep = (embedding, hidden, token_ids, num_tokens)
-    return NativeOp("embed_" + dtype_name(hidden.dtype), args, keep)
+    return NativeOp("gather_" + dtype_name(out.dtype), args, (source, out, rows, count))
 
 
 def rms_norm_op(
@@ -72,25 +66,19 @@ def rms_norm_op(
     count: Tensor,
     *,
     eps: float,
-    rows: Tensor | None = None,
 ) -> NativeOp:
-    """hidden += delta; out = RMSNorm(hidden) * weight, for the first `count` (int32 [1]) rows.
-
-    With `rows` (int64 [at least count]) row i of `out` is of row `rows[i]`, and `hidden` stays.
-    """
+    """hidden += delta; out = RMSNorm(hidden) * weight, for the first `count` (int32 [1]) rows."""
     _check(count, hidden, out, weight, delta)
-    assert rows is None or rows.dtype == torch.int64
     args = _RmsNormArgs(
         hidden.data_ptr(),
         None if delta is None else delta.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        None if rows is None else rows.data_ptr(),
         count.data_ptr(),
         hidden.shape[1],
         eps,
     )
-    keep = (hidden, delta, weight, out, rows, count)
+    keep = (hidden, delta, weight, out, count)
     return NativeOp("rms_norm_" + dtype_name(hidden.dtype), args, keep)
 
 

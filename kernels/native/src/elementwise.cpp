@@ -4,34 +4,31 @@
 
 namespace loadout {
 
-// hidden[t] = embedding[token_ids[t]].
-struct EmbedArgs {
-  const void* embedding;  // [vocab, size]
-  void* hidden;           // [T, size]
-  const int64_t* token_ids;
-  const int32_t* num_tokens;
+// out[i] = source[rows[i]].
+struct GatherArgs {
+  const void* source;  // [S, size]
+  void* out;           // [count, size]
+  const int64_t* rows;
+  const int32_t* count;
   int64_t size;
 };
 
 template <typename T>
-void embed(const EmbedArgs& args, const Slice& slice) {
-  const auto mine = slice.range(*args.num_tokens);
-  for (int64_t t = mine.begin; t < mine.end; ++t) {
-    const T* row = static_cast<const T*>(args.embedding) + args.token_ids[t] * args.size;
-    std::memcpy(static_cast<T*>(args.hidden) + t * args.size, row, args.size * sizeof(T));
+void gather(const GatherArgs& args, const Slice& slice) {
+  const auto mine = slice.range(*args.count);
+  for (int64_t i = mine.begin; i < mine.end; ++i) {
+    const T* row = static_cast<const T*>(args.source) + args.rows[i] * args.size;
+    std::memcpy(static_cast<T*>(args.out) + i * args.size, row, args.size * sizeof(T));
   }
 }
 
-// With row(i) = rows ? rows[i] : i:
-//   sum = hidden[row(i)] + delta[row(i)], rounded (delta null: hidden[row(i)])
-//   out[i] = round(sum / sqrt(mean(sum^2) + eps)) * weight
-// and hidden[i] = sum where rows is null.
+// hidden[i] = hidden[i] + delta[i], rounded (delta null: as it is);
+// out[i] = round(hidden[i] / sqrt(mean(hidden[i]^2) + eps)) * weight.
 struct RmsNormArgs {
-  void* hidden;         // [T, size]
-  const void* delta;    // [T, size] or null
-  const void* weight;   // [size]
-  void* out;            // [count, size]
-  const int64_t* rows;  // [count] or null
+  void* hidden;        // [count, size]
+  const void* delta;   // [count, size] or null
+  const void* weight;  // [size]
+  void* out;           // [count, size]
   const int32_t* count;
   int64_t size;
   float eps;
@@ -43,21 +40,19 @@ void rms_norm(const RmsNormArgs& args, const Slice& slice) {
   const T* weight = static_cast<const T*>(args.weight);
   const auto mine = slice.range(*args.count);
   for (int64_t i = mine.begin; i < mine.end; ++i) {
-    const int64_t row = args.rows ? args.rows[i] : i;
-    T* hidden = static_cast<T*>(args.hidden) + row * size;
+    T* hidden = static_cast<T*>(args.hidden) + i * size;
     T* out = static_cast<T*>(args.out) + i * size;
-    const T* delta = args.delta ? static_cast<const T*>(args.delta) + row * size : nullptr;
-    T* sum = args.rows ? out : hidden;
+    const T* delta = args.delta ? static_cast<const T*>(args.delta) + i * size : nullptr;
     VF squares = vzero();
     for_vectors(size, [&](int64_t at, auto lanes) {
       VF x = vload(hidden + at, lanes);
       if (delta) x = rounded<T>(vadd(x, vload(delta + at, lanes)));
-      if (delta || args.rows) vstore(sum + at, x, lanes);
+      if (delta) vstore(hidden + at, x, lanes);
       squares = vfma(x, x, squares);
     });
     const VF scale = vset1(1.0f / std::sqrt(reduce_add(squares) / size + args.eps));
     for_vectors(size, [&](int64_t at, auto lanes) {
-      const VF normed = rounded<T>(vmul(vload(sum + at, lanes), scale));
+      const VF normed = rounded<T>(vmul(vload(hidden + at, lanes), scale));
       vstore(out + at, vmul(normed, vload(weight + at, lanes)), lanes);
     });
   }
@@ -90,8 +85,8 @@ void swiglu(const SwigluArgs& args, const Slice& slice) {
 
 }  // namespace loadout
 
-LOADOUT_EXPORT(embed_float, loadout::EmbedArgs, loadout::embed<float>)
-LOADOUT_EXPORT(embed_bf16, loadout::EmbedArgs, loadout::embed<loadout::bf16>)
+LOADOUT_EXPORT(gather_float, loadout::GatherArgs, loadout::gather<float>)
+LOADOUT_EXPORT(gather_bf16, loadout::GatherArgs, loadout::gather<loadout::bf16>)
 LOADOUT_EXPORT(rms_norm_float, loadout::RmsNormArgs, loadout::rms_norm<float>)
 LOADOUT_EXPORT(rms_norm_bf16, loadout::RmsNormArgs, loadout::rms_norm<loadout::bf16>)
 LOADOUT_EXPORT(swiglu_float, loadout::SwigluArgs, loadout::swiglu<float>)

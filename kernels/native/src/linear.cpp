@@ -85,12 +85,14 @@ inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16
 
 #endif
 
-template <bool FETCH>
-inline void fetch(const char* next) {
-  if constexpr (FETCH) _mm_prefetch(next, _MM_HINT_T1);
+// Fetches LINES lines of what comes next, of the i-th step of its reader.
+template <int LINES>
+inline void fetch(const char* next, int64_t i) {
+  for (int line = 0; line < LINES; ++line)
+    _mm_prefetch(next + (i * LINES + line) * LINE_BYTES, _MM_HINT_T1);
 }
 
-template <int ROWS, bool FETCH>
+template <int ROWS, int LINES>
 inline void multiply_all(Sums<ROWS>& sums, const bf16* x, int64_t stride, const bf16* w, int64_t k,
                          const char* next) {
   int64_t i = 0;
@@ -101,14 +103,13 @@ inline void multiply_all(Sums<ROWS>& sums, const bf16* x, int64_t stride, const 
       std::memcpy(&bits, x + r * stride + i, sizeof bits);
       return bits;
     });
-    fetch<FETCH>(next + i * LINE_BYTES);
-    fetch<FETCH>(next + (i + 1) * LINE_BYTES);
+    fetch<LINES>(next, i / 2);
   }
   if (i < k)
     multiply<ROWS>(sums, w + i * PANEL, [&](int r) { return uint32_t{x[r * stride + i].bits}; });
 }
 
-template <int ROWS, bool FETCH>
+template <int ROWS, int LINES>
 inline void multiply_all(Sums<ROWS>& sums, const float* x, int64_t stride, const float* w,
                          int64_t k, const char* next) {
   constexpr int VECTORS = tile_vectors(ROWS);
@@ -121,13 +122,12 @@ inline void multiply_all(Sums<ROWS>& sums, const float* x, int64_t stride, const
       const VF xr = vset1(x[r * stride + i]);
       for (int v = 0; v < VECTORS; ++v) sums[r][v] = vfma(xr, weights[v], sums[r][v]);
     }
-    fetch<FETCH>(next + 2 * i * LINE_BYTES);
-    fetch<FETCH>(next + (2 * i + 1) * LINE_BYTES);
+    fetch<LINES>(next, i);
   }
 }
 
 // The sums of ROWS rows of x, `stride` apart, and the outputs at w, over all k inputs.
-template <typename T, int ROWS, bool FETCH>
+template <typename T, int ROWS, int LINES>
 void multiply_tile(float* out, const T* x, int64_t stride, const T* w, int64_t k,
                    const char* next) {
   constexpr int VECTORS = tile_vectors(ROWS);
@@ -135,7 +135,7 @@ void multiply_tile(float* out, const T* x, int64_t stride, const T* w, int64_t k
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) sums[r][v] = vzero();
-  multiply_all<ROWS, FETCH>(sums, x, stride, w, k, next);
+  multiply_all<ROWS, LINES>(sums, x, stride, w, k, next);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) vstore(out + r * PANEL + v * VF_WIDTH, sums[r][v]);
@@ -145,12 +145,14 @@ template <typename T>
 using MultiplyTile = void (*)(float*, const T*, int64_t, const T*, int64_t, const char*);
 
 template <typename T, int ROWS = MAX_ROWS>
-MultiplyTile<T> multiply_tile_of(int rows, bool fetch) {
+MultiplyTile<T> multiply_tile_of(int rows, int lines) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return multiply_tile_of<T, ROWS - 1>(rows, fetch);
-  if constexpr (ROWS >= MAX_ROWS_UNFETCHED)
-    if (fetch) return multiply_tile<T, ROWS, true>;
-  return multiply_tile<T, ROWS, false>;
+    if (rows < ROWS) return multiply_tile_of<T, ROWS - 1>(rows, lines);
+  if constexpr (ROWS >= MAX_ROWS_UNFETCHED) {
+    if (lines == 2) return multiply_tile<T, ROWS, 2>;
+    if (lines == 1) return multiply_tile<T, ROWS, 1>;
+  }
+  return multiply_tile<T, ROWS, 0>;
 }
 
 // Adds the bias to the sums of `rows` rows by one panel and writes what of its outputs, from `column`
@@ -188,9 +190,12 @@ void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     const int width = tile_vectors(rows) * VF_WIDTH;
     for (int part = 0; part < PANEL; part += width) {
-      const bool fetch = next && last - first > MAX_ROWS_UNFETCHED && i == 0 && part == 0;
-      multiply_tile_of<T>(rows, fetch)(sums + part, x, args.x_stride, w + part * STEP<T>,
-                                       args.in_features, reinterpret_cast<const char*>(next));
+      const bool fetch = next && last - first > MAX_ROWS_UNFETCHED && i < 2 && part == 0;
+      const int lines = fetch ? (tiles == 1 ? 2 : 1) : 0;
+      const char* ahead = reinterpret_cast<const char*>(next);
+      if (i == 1) ahead += args.in_features / 2 * LINE_BYTES;
+      multiply_tile_of<T>(rows, lines)(sums + part, x, args.x_stride, w + part * STEP<T>,
+                                       args.in_features, ahead);
     }
     store_panel<Out>(args, sums, row, rows, panel * PANEL);
   }

@@ -160,13 +160,12 @@ def batch_of(rows: Rows) -> core.Batch:
 
 
 class NoAdapters:
-    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+    def add(
+        self, group: str, x: torch.Tensor, out: torch.Tensor, *, samples_only: bool
+    ) -> list[NativeOp]:
         return []
 
     def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
-        return []
-
-    def add_head(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return []
 
 

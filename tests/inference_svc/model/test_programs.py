@@ -15,14 +15,13 @@ class CountedAdapters:
     def __init__(self) -> None:
         self.groups = {"embed", "head"}
 
-    def add(self, group: str, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
+    def add(
+        self, group: str, x: torch.Tensor, out: torch.Tensor, *, samples_only: bool
+    ) -> list[NativeOp]:
         self.groups.add(group)
         return [self._nothing()]
 
     def add_embedding(self, token_ids: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
-        return [self._nothing()]
-
-    def add_head(self, x: torch.Tensor, out: torch.Tensor) -> list[NativeOp]:
         return [self._nothing()]
 
     def _nothing(self) -> NativeOp:
@@ -47,3 +46,21 @@ def test_programs_are_few_whatever_adapters_change(random_model, save_model, loa
     assert sizes == [1] * num_own + [len(adapters.groups)] * (len(sizes) - num_own)
     assert len(sizes) > num_own
     assert len(transformer._program(frozenset()).ops) == num_base
+
+
+def test_the_last_layer_computes_what_samples_and_no_more(
+    random_model, save_model, load_decoder
+) -> None:
+    """Of the other tokens it makes keys and values, which is all that later steps read."""
+    decoder = load_decoder(save_model(random_model("Llama", num_hidden_layers=1)), path="native")
+    first, second, third = ([1, 2, 3], [4, 5, 6, 7], [8, 9])
+    rows = [(decoder.add(tokens), 0, len(tokens), True) for tokens in (first, second, third)]
+    wanted = decoder.step(rows)
+    work = decoder.transformer._workspace
+    for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
+        buffer.fill_(torch.nan)
+    got = decoder.step([rows[0], (*rows[1][:3], False), rows[2]])
+    assert torch.equal(got, wanted[[0, 2]])
+    for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
+        assert not buffer[:2].isnan().any()
+        assert buffer[2:].isnan().all()

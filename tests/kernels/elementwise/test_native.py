@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.model.layers import RMSNorm, swiglu
-from kernels.elementwise import embed_op, rms_norm_op, swiglu_op
+from kernels.elementwise import gather_op, rms_norm_op, swiglu_op
 from kernels.native.library import Library
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,23 +46,12 @@ def test_rms_norm_adds_first(library: Library, dtype: torch.dtype, size: int) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_of_chosen_rows_leaves_the_rest(library: Library, dtype: torch.dtype) -> None:
-    hidden, delta, weight = rows(9, 64, dtype), rows(9, 64, dtype), rows(1, 64, dtype)[0]
-    before, chosen = hidden.clone(), torch.tensor([7, 0, 3, 8])
-    out = torch.full((4, 64), torch.nan, dtype=dtype)
-    library.run(rms_norm_op(hidden, delta, weight, out, count(3), eps=1e-6, rows=chosen))
-    torch.testing.assert_close(out[:3], RMSNorm(weight, 1e-6)((hidden + delta)[chosen[:3]]))
-    assert torch.equal(hidden, before)
+def test_gather(library: Library, dtype: torch.dtype) -> None:
+    source, chosen = rows(50, 33, dtype), torch.tensor([49, 0, 7, 7])
+    out = torch.full((4, 33), torch.nan, dtype=dtype)
+    library.run(gather_op(source, out, chosen, count(3)))
+    assert torch.equal(out[:3], source[chosen[:3]])
     assert out[3].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_embed(library: Library, dtype: torch.dtype) -> None:
-    embedding, token_ids = rows(50, 33, dtype), torch.tensor([49, 0, 7, 7])
-    hidden = torch.full((4, 33), torch.nan, dtype=dtype)
-    library.run(embed_op(embedding, hidden, token_ids, count(3)))
-    assert torch.equal(hidden[:3], embedding[token_ids[:3]])
-    assert hidden[3].isnan().all()
 
 
 def test_no_rows_are_no_work(library: Library) -> None:
