@@ -57,7 +57,7 @@ def test_the_base_alone_has_no_adapters() -> None:
 def test_ratios_take_the_best_of_vllm() -> None:
     summary = summarize(
         {
-            "base": {"ours": [100.0], "vllm": [50.0], "vllm-iomp": [80.0]},
+            "base": {"ours": [100.0], "vllm": [50.0], "vllm-tuned": [80.0]},
             "16 adapters": {
                 "ours": [90.0, 70.0, 75.0],
                 "vllm": [5.0],
