@@ -49,7 +49,8 @@ bench: $(VENV)/.installed-bench
 # The peers in environments of their own under .bench, then the same work on all, taking turns.
 bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.peers.install
-	$(BIN)/python -m bench.w1 --sides ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/w1_peers.json
+	$(BIN)/python -m bench.w1 --requests 16 --sides ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/w1_peers.json
+	$(BIN)/python -m bench.w1 --requests 16 --sides ours,vllm --out bench/results/w1_plain.json
 	$(BIN)/python -m bench.w2 --peers vllm-tuned
 
 # The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random

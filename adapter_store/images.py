@@ -62,6 +62,7 @@ class Images:
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
         self._flights: dict[ImageKey, _Flight] = {}
         self._num_waiting = 0
+        self._spare_task: asyncio.Task[None] | None = None
 
     @property
     def memory_counts(self) -> TierCounts:
@@ -131,11 +132,14 @@ class Images:
             if not flight.begun.done():
                 flight.task.cancel()
         await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+        await self.settle()
 
     async def settle(self) -> None:
         """Returns when nothing is being made or written, unless something new begins."""
         tasks = [flight.task for flight in self._flights.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._spare_task is not None:
+            await self._spare_task
 
     def check_integrity(self) -> None:
         """Asserts that the accounts are right; call it while nothing is held or under way."""
@@ -201,21 +205,28 @@ class Images:
         except BaseException as failure:
             entry.image.fail(failure)
             raise
-        else:
-            await self._prepare_spare(key, build.plan.total_bytes)
         finally:
             # Whoever asks from now on finds the image in memory, or starts anew.
             self._flights.pop(key, None)
             self._memory.let_go(entry)
+        is_idle = self._spare_task is None or self._spare_task.done()
+        if is_idle and self._memory.lacks_spare(build.plan.total_bytes):
+            spare = self._prepare_spare(key, build.plan.total_bytes)
+            self._spare_task = asyncio.create_task(spare)
 
     async def _prepare_spare(self, key: ImageKey, num_bytes: int) -> None:
         """The next image of this size need not wait for memory: new pages, and pinned ones all the
         more, take as long as compiling does."""
-        if self._memory.lacks_spare(num_bytes):
+        try:
             spare = await self._workers.run(
                 key, Priority.KEEP, lambda _: resident_buffer(num_bytes)
             )
-            self._memory.add_spare(spare)
+        except StoreError:  # shutting down
+            return
+        except Exception:
+            logger.warning("there is no memory for a spare buffer", exc_info=True)
+            return
+        self._memory.add_spare(spare)
 
     async def _room(self, build: Build, flight: _Flight) -> Room:
         """Room in memory for the image. For pulls there is an end to waiting."""

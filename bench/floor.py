@@ -7,7 +7,7 @@ Two of them, per number of tokens:
 * the floor, in `projections_seconds` and `head_seconds`, is what a kernel has achieved here: the
   faster of oneDNN and ours, on a step's exact products one after the other (`bench.products`);
 * the bound, in `projections_bound_seconds` and `head_bound_seconds`, is arithmetic: per product
-  max(bytes / read rate, flops / peak), which no kernel can beat.
+  max(bytes / read rate, flops / peak), at the best rates measured.
 
 The read rate is the best of reading a large buffer and of what the products of a decode step read;
 the peak is the best of all products measured, which a prefill of 1024 tokens is to reach. Floors
@@ -36,6 +36,7 @@ THREADS = 2
 DECODE_SIZES = (1, 4, 16, 64)
 PREFILL_TOKENS = 1024
 MIN_REPEATS = 5
+HEAD_BYTES = 256 << 20
 BUFFER_BYTES = 512 << 20
 HASH_BYTES = 64 << 20
 RAW_BYTES = 256 << 20
@@ -48,12 +49,14 @@ class ModelFloor:
         num_layers = int(SHAPES[name]["num_hidden_layers"])
         vocab, hidden = int(SHAPES[name]["vocab_size"]), int(SHAPES[name]["hidden_size"])
         self.adapter_bytes = image_bytes(name)
-        layer = layer_shapes(projections(name))
-        self.projections = Products(layer * num_layers)
-        _qkv, *after_attention = layer
-        self._last_flops = 2.0 * sum(out * into for out, into in after_attention)
-        # Logits are sums in fp32.
-        self.head = Products([(vocab, hidden)], torch.float32)
+        sizes = projections(name)
+        self.projections = Products(layer_shapes(sizes) * num_layers)
+        keys_and_values = ("k_proj", "v_proj")
+        others = (into * out for name, (into, out) in sizes.items() if name not in keys_and_values)
+        self._last_flops = 2.0 * sum(others)
+        # Logits are sums in fp32. Some copies, so that each comes from memory.
+        self._num_heads = -(-HEAD_BYTES // (2 * vocab * hidden))
+        self.head = Products([(vocab, hidden)] * self._num_heads, torch.float32)
 
     @property
     def flops_per_token(self) -> float:
@@ -61,7 +64,7 @@ class ModelFloor:
         return self.projections.flops_per_token
 
     def prefill_flops(self, num_tokens: int, num_sampled: int) -> float:
-        """What follows the last layer's attention is needed of the tokens that sample only."""
+        """FLOPs. Of the last layer, the tokens that do not sample need keys and values only."""
         return num_tokens * self.flops_per_token - (num_tokens - num_sampled) * self._last_flops
 
     def measure(self, repeats: int = 5) -> dict[str, Any]:
@@ -72,22 +75,25 @@ class ModelFloor:
         layers[PREFILL_TOKENS] = self.projections.best(PREFILL_TOKENS, repeats // 2)
         heads = {n: self.head.best(n, repeats) for n in DECODE_SIZES}
         rates = {n: n * self.flops_per_token / best.seconds for n, best in layers.items()}
-        peak = max(rates.values())
-        decode_s = min(layers[n].seconds for n in DECODE_SIZES)
-        read = max(read_rate(repeats), self.projections.num_bytes / decode_s)
+        peak, read = max(rates.values()), read_rate(repeats)
+        for products, found in ((self.projections, layers), (self.head, heads)):
+            for n in DECODE_SIZES:
+                peak = max(peak, n * products.flops_per_token / found[n].seconds)
+                read = max(read, products.num_bytes / found[n].seconds)
+        copies = self._num_heads
         return {
             "projections_seconds": {str(n): layers[n].seconds for n in DECODE_SIZES},
             "projections_bound_seconds": {
                 str(n): self.projections.bound_seconds(n, read, peak) for n in DECODE_SIZES
             },
             "projections_kernel": {str(n): best.kernel for n, best in layers.items()},
-            "head_seconds": {str(n): best.seconds for n, best in heads.items()},
+            "head_seconds": {str(n): best.seconds / copies for n, best in heads.items()},
             "head_bound_seconds": {
-                str(n): self.head.bound_seconds(n, read, peak) for n in DECODE_SIZES
+                str(n): self.head.bound_seconds(n, read, peak) / copies for n in DECODE_SIZES
             },
             "head_kernel": {str(n): best.kernel for n, best in heads.items()},
-            "prefill_flops": rates[PREFILL_TOKENS],
-            "peak_flops": peak,
+            "prefill_flops_per_second": rates[PREFILL_TOKENS],
+            "peak_flops_per_second": peak,
             "read_bytes_per_second": read,
         }
 
@@ -103,9 +109,10 @@ class ModelFloor:
     ) -> float:
         """Output tokens per second of W1 if nothing but products and adapters' bytes took time: as
         long as the best kernel has taken, or, of the bound, as the hardware needs."""
-        kind, flops = ("bound_seconds", "peak_flops") if is_bound else ("seconds", "prefill_flops")
+        kind, rate = ("bound_seconds", "peak") if is_bound else ("seconds", "prefill")
         size = str(num_requests)
-        prefill_s = self.prefill_flops(num_requests * num_in, num_requests) / measured[flops]
+        flops = self.prefill_flops(num_requests * num_in, num_requests)
+        prefill_s = flops / measured[f"{rate}_flops_per_second"]
         step_s: float = measured[f"projections_{kind}"][size] + measured[f"head_{kind}"][size]
         lora_s = adapters * self.adapter_bytes / measured["read_bytes_per_second"]
         whole_s = prefill_s + (num_out - 1) * (step_s + lora_s)
@@ -159,7 +166,6 @@ def main() -> None:
     columns = ("what", "floor, ms", "of", "bound, ms")
     show(f"{options.model}: floors of a step", columns, rows)
     rates = [(name, found[name] / 1e9) for name in found if name.endswith("_per_second")]
-    rates += [(f"{name}, T", found[name] / 1e12) for name in ("prefill_flops", "peak_flops")]
     show("rates", ("what", "G per second"), rates)
     write(options.out, "floor", {"model": options.model, **found})
 

@@ -40,6 +40,7 @@ class Stepper:
             num_threads=THREADS,
         )
         self.built: BuiltEngine = build_engine(config, store, self._inbox.put)
+        self.built.place_threads()
         self._inbox.put(LayoutAccepted(store.accept_layout(self.built.layout)))
         sampling = SamplingParams(max_tokens=MAX_LEN, temperature=0.0, ignore_eos=True)
         for index, prompt in enumerate(prompts(NUM_REQUESTS, NUM_IN, prepared.vocab)):

@@ -1,7 +1,9 @@
-"""How many processors this process may keep busy: those it is bound to, and its groups' quotas."""
+"""Which processors this process may keep busy, and how many: those it is bound to, and its groups'
+quotas."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,6 +18,33 @@ def usable_processors(root: Path = Path("/")) -> int:
     """
     quotas = (_quota(group) for group in groups_above(root, "cpu"))
     return max(1, min([_bound_to(), *(quota for quota in quotas if quota is not None)]))
+
+
+def share_processors(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
+    """The processors of this process in one part for each thread, so that no two threads meet on
+    one. Empty if there are fewer than threads, or the system does not say which they are.
+
+    A part is a processor where there are just enough, and else some to choose from: those of one
+    core first of all, as threads beside each other would share it.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = [_siblings(processor, root) for processor in sorted(os.sched_getaffinity(0))]
+    order = sorted((siblings.index(processor), processor) for processor, siblings in cores)
+    if len(order) < num_threads:
+        return []
+    return [[processor for _, processor in order[i::num_threads]] for i in range(num_threads)]
+
+
+def _siblings(processor: int, root: Path) -> tuple[int, list[int]]:
+    """A processor, and those of its core, itself among them."""
+    path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+    siblings = {processor}
+    with contextlib.suppress(OSError, ValueError):
+        for span in path.read_text().strip().split(","):
+            first, _, last = span.partition("-")
+            siblings |= set(range(int(first), int(last or first) + 1))
+    return processor, sorted(siblings)
 
 
 def _bound_to() -> int:

@@ -144,8 +144,8 @@ def _weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, is_native: bool)
 def workspace_bytes(config: EngineConfig, geometry: ModelGeometry, *, is_native: bool) -> int:
     """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
     them to, the keys and values of one longest sequence side by side, logits and the sampler's
-    copies of `max_sequences`, and what each thread of the native kernels computes
-    attention in."""
+    copies of `max_sequences`, and of the native kernels what the rows that sample take apart in the
+    last layer, and what each thread computes attention in."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     attention = 3 * geometry.q_size + 4 * geometry.kv_size
@@ -154,8 +154,11 @@ def workspace_bytes(config: EngineConfig, geometry: ModelGeometry, *, is_native:
     per_token += 2 * hidden * 4  # norms, in fp32
     gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
     logits = config.max_sequences * geometry.vocab_size * 4
-    attention_bytes = _attention_bytes(config, geometry) if is_native else 0
-    return config.max_batch_tokens * per_token + gathered + 3 * logits + attention_bytes
+    whole = config.max_batch_tokens * per_token + gathered + 3 * logits
+    if not is_native:
+        return whole
+    per_sample = (hidden + geometry.q_size + 3 * config.max_lora_rank) * item_bytes
+    return whole + config.max_sequences * per_sample + _attention_bytes(config, geometry)
 
 
 def _attention_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:

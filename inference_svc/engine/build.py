@@ -30,9 +30,10 @@ from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.processors import usable_processors
+from inference_svc.processors import share_processors, usable_processors
 from kernels.attention import KVCache, can_tile, page_bytes
 from kernels.host_memory import return_freed
+from kernels.native.library import Library
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,15 @@ class BuiltEngine:
     puller: Puller
     layout: ModelLayout
     geometry: ModelGeometry
+    library: Library | None
+    """What computes steps, where that is the native kernels."""
+
+    def place_threads(self) -> None:
+        """In the thread that will call `engine.turn`: it and those that help it get processors of
+        their own, where there are as many."""
+        processors = share_processors(torch.get_num_threads())
+        if self.library is not None and processors:
+            self.library.place_threads(processors)
 
 
 def build_engine(
@@ -100,7 +110,7 @@ def build_engine(
         times,
         config.adapter_wait_s,
     )
-    return BuiltEngine(engine, residency, puller, layout, geometry)
+    return BuiltEngine(engine, residency, puller, layout, geometry, library)
 
 
 def _limits(config: EngineConfig) -> Limits:

@@ -76,6 +76,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         engine = self.built.engine
+        self.built.place_threads()
         try:
             go_on = False
             while not engine.is_stopping:

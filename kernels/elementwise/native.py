@@ -51,6 +51,7 @@ def gather_op(source: Tensor, out: Tensor, rows: Tensor, count: Tensor) -> Nativ
     source: [S, size], out: [N, size], rows: int64 [N], count: int32 [1].
     """
     _check(count, source, out)
+    assert source.shape[1] == out.shape[1]
     assert rows.dtype == torch.int64
     args = _GatherArgs(
         source.data_ptr(), out.data_ptr(), rows.data_ptr(), count.data_ptr(), out.shape[1]

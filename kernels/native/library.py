@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,8 @@ class Library:
             ctypes.c_void_p,
         ]
         self._dll.loadout_run.restype = None
+        self._dll.loadout_place_threads.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        self._dll.loadout_place_threads.restype = None
         self._addresses: dict[str, int] = {}
 
     def program(self, ops: Sequence[NativeOp]) -> Program:
@@ -63,6 +65,20 @@ class Library:
     def run(self, *ops: NativeOp) -> None:
         """Runs `ops` in order, once, on torch's threads."""
         self.program(ops).run()
+
+    def place_threads(self, processors: Sequence[Collection[int]]) -> None:
+        """Thread i of programs that the calling thread runs from now on, with as many threads as
+        there are parts, stays on the processors of part i; the caller is thread 0.
+
+        Else two threads that have slept may be woken on one processor, and share it for tens of
+        milliseconds while another is idle. Nothing happens where OpenMP has been told so already.
+        """
+        num_words = 1 + max(max(part) for part in processors) // 64
+        masks = (ctypes.c_uint64 * (num_words * len(processors)))()
+        for thread, part in enumerate(processors):
+            for processor in part:
+                masks[thread * num_words + processor // 64] |= 1 << processor % 64
+        self._dll.loadout_place_threads(ctypes.addressof(masks), num_words, len(processors))
 
     def _address(self, name: str) -> int:
         if name not in self._addresses:

@@ -11,6 +11,8 @@ import pytest
 
 from bench.account import name_operations
 from bench.engine import Track
+from bench.floor import ModelFloor
+from bench.models import SHAPES, projections
 from bench.products import Products
 from bench.results import percentile
 from bench.trace import Traffic
@@ -135,3 +137,13 @@ def test_the_protocol_of_sides_needs_no_packages() -> None:
     """Peers' environments have none of ours."""
     code = "import bench.sides.protocol, bench.sides.serve, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_floor_leaves_out_what_nobody_reads_of_the_last_layer() -> None:
+    floor = ModelFloor("bench-tiny")
+    shape, sizes = SHAPES["bench-tiny"], projections("bench-tiny")
+    whole = 2.0 * sum(into * out for into, out in sizes.values())
+    assert floor.flops_per_token == whole * shape["num_hidden_layers"]
+    assert floor.prefill_flops(7, 7) == 7 * floor.flops_per_token
+    stored = 2.0 * sum(into * out for into, out in (sizes["k_proj"], sizes["v_proj"]))
+    assert floor.prefill_flops(7, 0) == 7 * (floor.flops_per_token - whole + stored)

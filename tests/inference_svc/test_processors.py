@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from inference_svc.processors import usable_processors
+from inference_svc.processors import share_processors, usable_processors
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +65,30 @@ def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
     assert usable_processors(tmp_path) == 8
     write(group / "cpu.cfs_quota_us", "150000\n")
     assert usable_processors(tmp_path) == 2
+
+
+def test_every_thread_has_processors_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert share_processors(8, tmp_path) == [[i] for i in range(8)]
+    assert share_processors(3, tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert share_processors(9, tmp_path) == [], "two would meet"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9})
+    assert share_processors(2, tmp_path) == [[5], [9]]
+
+
+@pytest.mark.parametrize(
+    ("siblings", "wanted"),
+    [
+        (lambda i: f"{i // 2 * 2}-{i // 2 * 2 + 1}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (lambda i: f"{i % 4},{i % 4 + 4}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (lambda i: "nonsense", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_the_processors_of_a_core_go_to_one_thread(
+    tmp_path: Path, siblings: Callable[[int], str], wanted: list[list[int]]
+) -> None:
+    for i in range(8):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{i}/topology"
+        write(folder / "thread_siblings_list", siblings(i) + "\n")
+    assert share_processors(4, tmp_path) == wanted

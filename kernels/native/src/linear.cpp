@@ -85,7 +85,7 @@ inline __attribute__((always_inline)) void multiply(Sums<ROWS>& sums, const bf16
 
 #endif
 
-// Fetches LINES lines of what comes next, of the i-th step of its reader.
+// Fetches LINES lines of what comes next, in the i-th step of its reader.
 template <int LINES>
 inline void fetch(const char* next, int64_t i) {
   for (int line = 0; line < LINES; ++line)
@@ -177,25 +177,27 @@ void store_panel(const LinearArgs& args, const float* sums, int64_t row, int row
 }
 
 // Rows [first, last) by one panel, in tiles of nearly equal height. `next` is null or the panel
-// that this thread takes next.
+// that this thread takes next: it is fetched while this one is computed with, by one tile if there
+// is no other, else by the first two, half of it each, so that memory never is what they wait for.
 template <typename T, typename Out>
 void multiply_panel(const LinearArgs& args, int64_t first, int64_t last, int64_t panel,
                     const T* next) {
   alignas(64) float sums[MAX_ROWS * PANEL];
   const T* w = static_cast<const T*>(args.weights) + panel * panel_elements<T>(args.in_features);
   const int64_t tiles = (last - first + MAX_ROWS - 1) / MAX_ROWS;
+  const bool fetches_next = next && last - first > MAX_ROWS_UNFETCHED;
+  const int64_t fetchers = fetches_next ? std::min<int64_t>(tiles, 2) : 0;
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t row = first + (last - first) * i / tiles;
     const int rows = static_cast<int>(first + (last - first) * (i + 1) / tiles - row);
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
     const int width = tile_vectors(rows) * VF_WIDTH;
     for (int part = 0; part < PANEL; part += width) {
-      const bool fetch = next && last - first > MAX_ROWS_UNFETCHED && i < 2 && part == 0;
-      const int lines = fetch ? (tiles == 1 ? 2 : 1) : 0;
-      const char* ahead = reinterpret_cast<const char*>(next);
-      if (i == 1) ahead += args.in_features / 2 * LINE_BYTES;
+      const bool fetches = i < fetchers && part == 0;
+      const T* share = fetches ? next + i * panel_elements<T>(args.in_features) / 2 : nullptr;
+      const int lines = fetches ? 2 / static_cast<int>(fetchers) : 0;
       multiply_tile_of<T>(rows, lines)(sums + part, x, args.x_stride, w + part * STEP<T>,
-                                       args.in_features, ahead);
+                                       args.in_features, reinterpret_cast<const char*>(share));
     }
     store_panel<Out>(args, sums, row, rows, panel * PANEL);
   }

@@ -1,5 +1,11 @@
 // Runs a list of operations: one parallel region for all of them, a barrier after each.
 #include <omp.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include <memory>
+#include <vector>
 
 #include "slice.h"
 
@@ -14,7 +20,39 @@ struct Op {
   const void* args;
 };
 
+// Per thread of a team, the processors that it may run on: `num_words` of 64 bits each.
+struct Places {
+  std::vector<uint64_t> masks;
+  int64_t num_words;
+  int num_threads;
+};
+
+thread_local std::shared_ptr<const Places> places_of_my_teams;
+thread_local std::shared_ptr<const Places> my_places;  // those that this thread has taken
+
+// A team's threads come and go with its size, so that each sees to itself.
+void take_place(const std::shared_ptr<const Places>& places, int thread, int num_threads) {
+#if defined(__linux__)
+  if (!places || places == my_places || places->num_threads != num_threads) return;
+  const uint64_t* mask = places->masks.data() + thread * places->num_words;
+  // A processor that is gone meanwhile leaves the thread where it was: slower, not wrong.
+  sched_setaffinity(0, places->num_words * sizeof(uint64_t),
+                    reinterpret_cast<const cpu_set_t*>(mask));
+  my_places = places;
+#endif
+}
+
 }  // namespace
+
+// Programs that the calling thread runs from now on with `num_threads` threads have thread i on the
+// processors of masks[i]. Whoever has told OpenMP where its threads belong has decided already.
+extern "C" __attribute__((visibility("default"))) void loadout_place_threads(const uint64_t* masks,
+                                                                              int64_t num_words,
+                                                                              int num_threads) {
+  if (omp_get_proc_bind() != omp_proc_bind_false) return;
+  places_of_my_teams = std::make_shared<const Places>(
+      Places{{masks, masks + num_words * num_threads}, num_words, num_threads});
+}
 
 // `counters` has one zeroed Counter per operation, and is zeroed again at the end.
 // `seconds` is null, or gets the time of each operation, barrier included.
@@ -22,10 +60,12 @@ extern "C" __attribute__((visibility("default"))) void loadout_run(const Op* ops
                                                                     Counter* counters,
                                                                     int num_threads,
                                                                     double* seconds) {
+  const std::shared_ptr<const Places> places = places_of_my_teams;
 #pragma omp parallel num_threads(num_threads)
   {
     const int thread = omp_get_thread_num();
     const int count = omp_get_num_threads();
+    take_place(places, thread, count);
     double before = seconds && thread == 0 ? omp_get_wtime() : 0;
     for (int64_t i = 0; i < num_ops; ++i) {
       ops[i].function(ops[i].args, loadout::Slice{thread, count, &counters[i].value});

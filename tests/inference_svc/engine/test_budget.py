@@ -107,14 +107,21 @@ def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 64])
+@pytest.mark.parametrize("max_sequences", [4, 512])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_native_path_stays_within_its_lines(
-    config: EngineConfig, dtype: str, num_threads: int, request: pytest.FixtureRequest
+    config: EngineConfig,
+    dtype: str,
+    max_sequences: int,
+    num_threads: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     native_library()
     before = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
-    config = replace(config, dtype=dtype, num_threads=num_threads)
+    config = replace(
+        config, dtype=dtype, num_threads=num_threads, max_sequences=max_sequences, max_lora_rank=128
+    )
     built = build_engine(config, NoStore(), lambda event: None)
     (budget,) = plan_budgets(config, built.geometry, is_native=True)
     model, describe = built.engine.runner.model, built.engine.commands.describe

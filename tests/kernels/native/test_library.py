@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,40 @@ def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:
     profile = program.profile()
     assert [name for name, _ in profile] == ["swiglu_float", "swiglu_float"]
     assert all(seconds > 0 for _, seconds in profile)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads are placed on Linux")
+def test_threads_stay_where_they_are_placed_and_others_where_they_were() -> None:
+    loaded, here = native_library(), os.sched_getaffinity(0)
+    first, *others = sorted(here)
+    parts = [[first], others or [first]]
+    program = loaded.program([swiglu_op(torch.ones(2, 8), torch.empty(2, 4), _count(2))])
+    placed: list[set[int]] = []
+
+    def work() -> None:
+        loaded.place_threads(parts)
+        program.run()
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                placed.append(os.sched_getaffinity(int(task)))
+        placed.append(os.sched_getaffinity(0))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        program.run()
+    finally:
+        torch.set_num_threads(before)
+    assert placed[-1] == set(parts[0]), "the caller is thread 0"
+    assert set(parts[1]) in placed[:-1]
+    assert os.sched_getaffinity(0) == here
+
+
+def _count(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32)
 
 
 def test_an_unknown_operation_is_refused() -> None:
