@@ -82,7 +82,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        who = self._admit(context, Action.READ)
+        who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
         records, token, revision = await self._registry.page(
             who, request.page_size, request.page_token, request.filter
         )

@@ -21,6 +21,9 @@ from inference_svc.errors import InferenceError, InvalidSetting
 
 log = logging.getLogger(__name__)
 
+AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
+"""What is written down, by the names that the contract gives it."""
+
 MAX_NAME_CHARS = 200
 _MODE = 0o640
 
@@ -112,3 +115,10 @@ class Audit:
                 raise OSError("only a part of the line was written")
         except OSError as error:
             log.error("an audit line is lost from the file: %s", error)
+
+    def refuse(self, what: str, peer: str, error: InferenceError) -> None:
+        """Writes down who was refused before anything of the call was read."""
+        if what in AUDITED:
+            line = AuditLine(peer, what)
+            line.end(error)
+            self.write(line)

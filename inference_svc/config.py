@@ -18,7 +18,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Config(BaseSettings):
-    """Serve one base model with any mix of its LoRA adapters over gRPC."""
+    """Serve one base model with any mix of its LoRA adapters over gRPC and HTTP."""
 
     model_config = SettingsConfigDict(
         env_prefix="LOADOUT_INFERENCE_",
@@ -63,6 +63,10 @@ class Config(BaseSettings):
     listen: str = "127.0.0.1:7080"
     """Address of the gRPC server. Port 0: any free one."""
 
+    http: str = ""
+    """Address of the HTTP front, which is compatible with OpenAI's. Port 0: any free one. Empty:
+    none."""
+
     policy_file: Path | None = None
     """TOML file with tokens; read again on SIGHUP. None: everybody who reaches this server may do
     everything."""
@@ -87,7 +91,8 @@ class Config(BaseSettings):
     """Address of the Prometheus endpoint. Port 0: any free one."""
 
     ready_file: Path | None = None
-    """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}."""
+    """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}, and "http" if
+    it is served."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto: as the model's config says."""
@@ -201,6 +206,13 @@ class Config(BaseSettings):
     @classmethod
     def _check_address(cls, value: str) -> str:
         split_address(value)
+        return value
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str) -> str:
+        if value:
+            split_address(value)
         return value
 
     @field_validator("model")

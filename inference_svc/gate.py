@@ -21,7 +21,7 @@ class Gate:
 
     def identify(self, metadata: Metadata) -> Principal:
         """Raises Unauthenticated: no token, or one that the policy does not know."""
-        return self._policies.policy.authenticate(_bearer_token(metadata))
+        return self._policies.policy.authenticate(bearer_token(metadata))
 
     def admit(self, metadata: Metadata, action: Action) -> Principal:
         """Raises Unauthenticated, and PermissionDenied if no role of the caller may do this."""
@@ -30,7 +30,8 @@ class Gate:
         return who
 
 
-def _bearer_token(metadata: Metadata) -> str | None:
+def bearer_token(metadata: Metadata) -> str | None:
+    """The token in the first `authorization`; None: there is none of the scheme."""
     for key, value in metadata:
         if key == "authorization" and isinstance(value, str):
             scheme, _, token = value.partition(" ")

@@ -19,6 +19,7 @@ from prometheus_client.core import (
     Metric,
     SummaryMetricFamily,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from inference_svc.core import (
@@ -59,6 +60,12 @@ class Metrics:
     def __init__(self, max_loras: int, snapshot: Callable[[], Snapshot | None]) -> None:
         self.registry = CollectorRegistry()
         self.rpcs = self._counter("rpcs", "Calls by method and status code.", "method", "code")
+        self.http_requests = self._counter(
+            "http_requests",
+            "Requests to the HTTP front by route and status; 499: the client left first.",
+            "route",
+            "status",
+        )
         self.requests = self._counter(
             "requests", "Generations that ended, by reason.", "finish_reason"
         )
@@ -91,8 +98,17 @@ class Metrics:
             f"loadout_inference_{name}", help_text, buckets=SECONDS, registry=self.registry
         )
 
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """What a scraper gets that accepts these media types, and its type. From any thread but
+        the event loop's."""
+        encode, media_type = choose_encoder(accept)
+        return encode(self.registry), media_type
+
     def count_rpc(self, method: str, code: str) -> None:
         self.rpcs.labels(method, code).inc()
+
+    def count_http(self, route: str, status: int) -> None:
+        self.http_requests.labels(route, status).inc()
 
     def count_finished(
         self, reason: FinishReason, usage: Usage | None, timings: Timings | None, total_s: float

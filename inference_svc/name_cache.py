@@ -19,7 +19,8 @@ class LayoutVerdict:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """What the store says of one version; `revision` is the catalog's when it said so."""
+    """What the store says of one version; `revision` is the catalog's when it said so.
+    `create_time_s`, a `time.time()`, is of when the version was recorded."""
 
     name: str
     version: int
@@ -28,6 +29,7 @@ class AdapterRecord:
     base_model: str
     revision: int
     verdicts: Mapping[str, LayoutVerdict] = field(default_factory=dict)
+    create_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

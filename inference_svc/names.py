@@ -61,6 +61,7 @@ class Binding:
     tenant: str
     digest: str
     rank: int
+    create_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Directory:
             self._cache.remove_name(record.name)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
-        return Binding(label, tenant, record.digest, record.rank)
+        return Binding(label, tenant, record.digest, record.rank, record.create_time_s)
 
     def names_of(self, who: Principal, digest: str) -> list[str]:
         """The names of the caller's tenants, with or without version, known to point to a digest,
@@ -254,6 +255,14 @@ class Directory:
         if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
             self._cache.put(key, CachedName(record, asked_s))
         return record
+
+    def is_servable(self, record: AdapterRecord) -> bool:
+        """Whether requests for it are taken here."""
+        try:
+            self._check_servable(record)
+        except AdapterUnusable:
+            return False
+        return True
 
     def _check_servable(self, record: AdapterRecord) -> None:
         """Raises AdapterUnusable. The store's verdict on our layout outweighs the base's name."""

@@ -49,6 +49,6 @@ def tenant_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def short_name(name: str) -> str:
-    """ "tenant/name" as callers of that tenant write it: the default tenant is left out."""
-    return name.removeprefix(f"{DEFAULT_TENANT}/")
+def short_name(name: str, home: str = DEFAULT_TENANT) -> str:
+    """ "tenant/name" as callers of tenant `home` may write it: without their tenant."""
+    return name.removeprefix(f"{home}/")

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,16 +25,21 @@ from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
-from inference_svc.servicer import InferenceServicer, ServerFacts, audit_refusal
+from inference_svc.service import ServerFacts, Service
+from inference_svc.servicer import InferenceServicer
 from inference_svc.snapshots import Snapshots
 from inference_svc.status import StatusInterceptor, TokenGuard
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
 from inference_svc.text.detokenizer import Decoder
+from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from inference_svc.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +62,8 @@ class Engine(EngineHandle, Protocol):
     def stop(self) -> None: ...
 
 
-class TextModel(Encoder, Decoder, Protocol):
-    """Both directions of a tokenizer."""
+class TextModel(Encoder, Decoder, Vocabulary, Protocol):
+    """Both directions of a tokenizer, and its tokens one by one."""
 
 
 class InferenceServer:
@@ -93,6 +98,8 @@ class InferenceServer:
         interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
+        self._http, self.http_address = _listen_http(config.http, certificates)
+        self._is_serving = False
         self._frontend: Frontend | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
@@ -114,22 +121,27 @@ class InferenceServer:
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
-        servicer = InferenceServicer(
+        service = Service(
             facts,
             self._frontend,
             directory,
+            catalog,
             self._prompts,
             self._metrics,
             self._gate,
             self._audit,
         )
+        servicer = InferenceServicer(service)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         self._snapshots.follow(self._frontend, directory)
         await self._grpc.start()
+        if self._http is not None:
+            await self._start_http(self._http, service, text)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._is_serving = True
         self._metrics.info.labels(
             facts.versions.get("loadout", ""), facts.base_model, facts.dtype, facts.device
         ).set(1)
@@ -144,6 +156,7 @@ class InferenceServer:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+        self._is_serving = False
         await self._health.enter_graceful_shutdown()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
@@ -151,13 +164,19 @@ class InferenceServer:
             start = time.monotonic()
             await self._frontend.drain(grace_seconds)
             # Besides requests: what operators have asked for, and what still asks for a name.
-            await self._calls.drain(grace_seconds - (time.monotonic() - start))
+            left_seconds = grace_seconds - (time.monotonic() - start)
+            drains = [self._calls.drain(left_seconds)]
+            if self._http is not None:
+                drains.append(self._http.drain(left_seconds))
+            await asyncio.gather(*drains)
         if failed.is_set():
             log.error("the engine failed: ending")
         return int(failed.is_set())
 
     async def close(self) -> None:
         """Frees everything, in the reverse order of use. Also after a start that failed."""
+        if self._http is not None:
+            await self._http.close()
         await self._grpc.stop(ANSWER_SECONDS)
         self._snapshots.forget()
         if self._store is not None:
@@ -172,7 +191,7 @@ class InferenceServer:
     def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
         """Of a call of which nothing was read."""
         self._metrics.count_rpc(method, "UNAUTHENTICATED")
-        audit_refusal(self._audit, method, peer, error)
+        self._audit.refuse(method, peer, error)
 
     def _accept_layout(self, layout_id: str) -> None:
         assert self._frontend is not None
@@ -186,13 +205,21 @@ class InferenceServer:
         for service in ("", SERVICE):
             await self._health.set(service, status)
 
+    async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
+        from inference_svc.http.app import make_app
+
+        await server.start(make_app(service, text, self._metrics, lambda: self._is_serving))
+
     def _announce(self) -> None:
-        log.info("serving on %s, metrics on %s", self.address, self.metrics_address)
+        addresses = {"grpc": self.address, "metrics": self.metrics_address}
+        if self._http is not None:
+            addresses["http"] = self.http_address
+        log.info("serving: %s", ", ".join(f"{name} on {at}" for name, at in addresses.items()))
         path = self._config.ready_file
         if path is None:
             return
         partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
+        partial.write_text(json.dumps(addresses))
         partial.replace(path)
 
 
@@ -206,6 +233,17 @@ def _listen(server: grpc.aio.Server, address: str, certificates: CertificateFile
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}") from error
     return _join(split_address(address)[0], port)
+
+
+def _listen_http(address: str, certificates: CertificateFiles) -> tuple[HttpServer | None, str]:
+    """None, "": it is not wanted."""
+    if not address:
+        return None, ""
+    # Who does not want it does not load what it is made of.
+    from inference_svc.http.server import HttpServer
+
+    server = HttpServer(address, certificates)
+    return server, _join(split_address(address)[0], server.port)
 
 
 def _credentials(files: CertificateFiles) -> grpc.ServerCredentials | None:

@@ -1,184 +1,83 @@
-"""InferenceService: let in, convert, call, convert. Errors become statuses in `status`."""
+"""InferenceService: convert, call the service, convert. Errors become statuses in `status`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from typing import TypeAlias
 
 import grpc
 
 from inference_svc import convert
-from inference_svc.access import Action, Principal
-from inference_svc.audit import Audit, AuditLine
-from inference_svc.core import Request, ResidentAdapter
-from inference_svc.errors import InferenceError
-from inference_svc.frontend import Frontend
-from inference_svc.gate import Gate
-from inference_svc.metrics import Metrics
-from inference_svc.names import Binding, Directory
-from inference_svc.refs import parse_ref
-from inference_svc.text.prompt import PromptEncoder
+from inference_svc.access import Action
+from inference_svc.service import Caller, Service
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
-AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
-
-
-def audit_refusal(audit: Audit, method: str, peer: str, error: InferenceError) -> None:
-    """Writes down who was refused before anything of the call was read."""
-    if method in AUDITED:
-        line = AuditLine(peer, method)
-        line.end(error)
-        audit.write(line)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What GetServerInfo says that never changes."""
-
-    base_model: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    max_loras: int
-    max_lora_rank: int
-    max_sequences: int
-    max_batch_tokens: int
-    max_queue: int
-    versions: dict[str, str] = field(default_factory=dict)
-
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
-    def __init__(
-        self,
-        facts: ServerFacts,
-        frontend: Frontend,
-        directory: Directory,
-        prompts: PromptEncoder,
-        metrics: Metrics,
-        gate: Gate,
-        audit: Audit,
-    ) -> None:
-        self._facts = facts
-        self._frontend = frontend
-        self._directory = directory
-        self._prompts = prompts
-        self._metrics = metrics
-        self._gate = gate
-        self._audit = audit
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        who = self._admit(context, Action.GENERATE)
-        call = convert.from_generate_request(request, self._facts.vocab_size)
-        binding = await self._bind(who, call.adapter, call.min_revision)
-        prompt = await self._prompts.encode(call.prompt)
-        to_run = call.to_request(
-            prompt,
-            binding,
-            who.home_tenant,
-            self._facts.max_model_len,
-            context.time_remaining(),
-        )
-        await self._stream(who, to_run, convert.to_identity(binding), context)
-
-    async def _stream(
-        self,
-        who: Principal,
-        request: Request,
-        identity: pb.AdapterIdentity | None,
-        context: Context,
-    ) -> None:
-        num_tokens = 0
-        try:
-            async with aclosing(self._frontend.generate(request, who.home_tenant)) as deltas:
-                async for delta in deltas:
-                    num_tokens += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        total_s = time.monotonic() - request.arrival_s
-                        self._metrics.count_finished(
-                            delta.finish_reason, delta.usage, delta.timings, total_s
-                        )
-                    await context.write(
-                        convert.to_generate_response(request.request_id, delta, identity)
-                    )
-        finally:
-            self._metrics.generated_tokens.inc(num_tokens)
-
-    async def _bind(self, who: Principal, ref: str, min_revision: int) -> Binding | None:
-        return await self._directory.resolve(who, ref, min_revision) if ref else None
-
-    async def _digest(self, who: Principal, ref: str) -> str:
-        """An owner's digest is taken as it is: what is resident may be gone from the store."""
-        digest = parse_ref(ref, subject="ref", home=who.home_tenant).digest
-        if digest and self._directory.is_owner(who, digest):
-            return digest
-        return (await self._directory.resolve(who, ref, subject="ref")).digest
+        service = self._service
+        who = service.admit(_caller(context), Action.GENERATE)
+        call = convert.from_generate_request(request, service.facts.vocab_size)
+        binding = await service.bind(who, call.adapter, call.min_revision)
+        to_run = await service.prepare(who, call, binding, context.time_remaining())
+        identity = convert.to_identity(binding)
+        async with aclosing(service.run(to_run)) as deltas:
+            async for delta in deltas:
+                await context.write(convert.to_generate_response(call.request_id, delta, identity))
 
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        with self._audited(context, "LoadAdapter", request.ref) as (who, line):
-            line.digest = (await self._directory.resolve(who, request.ref, subject="ref")).digest
-            adapter = await self._frontend.load(line.digest, request.pin)
-        return pb.LoadAdapterResponse(adapter=self._to_resident(who, adapter))
+        loaded = await self._service.load(_caller(context), request.ref, pin=request.pin)
+        return pb.LoadAdapterResponse(adapter=convert.to_resident_adapter(*loaded))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        with self._audited(context, "UnloadAdapter", request.ref) as (who, line):
-            line.digest = await self._digest(who, request.ref)
-            freed_bytes = await self._frontend.unload(line.digest)
+        freed_bytes = await self._service.unload(_caller(context), request.ref)
         return pb.UnloadAdapterResponse(freed_bytes=freed_bytes)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
-        with self._audited(context, "PinAdapter", request.ref) as (who, line):
-            line.digest = await self._digest(who, request.ref)
-            adapter = await self._frontend.pin(line.digest)
-        return pb.PinAdapterResponse(adapter=self._to_resident(who, adapter))
+        pinned = await self._service.pin(_caller(context), request.ref)
+        return pb.PinAdapterResponse(adapter=convert.to_resident_adapter(*pinned))
 
     async def UnpinAdapter(  # noqa: N802
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
-        with self._audited(context, "UnpinAdapter", request.ref) as (who, line):
-            line.digest = await self._digest(who, request.ref)
-            adapter = await self._frontend.unpin(line.digest)
-        return pb.UnpinAdapterResponse(adapter=self._to_resident(who, adapter))
+        unpinned = await self._service.unpin(_caller(context), request.ref)
+        return pb.UnpinAdapterResponse(adapter=convert.to_resident_adapter(*unpinned))
 
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
-        who = self._admit(context, Action.OPERATE)
-        adapters = await self._frontend.list_resident()
-        owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
+        who = self._service.admit(_caller(context), Action.OPERATE)
+        residents = await self._service.list_resident(who)
         return pb.ListResidentAdaptersResponse(
-            adapters=[
-                self._to_resident(who, adapter) for adapter in adapters if adapter.digest in owned
-            ]
+            adapters=[convert.to_resident_adapter(*resident) for resident in residents]
         )
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        self._admit(context, Action.INFO)
-        facts = self._facts
-        status = await self._frontend.describe()
+        self._service.admit(_caller(context), Action.INFO)
+        facts = self._service.facts
+        status = await self._service.describe()
         return pb.GetServerInfoResponse(
             base_model=facts.base_model,
             architecture=facts.architecture,
             dtype=facts.dtype,
             device=facts.device,
-            layout_id=self._directory.layout_id,
+            layout_id=self._service.layout_id,
             limits=pb.ServerLimits(
                 max_model_len=facts.max_model_len,
                 max_loras=facts.max_loras,
@@ -193,21 +92,6 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             kernels=status.kernels,
         )
 
-    def _to_resident(self, who: Principal, adapter: ResidentAdapter) -> pb.ResidentAdapter:
-        return convert.to_resident_adapter(adapter, self._directory.names_of(who, adapter.digest))
 
-    def _admit(self, context: Context, action: Action) -> Principal:
-        """The caller. Raises as Gate.admit: the first thing that a call does."""
-        return self._gate.admit(context.invocation_metadata(), action)
-
-    @contextmanager
-    def _audited(
-        self, context: Context, what: str, name: str
-    ) -> Iterator[tuple[Principal, AuditLine]]:
-        """Lets an operator in, as `_admit`, and writes down how the call ended."""
-        assert what in AUDITED
-        with self._audit.watching(AuditLine(context.peer(), what, name)) as line:
-            who = self._gate.identify(context.invocation_metadata())
-            line.identify(who)
-            who.require(Action.OPERATE)
-            yield who, line
+def _caller(context: Context) -> Caller:
+    return Caller(context.invocation_metadata(), context.peer())

@@ -22,7 +22,7 @@ from inference_svc.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.replicas import Replicas
 from inference_svc.server import InferenceServer
-from inference_svc.servicer import ServerFacts
+from inference_svc.service import ServerFacts
 from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.store_recipe import ImageClientRecipe
@@ -151,6 +151,7 @@ def _max_tenant_queue(config: Config) -> int:
 def _facts(config: Config, geometry: ModelGeometry) -> ServerFacts:
     return ServerFacts(
         base_model=config.base_model_names[0],
+        aliases=config.base_model_names[1:],
         architecture=geometry.architecture,
         dtype=config.dtype,
         device=config.device,

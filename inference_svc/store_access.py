@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference_svc.config import Config, split_address
+from inference_svc.errors import PermissionDenied
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +56,27 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """`certificates` None: no TLS. `token` None: nothing is shown."""
+    """`certificates` None: no TLS. `token` None: nothing is shown. `may_pass_on`: whether callers'
+    tokens may go to the store, for what it does on their behalf."""
 
     token: TokenFile | None = None
     certificates: StoreCertificates | None = None
+    may_pass_on: bool = True
 
     def metadata(self) -> Metadata:
         """What goes with every call."""
         if self.token is None:
             return ()
         return (("authorization", f"Bearer {self.token.current()}"),)
+
+    def passing_on(self, token: str | None) -> Metadata:
+        """For what a caller asks of the store through us. Raises PermissionDenied where others
+        could read its token on the way."""
+        if token is None:
+            return ()
+        if not self.may_pass_on:
+            raise PermissionDenied("this server has no TLS to its store, and passes no tokens on")
+        return (("authorization", f"Bearer {token}"),)
 
 
 NO_ACCESS = StoreAccess()
@@ -73,16 +85,23 @@ NO_ACCESS = StoreAccess()
 def read_store_access(config: Config) -> StoreAccess:
     """Raises ValueError naming the setting, and OSError for a file that cannot be read."""
     certificates = _read_certificates(config)
+    exposed = _exposed_address(config) if certificates is None else None
     if config.store_token_file is None:
-        return StoreAccess(None, certificates)
-    if certificates is None and not config.store_allow_insecure_token:
-        for address in config.store_addresses:
-            if not _is_loopback(split_address(address)[0]):
-                raise ValueError(
-                    f"store_token_file: everybody on the way to {address} could read the token: "
-                    "set store_tls_ca_file, or store_allow_insecure_token"
-                )
+        return StoreAccess(None, certificates, exposed is None)
+    if exposed is not None:
+        raise ValueError(
+            f"store_token_file: everybody on the way to {exposed} could read the token: "
+            "set store_tls_ca_file, or store_allow_insecure_token"
+        )
     return StoreAccess(TokenFile(config.store_token_file), certificates)
+
+
+def _exposed_address(config: Config) -> str | None:
+    """A store to which a token would travel in the clear, against what the settings say."""
+    if config.store_allow_insecure_token:
+        return None
+    others = (a for a in config.store_addresses if not _is_loopback(split_address(a)[0]))
+    return next(others, None)
 
 
 def _read_certificates(config: Config) -> StoreCertificates | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,8 +24,9 @@ from inference_svc.adapters.store import (
 from inference_svc.errors import AdapterNotFound, InferenceError, StoreUnavailable
 from inference_svc.name_cache import AdapterRecord
 from inference_svc.names import NameEvent
+from inference_svc.registry import AdapterPage, Source
 from inference_svc.replicas import Endpoint, Replicas
-from inference_svc.store_access import NO_ACCESS, StoreAccess
+from inference_svc.store_access import NO_ACCESS, Metadata, StoreAccess
 from inference_svc.store_channels import Line, Lines
 from inference_svc.store_convert import (
     from_layout,
@@ -34,6 +35,7 @@ from inference_svc.store_convert import (
     to_event,
     to_pull_message,
     to_record,
+    to_refusal,
 )
 from inference_svc.store_link import HistoryGone
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -45,6 +47,10 @@ TURN_SECONDS = 2.0
 PROBE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """The watch speaks every second; silent for this long, its connection is taken for dead."""
+REGISTER_SECONDS = 600.0
+"""For a store that fetches a large adapter from far away."""
+
+T = TypeVar("T")
 
 
 class CatalogClient:
@@ -64,14 +70,20 @@ class CatalogClient:
     async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
         """As the store would tell a caller of these tenants; none: of all that we serve. Raises
         AdapterNotFound; StoreUnavailable when no replica answers."""
-        await self._close_unused()
-        *others, last = self._replicas.order(self._key)
-        for endpoint in others:
-            try:
-                return await self._session(endpoint).get_adapter(ref, tenants, TURN_SECONDS)
-            except StoreUnavailable:
-                self._replicas.count_failover()
-        return await self._session(last).get_adapter(ref, tenants)
+        return await self._ask_any(lambda one, patience: one.get_adapter(ref, tenants, patience))
+
+    async def list_adapters(
+        self, tenants: Collection[str], page_size: int, page_token: str
+    ) -> AdapterPage:
+        """See Registry."""
+        return await self._ask_any(
+            lambda one, patience: one.list_adapters(tenants, page_size, page_token, patience)
+        )
+
+    async def register(self, name: str, source: Source, token: str | None) -> int:
+        """See Registry."""
+        metadata = self._access.passing_on(token)
+        return await self._ask_any(lambda one, _: one.register(name, source, metadata))
 
     async def connect(self, avoid: Collection[str] = ()) -> CatalogSession:
         """To one replica, of which nothing has been asked yet. Raises nothing."""
@@ -93,6 +105,17 @@ class CatalogClient:
         finally:
             self._lines.end(line)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _ask_any(self, ask: Callable[[CatalogSession, float], Awaitable[T]]) -> T:
+        """`ask` of one replica after the other, with the patience that it may have."""
+        await self._close_unused()
+        *others, last = self._replicas.order(self._key)
+        for endpoint in others:
+            try:
+                return await ask(self._session(endpoint), TURN_SECONDS)
+            except StoreUnavailable:
+                self._replicas.count_failover()
+        return await ask(self._session(last), ANSWER_SECONDS)
 
     def _session(self, endpoint: Endpoint) -> CatalogSession:
         return CatalogSession(self._lines, endpoint, self._access)
@@ -116,7 +139,40 @@ class CatalogSession:
     ) -> AdapterRecord:
         """Raises AdapterNotFound."""
         request = pb.GetAdapterRequest(ref=ref, tenants=sorted(tenants))
-        return to_record(await self._ask("GetAdapter", request, timeout_s))
+        response = await self._ask("GetAdapter", request, timeout_s)
+        return to_record(response.adapter, response.revision)
+
+    async def list_adapters(
+        self, tenants: Collection[str], page_size: int, page_token: str, timeout_s: float
+    ) -> AdapterPage:
+        """Raises InvalidRequest for a token of another list."""
+        request = pb.ListAdaptersRequest(
+            page_size=page_size, page_token=page_token, tenants=sorted(tenants)
+        )
+        response = await self._ask("ListAdapters", request, timeout_s)
+        records = [to_record(adapter, response.revision) for adapter in response.adapters]
+        return AdapterPage(records, response.next_page_token)
+
+    async def register(self, name: str, source: Source, metadata: Metadata) -> int:
+        """With the caller's own `metadata`: what the store refuses says nothing about itself."""
+        line = self._lines.begin(self._endpoint)
+        request = pb.RegisterAdapterRequest(
+            name=name, source_uri=source.uri, base_model=source.base_model
+        )
+        try:
+            response = await line.stub.RegisterAdapter(
+                request, timeout=REGISTER_SECONDS, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            refusal = to_refusal(error)
+            if refusal is not None:
+                raise refusal from error
+            self._lines.failed(line, error.code())
+            raise to_error(error) from error
+        finally:
+            self._lines.end(line)
+        self._lines.answered(line)
+        return int(response.revision)
 
     async def get_revision(self) -> int:
         """The catalog's revision now."""

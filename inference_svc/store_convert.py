@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
@@ -21,7 +22,11 @@ from inference_svc.errors import (
     CorruptImage,
     InferenceError,
     InvalidRequest,
+    NoRoom,
+    PermissionDenied,
+    QueueFull,
     StoreUnavailable,
+    Unauthenticated,
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.names import NameEvent
@@ -34,6 +39,14 @@ ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {
     grpc.StatusCode.DATA_LOSS: CorruptImage,
 }
 """What the store answers; every other code means that it cannot be reached, for now."""
+
+REFUSALS_OF_CALLERS = ERRORS | {
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.ABORTED: AdapterUnusable,
+}
+"""What it answers to a caller of ours, for whom we asked."""
 
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """It answers, but not to us: the token is to be mended, and callers can only wait."""
@@ -75,6 +88,33 @@ def to_error(error: grpc.RpcError) -> InferenceError:
     return unavailable
 
 
+def to_refusal(error: grpc.RpcError) -> InferenceError | None:
+    """What the store said to a caller of ours; None: no store has answered, or its answer is
+    broken."""
+    info, violations, retry = (
+        error_details_pb2.ErrorInfo(),
+        error_details_pb2.BadRequest(),
+        error_details_pb2.RetryInfo(),
+    )
+    try:
+        status = rpc_status.from_call(error)
+        if status is None:
+            return None
+        for detail in status.details:
+            for wanted in (info, violations, retry):
+                detail.Unpack(wanted)
+    except (DecodeError, ValueError):
+        return None
+    retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+    kind = REFUSALS_OF_CALLERS.get(error.code(), StoreUnavailable)
+    if kind is QueueFull and not retry_after_s:
+        kind = NoRoom  # waiting does not help
+    fields = [violation.field for violation in violations.field_violations]
+    subject = fields[0] if fields else info.metadata.get("subject", "")
+    message = f"the adapter store: {status.message}"
+    return kind(message, subject=subject, retry_after_s=retry_after_s)
+
+
 def is_about(error: grpc.RpcError, subject: str) -> bool:
     """Whether the store names `subject` as what is wrong."""
     status = rpc_status.from_call(error)
@@ -87,19 +127,20 @@ def to_event(event: pb.AdapterEvent) -> NameEvent:
     return NameEvent(event.revision, event.name, event.digest)
 
 
-def to_record(response: pb.GetAdapterResponse) -> AdapterRecord:
-    adapter = response.adapter
+def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
+    """`revision` is the catalog's when the store said so."""
     return AdapterRecord(
         name=adapter.name,
         version=adapter.version,
         digest=adapter.digest,
         rank=adapter.rank,
         base_model=adapter.base_model,
-        revision=response.revision,
+        revision=revision,
         verdicts={
             state.layout_id: LayoutVerdict(state.state != pb.IMAGE_STATE_INCOMPATIBLE, state.reason)
             for state in adapter.layout_states
         },
+        create_time_s=adapter.create_time.ToMicroseconds() / 1e6,
     )
 
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("loadout", "adapter_store", "inference_svc", "kernels")
 TRANSPORT = {"server", "servicer", "convert", "status"}
 TRANSPORT |= {"store_client", "store_channels", "store_convert"}  # the client of the other service
+HTTP = ("starlette", "fastapi", "uvicorn")
 GRPC = re.compile(r"^(grpc|grpc_\w+|google\.(rpc|protobuf))(\.|$)|_pb2(_grpc)?$")
 
 
@@ -81,6 +82,15 @@ def test_grpc_stops_at_the_transport() -> None:
         assert not found, f"{name} imports {found}"
 
 
+def test_http_stays_in_its_package_and_knows_no_grpc() -> None:
+    """However its modules are named."""
+    for name, path in modules().items():
+        is_front = starts(name, "inference_svc.http")
+        for imported in imports(path):
+            assert is_front or not starts(imported, *HTTP), f"{name} imports {imported}"
+            assert not is_front or not GRPC.search(imported), f"{name} imports {imported}"
+
+
 def test_triton_lives_under_kernels_and_policy_has_no_tensors() -> None:
     for name, path in modules().items():
         for imported in imports(path):
@@ -101,9 +111,9 @@ def test_environment_and_arguments_are_read_in_config_and_main_only() -> None:
 
 
 def test_core_of_inference_runs_without_grpc() -> None:
-    """In a process in which importing grpc fails."""
+    """And so does its HTTP front. In a process in which importing grpc fails."""
     wanted = [name for name in modules() if starts(name, "kernels")]
-    for package in ("engine", "adapters", "model"):
+    for package in ("engine", "adapters", "model", "http"):
         wanted += [name for name in modules() if starts(name, f"inference_svc.{package}")]
     wanted = [name for name in wanted if "triton" not in name]
     script = f"""

@@ -54,6 +54,7 @@ class Tokenizer:
         # Found now: a large vocabulary takes longer than the first token may.
         self.visible_ids = self._find_visible_ids()
         self.byte_ids = self._find_byte_ids()
+        self.is_byte_level = "ByteLevel" in repr(self._backend.decoder)
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +74,10 @@ class Tokenizer:
             return frozenset()
         vocab = self._backend.get_vocab(with_added_tokens=True)
         return frozenset(i for piece, i in vocab.items() if _BYTE_TOKEN.fullmatch(piece))
+
+    def name_of(self, token_id: int) -> str:
+        """As the vocabulary writes it; "" for an id that only the model knows."""
+        return self._backend.id_to_token(token_id) or ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that Hugging Face adds by default."""

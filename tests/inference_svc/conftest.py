@@ -41,7 +41,7 @@ from inference_svc.core import (
 )
 from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
 from inference_svc.server import InferenceServer
-from inference_svc.servicer import ServerFacts
+from inference_svc.service import ServerFacts
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from tests.inference_svc.serving import MAX_MODEL_LEN, NameStore, Running
@@ -314,7 +314,8 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a coroutine function beside a server; `store` gives it a real store's address."""
+    """Runs a coroutine function beside a server; `store` gives it a real store's address, `http`
+    an HTTP front; `settings` are further ones."""
     (tmp_path / "config.json").write_text("{}")
 
     def run(
@@ -323,6 +324,8 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
         kind: str = "chars",
         grace_seconds: float = 5.0,
         store: bool = False,
+        http: bool = False,
+        **settings: Any,
     ) -> Any:
         async def main() -> Any:
             store_server = grpc.aio.server()
@@ -336,9 +339,11 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                     store=f"127.0.0.1:{port}" if store else "",
                     listen="127.0.0.1:0",
                     metrics_listen="127.0.0.1:0",
+                    http="127.0.0.1:0" if http else "",
                     ready_file=tmp_path / "ready.json",
                     max_model_len=MAX_MODEL_LEN,
                     grace_seconds=grace_seconds,
+                    **settings,
                 ),
                 Machine(has_cuda=False),
                 ModelFacts("float32", MAX_MODEL_LEN, 1024),
@@ -357,6 +362,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                 max_batch_tokens=64,
                 max_queue=16,
                 versions={"loadout": "0"},
+                aliases=("b",),
             )
             try:
                 await server.start(engine, tokenizers[kind], facts)

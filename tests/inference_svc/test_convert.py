@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from inference_svc import convert
+from inference_svc.calls import GenerateCall
 from inference_svc.core import (
     FinishReason,
     ResidentAdapter,
@@ -24,7 +25,7 @@ VOCAB = 100
 NAN, INF = math.nan, math.inf
 
 
-def call(**fields: Any) -> convert.GenerateCall:
+def call(**fields: Any) -> GenerateCall:
     return convert.from_generate_request(pb.GenerateRequest(**{"text": "x", **fields}), VOCAB)
 
 

@@ -1,0 +1,75 @@
+"""The routes, and what surrounds them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from inference_svc.access import Action
+from inference_svc.errors import InferenceError, PermissionDenied
+from inference_svc.http.adapters import Adapters
+from inference_svc.http.chat import ChatCompletions
+from inference_svc.http.completions import Completions
+from inference_svc.http.counting import Counting
+from inference_svc.http.generate import Generating
+from inference_svc.http.models import Models
+from inference_svc.http.reading import caller_of
+from inference_svc.http.statuses import answer_error
+from inference_svc.metrics import Metrics
+from inference_svc.service import Service
+from inference_svc.text.pieces import Pieces, Vocabulary
+
+
+class Operations:
+    """What orchestrators and scrapers ask for."""
+
+    def __init__(self, service: Service, metrics: Metrics, is_serving: Callable[[], bool]) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._is_serving = is_serving
+
+    async def health(self, request: Request) -> Response:
+        """Needs no token: probes have none."""
+        return Response(status_code=200 if self._is_serving() else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Names of all tenants' adapters are in it, and callers may come here."""
+        who = self._service.admit(caller_of(request), Action.OPERATE)
+        if who.tenants is not None:
+            raise PermissionDenied(
+                f"the token {who.name!r} is not for all tenants, of which the metrics tell"
+            )
+        accept = request.headers.get("accept", "")
+        text, media_type = await asyncio.to_thread(self._metrics.exposition, accept)
+        return Response(text, headers={"content-type": media_type})
+
+
+def make_app(
+    service: Service, vocabulary: Vocabulary, metrics: Metrics, is_serving: Callable[[], bool]
+) -> Counting:
+    """To be made, and served, on the event loop of `service`."""
+    pieces = Pieces(vocabulary)
+    models, adapters = Models(service), Adapters(service)
+    operations = Operations(service, metrics, is_serving)
+    chat = Generating(service, pieces, ChatCompletions())
+    completions = Generating(service, pieces, Completions())
+    routes = [
+        Route("/v1/chat/completions", chat.handle, methods=["POST"]),
+        Route("/v1/completions", completions.handle, methods=["POST"]),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{model:path}", models.show),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+        Route("/health", operations.health),
+        Route("/metrics", operations.metrics),
+    ]
+    handled = (InferenceError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
+    app.router.redirect_slashes = False
+    return Counting(app, [route.path for route in routes], metrics.count_http)

@@ -1,0 +1,159 @@
+"""/v1/chat/completions: its body, and how its choices are told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.errors import InvalidRequest
+from inference_svc.generation import Delta
+from inference_svc.http.choices import FINISH_REASONS, Choice
+from inference_svc.http.fields import GenerationBody
+from inference_svc.http.reading import Body
+from inference_svc.sampling import MAX_LOGPROBS
+from inference_svc.text.pieces import Pieces
+from inference_svc.text.prompt import ChatMessage, Prompt
+
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+_Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+def _to_text(value: object) -> str:
+    """A text, or one in parts; null has none."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a text or a list of parts")
+    return "".join(map(_to_part, value))
+
+
+def _to_part(value: object) -> str:
+    if isinstance(value, dict) and value.keys() == {"type", "text"}:
+        text = value["text"]
+        if value["type"] == "text" and isinstance(text, str):
+            return text
+    raise ValueError('a part must be {"type": "text", "text": ...}: there is nothing but text here')
+
+
+class Message(Body):
+    """Of an answer of ours all fields can come back."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Annotated[str, PlainValidator(_to_text)]
+
+    refusal: None = None
+    annotations: _Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: _Nothing | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    # Taken where they ask for nothing that we do not do.
+    store: Literal[False] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: _Nothing | None = None
+    functions: _Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class ChatCompletions:
+    """The route's ways; see `generate.Kind`."""
+
+    body: ClassVar = ChatBody
+    id_prefix: ClassVar = "chatcmpl"
+    object: ClassVar = "chat.completion"
+    chunk_object: ClassVar = "chat.completion.chunk"
+    names: ClassVar = {"adapter": "model", "prompt": "messages", "chat": "messages"}
+
+    def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
+        return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
+
+    def sampling(self, body: ChatBody, max_model_len: int) -> SamplingParams:
+        """Without a limit: as many tokens as there is room for. Raises InvalidRequest."""
+        if None not in (body.max_tokens, body.max_completion_tokens):
+            raise InvalidRequest(
+                "max_tokens: is the old name of max_completion_tokens; give one of them",
+                subject="max_tokens",
+            )
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs: only with logprobs set", subject="top_logprobs")
+        limits = (body.max_completion_tokens, body.max_tokens, max_model_len)
+        max_tokens = next(limit for limit in limits if limit is not None)
+        return body.to_sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+
+    def teller(self, index: int, body: ChatBody, pieces: Pieces) -> ChatTeller:
+        return ChatTeller(index, pieces, bool(body.return_token_ids))
+
+
+class ChatTeller:
+    """Tells one choice: whole, or in parts."""
+
+    def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
+        self._index = index
+        self._pieces = pieces
+        self._tells_ids = tells_ids
+        self._has_begun = False
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        assert choice.finish_reason is not None
+        told = {
+            "index": self._index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": FINISH_REASONS[choice.finish_reason],
+        }
+        return told | {"token_ids": choice.token_ids} if self._tells_ids else told
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        """None: nothing of it can be told yet."""
+        reason = delta.finish_reason
+        has_news = delta.text or delta.logprobs or reason or self._tells_ids
+        if self._has_begun and not has_news:
+            return None
+        content: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
+        self._has_begun = True
+        if delta.text:
+            content["content"] = delta.text
+        told = {
+            "index": self._index,
+            "delta": content,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": None if reason is None else FINISH_REASONS[reason],
+        }
+        return told | {"token_ids": delta.token_ids} if self._tells_ids else told
+
+    def _logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        return {"content": [self._token(each) for each in tokens], "refusal": None}
+
+    def _token(self, token: TokenLogprobs) -> dict[str, Any]:
+        top = [self._entry(token_id, logprob) for token_id, logprob in token.top]
+        return self._entry(token.token_id, token.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        piece = self._pieces.of(token_id)
+        return {
+            "token": piece.text,
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(piece.data),
+        }

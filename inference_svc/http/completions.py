@@ -1,0 +1,130 @@
+"""/v1/completions: its body, and how its choices are told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
+
+from pydantic import Field, PlainValidator
+
+from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.errors import InvalidRequest
+from inference_svc.generation import Delta
+from inference_svc.http.chat import MIN_LOGPROB
+from inference_svc.http.choices import FINISH_REASONS, Choice
+from inference_svc.http.fields import MAX_CHOICES, GenerationBody
+from inference_svc.sampling import MAX_LOGPROBS
+from inference_svc.text.pieces import Pieces
+from inference_svc.text.prompt import Prompt
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+def _are_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+
+
+def _to_prompts(value: object) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of one of these."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return tuple(value)
+        if _are_ids(value):
+            return (tuple(value),)
+        if all(map(_are_ids, value)):
+            return tuple(map(tuple, value))
+    raise ValueError("must be a text, a list of token ids, or a list of one of these")
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_to_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    # Taken where they ask for nothing that we do not do.
+    best_of: int | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+
+class Completions:
+    """The route's ways; see `generate.Kind`."""
+
+    body: ClassVar = CompletionBody
+    id_prefix: ClassVar = "cmpl"
+    object: ClassVar = "text_completion"
+    chunk_object: ClassVar = "text_completion"
+    names: ClassVar = {"adapter": "model"}
+
+    def prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
+        """Raises InvalidRequest."""
+        if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt: {len(body.prompt)} prompts times n are more than {MAX_CHOICES} choices",
+                subject="prompt",
+            )
+        return body.prompt
+
+    def sampling(self, body: CompletionBody, max_model_len: int) -> SamplingParams:
+        """Raises InvalidRequest."""
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise InvalidRequest("best_of: must be n", subject="best_of")
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        return body.to_sampling(max_tokens, body.logprobs)
+
+    def teller(self, index: int, body: CompletionBody, pieces: Pieces) -> CompletionTeller:
+        return CompletionTeller(index, pieces, bool(body.return_token_ids))
+
+
+class CompletionTeller:
+    """Tells one choice: whole, or in parts."""
+
+    def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
+        self._index = index
+        self._pieces = pieces
+        self._tells_ids = tells_ids
+        self._offset = 0
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        told = self.part(
+            Delta(choice.token_ids, choice.text, choice.logprobs, choice.finish_reason)
+        )
+        assert told is not None
+        return told
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        """None: nothing of it can be told yet."""
+        reason = delta.finish_reason
+        if not (delta.text or delta.logprobs or reason or self._tells_ids):
+            return None
+        told = {
+            "index": self._index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": None if reason is None else FINISH_REASONS[reason],
+        }
+        return told | {"token_ids": delta.token_ids} if self._tells_ids else told
+
+    def _logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any] | None:
+        """Offsets are where tokens begin in the text of all of them."""
+        if not tokens:
+            return None
+        texts = [self._pieces.of(token.token_id).text for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(token.logprob, MIN_LOGPROB) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """Of tokens that read the same, the most likely."""
+        found: dict[str, float] = {}
+        for token_id, logprob in token.top:
+            found.setdefault(self._pieces.of(token_id).text, max(logprob, MIN_LOGPROB))
+        return found

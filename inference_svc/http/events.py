@@ -1,0 +1,78 @@
+"""A response of server-sent events, each sent when it is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inference_svc.errors import InferenceError
+from inference_svc.http.attending import attend
+from inference_svc.http.statuses import INTERNAL, Names, error_object
+
+log = logging.getLogger(__name__)
+
+# Made once: `json.dumps` would make one for every token.
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+def to_event(content: dict[str, Any]) -> bytes:
+    return f"data: {to_json(content)}\n\n".encode()
+
+
+class EventStream(Response):
+    """`events` are whole events, of which the first decides: what is raised before it is answered
+    with a status of its own, what is raised later as an event, the last. `names` as of the
+    route."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], names: Names, headers: Mapping[str, str]
+    ) -> None:
+        self._events = events
+        self._names = names
+        self._has_begun = False
+        self.status_code = 200
+        self.background = None
+        # Proxies that buffer would hold tokens back.
+        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await attend(receive, self._write(send))
+        except ClientDisconnect:
+            if not self._has_begun:
+                raise
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            self._has_begun = True
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await send(_part(first))
+            try:
+                async for event in events:
+                    await send(_part(event))
+            except Exception as error:
+                await send(_part(self._last_words(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _last_words(self, error: Exception) -> bytes:
+        answer, content = error_object(error, self._names)
+        if answer is INTERNAL and not isinstance(error, InferenceError):
+            log.error("a stream failed", exc_info=error)
+        return to_event(content)
+
+
+def _part(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": True}

@@ -1,0 +1,95 @@
+"""What bodies that ask for tokens have in common: OpenAI's fields, and some of ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from inference_svc.calls import MAX_ID_CHARS
+from inference_svc.core import SamplingParams
+from inference_svc.errors import InvalidRequest
+from inference_svc.http.reading import Body
+from inference_svc.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, random_seed
+
+MAX_CHOICES = 128
+"""Of one request: of all its prompts together."""
+
+
+def _to_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Body):
+    """null is as good as absent."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Annotated[list[str], BeforeValidator(_to_list), Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    # Ours, by the names that vLLM has for them.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    return_token_ids: bool | None = None
+    min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+
+    # Taken, and of no effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+
+    # Taken where they ask for nothing that we do not do.
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Not checked yet, but for their types."""
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "seed": self.seed,
+        }
+        stated: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            top_k=max(self.top_k or 0, 0),
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **{"seed": random_seed(), **stated},
+        )
+
+    def check_streaming(self) -> None:
+        """Raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: only with stream set", subject="stream_options")
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -1,0 +1,92 @@
+"""/v1/models: the base model and its adapters, each of which can be asked for as a model."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from inference_svc.access import Action, Principal
+from inference_svc.errors import InvalidRequest
+from inference_svc.http.attending import attend
+from inference_svc.http.reading import caller_of
+from inference_svc.http.statuses import set_names
+from inference_svc.names import Binding
+from inference_svc.refs import short_name
+from inference_svc.service import ServerFacts, Service
+
+MAX_PAGE_SIZE = 1000
+OWNER = "loadout"
+
+
+def adapter_of(model: str, facts: ServerFacts) -> str:
+    """The reference of the adapter that a caller means by a model; "" for the base model, whose
+    names go before those of adapters."""
+    return "" if model in (facts.base_model, *facts.aliases) else model
+
+
+def label_of(binding: Binding | None, who: Principal, facts: ServerFacts) -> str:
+    """What has answered: it can be asked for again, and stays the same."""
+    return facts.base_model if binding is None else short_name(binding.label, who.home_tenant)
+
+
+class Models:
+    """The routes that list and show them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._start_time_s = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        """A page, which the base model begins. ?limit= and ?page_token= ask for more."""
+        set_names(request, {"adapter": "page_token"})
+        who = self._service.admit(caller_of(request), Action.INFO)
+        page_size = _limit(request.query_params.get("limit", str(MAX_PAGE_SIZE)))
+        token = request.query_params.get("page_token", "")
+        page = await attend(request.receive, self._service.list_adapters(who, page_size, token))
+        cards = [] if token else [self._base()]
+        for record in page.records:
+            name = short_name(record.name, who.home_tenant)
+            cards.append(self._adapter(name, record.digest, record.create_time_s))
+        more = {"next_page_token": page.next_token} if page.next_token else {}
+        return JSONResponse(
+            {"object": "list", "data": cards, "has_more": bool(page.next_token), **more}
+        )
+
+    async def show(self, request: Request) -> Response:
+        set_names(request, {"adapter": "model"})
+        who = self._service.admit(caller_of(request), Action.INFO)
+        model = request.path_params["model"]
+        adapter = adapter_of(model, self._service.facts)
+        found = await attend(request.receive, self._service.bind(who, adapter, subject="model"))
+        if found is None:
+            return JSONResponse(self._base())
+        return JSONResponse(self._adapter(model, found.digest, found.create_time_s))
+
+    def _base(self) -> dict[str, Any]:
+        name = self._service.facts.base_model
+        return _card(name, self._start_time_s, root=name, parent=None)
+
+    def _adapter(self, name: str, digest: str, create_time_s: float) -> dict[str, Any]:
+        """Its root is its content, which can be asked for as well."""
+        parent = self._service.facts.base_model
+        return _card(name, int(create_time_s), root=digest, parent=parent)
+
+
+def _card(name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "root": root,
+        "parent": parent,
+    }
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MAX_PAGE_SIZE:
+        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE_SIZE}", subject="limit")
+    return int(text)

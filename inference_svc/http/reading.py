@@ -1,0 +1,102 @@
+"""What arrives: who calls, and a body that is what it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from inference_svc.errors import InvalidRequest
+from inference_svc.http.statuses import set_read
+from inference_svc.service import Caller
+
+MAX_BODY_BYTES = 4 << 20
+"""As of a message over gRPC."""
+BODY_SECONDS = 60.0
+"""A client that takes longer to send one holds a connection for nothing."""
+REQUEST_ID_HEADER = "x-request-id"
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_WORDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is not known here",
+}
+"""Pydantic's problems, where ours says it better."""
+
+
+class Body(BaseModel):
+    """Of a request: nothing is converted, nothing is passed over."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+B = TypeVar("B", bound=Body)
+
+
+def caller_of(request: Request) -> Caller:
+    host, port = request.client or ("", 0)
+    return Caller(request.headers.items(), f"http:{host}:{port}")
+
+
+def request_id_of(request: Request) -> str:
+    """The caller's own, so that it finds the request in our log; else a new one. Raises
+    InvalidRequest."""
+    given = request.headers.get(REQUEST_ID_HEADER)
+    if given is None:
+        return uuid.uuid4().hex
+    if not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest(
+            f"{REQUEST_ID_HEADER} must be 1 to 128 visible ASCII characters",
+            subject=REQUEST_ID_HEADER,
+        )
+    return given
+
+
+async def read_body(request: Request, kind: type[B]) -> B:
+    """Raises InvalidRequest naming the field, HTTPException, and ClientDisconnect."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page in a browser cannot send this to other hosts than its own without asking them.
+    if media_type != "application/json":
+        raise HTTPException(415, "content-type must be application/json")
+    data = await _read(request)
+    set_read(request)
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _to_invalid_request(error) from None
+
+
+async def _read(request: Request) -> bytes:
+    too_large = HTTPException(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"the body took longer than {BODY_SECONDS:g} s") from None
+    return bytes(data)
+
+
+def _to_invalid_request(error: ValidationError) -> InvalidRequest:
+    """The first problem."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    kind, field = problem["type"], _path(problem["loc"])
+    text = _WORDS.get(kind) or problem["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{field or 'the body'}: {text}", subject=field)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].role"""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return "".join(parts).removeprefix(".")

@@ -1,0 +1,100 @@
+"""Serves the application on the event loop that everything else lives on: a token goes from the
+engine's outputs to the socket without a change of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+
+import uvicorn
+
+from inference_svc.config import split_address
+from inference_svc.http.counting import Counting
+from inference_svc.tls import CertificateFiles, renewing_context
+
+MAX_HEADER_BYTES = 64 << 10
+KEEP_ALIVE_SECONDS = 75
+"""For clients and proxies that keep connections: most give them up after a minute."""
+ANSWER_SECONDS = 1
+"""For answers to reach their clients before connections are closed."""
+
+
+class _Server(uvicorn.Server):
+    """Whose process is ours: signals are for whoever runs all of it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+class HttpServer:
+    """Has its address from the start, so that a bad one shows before a model is loaded; accepts
+    connections from `start` to `close`. Raises OSError if it cannot listen."""
+
+    def __init__(self, address: str, certificates: CertificateFiles) -> None:
+        host, port = split_address(address)
+        self._context = renewing_context(certificates)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise OSError(f"cannot listen on {address}: {error.strerror}") from error
+        self.port: int = self._socket.getsockname()[1]
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._app: Counting | None = None
+
+    async def start(self, app: Counting) -> None:
+        self._app = app
+        self._server = _Server(_config(app, self._context))
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            self._task.result()  # raises why
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Returns when no request runs, or after the grace."""
+        if self._app is not None:
+            await self._app.drain(grace_seconds)
+
+    async def close(self) -> None:
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await self._task
+        self._socket.close()
+
+
+def _config(app: Counting, context: ssl.SSLContext | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        # Of the parsers the one that bounds headers.
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        ssl_context_factory=None if context is None else lambda config, default: context,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=ANSWER_SECONDS,
+        # Who connects is who is written down, whatever a header says.
+        proxy_headers=False,
+        server_header=False,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+    )

@@ -1,0 +1,130 @@
+"""Errors as HTTP answers in OpenAI's shape: one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from inference_svc import errors
+
+CLIENT_GONE = 499
+"""Never sent: what is counted where the client left before it had an answer."""
+
+INTERNAL_MESSAGE = "internal error"
+"""All that a caller learns of our bugs; the log has the rest."""
+
+
+class Answer(NamedTuple):
+    """`kind` and `code` are the fields `type` and `code` of the error."""
+
+    status: int
+    kind: str
+    code: str
+
+
+_INVALID = "invalid_request_error"
+INTERNAL = Answer(500, "server_error", "internal_error")
+
+ANSWERS: dict[type[errors.InferenceError], Answer] = {
+    errors.Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDenied: Answer(403, "permission_error", "permission_denied"),
+    errors.InvalidRequest: Answer(400, _INVALID, "invalid_argument"),
+    errors.DuplicateRequest: Answer(409, _INVALID, "duplicate_request_id"),
+    errors.AdapterNotFound: Answer(404, _INVALID, "model_not_found"),
+    errors.AdapterUnusable: Answer(400, _INVALID, "adapter_unusable"),
+    errors.AdapterUnavailable: Answer(503, "server_error", "adapter_unavailable"),
+    errors.StoreUnavailable: Answer(503, "server_error", "store_unavailable"),
+    errors.CorruptImage: Answer(500, "server_error", "corrupt_image"),
+    errors.QueueFull: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.NoRoom: Answer(400, _INVALID, "no_room"),
+    errors.Draining: Answer(503, "server_error", "draining"),
+    errors.EngineFailed: INTERNAL,
+}
+"""Every error of `errors`; what is not here is a bug. The codes are our reasons, but for those two
+that clients of OpenAI look for. What waiting cannot mend is none that they try again."""
+
+PROTOCOL: dict[int, str] = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+"""Codes of what is wrong before a request means anything."""
+
+_ABOUT_ADAPTER = (errors.AdapterNotFound, errors.AdapterUnusable, errors.AdapterUnavailable)
+
+Names = Mapping[str, str]
+"""What a route calls the subjects of errors, where it has other names for them."""
+
+
+def error_object(error: Exception, names: Names) -> tuple[Answer, dict[str, Any]]:
+    """{"error": {...}}, and what goes with it."""
+    answer, message, param = _answer(error), INTERNAL_MESSAGE, None
+    if isinstance(error, errors.InferenceError) and answer is not INTERNAL:
+        message = error.message
+        param = _param(error, names)
+    body = {"message": message, "type": answer.kind, "param": param, "code": answer.code}
+    return answer, {"error": body}
+
+
+def _answer(error: Exception) -> Answer:
+    if not isinstance(error, errors.InferenceError):
+        return INTERNAL
+    return ANSWERS.get(type(error), INTERNAL)
+
+
+def _param(error: errors.InferenceError, names: Names) -> str | None:
+    if isinstance(error, _ABOUT_ADAPTER):
+        return names.get("adapter")
+    if isinstance(error, errors.InvalidRequest):
+        return names.get(error.subject, error.subject) or None
+    return None
+
+
+# --- handlers -----------------------------------------------------------------------------------
+
+
+def set_names(request: Request, names: Names) -> None:
+    """Of the request's route: the first thing that a handler does."""
+    request.state.names = names
+
+
+def set_read(request: Request) -> None:
+    """Nothing of the body is left on the connection."""
+    request.state.is_read = True
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Of everything that is raised before an answer has begun."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
+    answer, body = error_object(error, getattr(request.state, "names", {}))
+    headers = {}
+    if isinstance(error, errors.InferenceError) and error.retry_after_s > 0:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if answer.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _respond(request, answer.status, body, headers)
+
+
+def _protocol_error(error: HTTPException) -> dict[str, Any]:
+    code = PROTOCOL.get(error.status_code, "invalid_argument")
+    body = {"message": error.detail, "type": _INVALID, "param": None, "code": code}
+    return {"error": body}
+
+
+def _respond(
+    request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]
+) -> Response:
+    is_read = getattr(request.state, "is_read", False) or request.method in ("GET", "HEAD")
+    # What is refused unread shall not be read afterwards, to find the next request behind it.
+    closing = {} if is_read else {"connection": "close"}
+    return JSONResponse(body, status, {**headers, **closing})

@@ -1,0 +1,231 @@
+"""What callers can ask for, whatever they come by: gRPC and HTTP are two ways in here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from inference_svc.access import Action, Principal
+from inference_svc.audit import AUDITED, Audit, AuditLine
+from inference_svc.calls import GenerateCall
+from inference_svc.core import EngineStatus, Request, ResidentAdapter
+from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
+from inference_svc.frontend import Frontend
+from inference_svc.gate import Gate, Metadata, bearer_token
+from inference_svc.generation import Delta
+from inference_svc.metrics import Metrics
+from inference_svc.names import Binding, Directory
+from inference_svc.refs import parse_ref
+from inference_svc.registry import AdapterPage, Registry, Source
+from inference_svc.text.prompt import PromptEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What never changes while a server runs."""
+
+    base_model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_loras: int
+    max_lora_rank: int
+    max_sequences: int
+    max_batch_tokens: int
+    max_queue: int
+    versions: dict[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a transport knows of who calls: `metadata` by lower-case names, and the address."""
+
+    metadata: Metadata
+    peer: str
+
+
+class Resident(NamedTuple):
+    """An adapter, and the names that its caller may know to point to it."""
+
+    adapter: ResidentAdapter
+    names: list[str]
+
+
+class Service:
+    """Everything here lives on one event loop. `registry` None: there is no store."""
+
+    def __init__(
+        self,
+        facts: ServerFacts,
+        frontend: Frontend,
+        directory: Directory,
+        registry: Registry | None,
+        prompts: PromptEncoder,
+        metrics: Metrics,
+        gate: Gate,
+        audit: Audit,
+    ) -> None:
+        self.facts = facts
+        self._frontend = frontend
+        self._directory = directory
+        self._registry = registry
+        self._prompts = prompts
+        self._metrics = metrics
+        self._gate = gate
+        self._audit = audit
+
+    def admit(self, caller: Caller, action: Action) -> Principal:
+        """Raises as Gate.admit: the first thing that a call does."""
+        return self._gate.admit(caller.metadata, action)
+
+    def recognise(self, caller: Caller, what: str) -> None:
+        """For a call that is admitted once more of it is read. Raises Unauthenticated, and writes
+        it down if `what` is audited."""
+        try:
+            self._gate.identify(caller.metadata)
+        except Unauthenticated as error:
+            self._audit.refuse(what, caller.peer, error)
+            raise
+
+    # --- generating -----------------------------------------------------------------------------
+
+    async def bind(
+        self, who: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"
+    ) -> Binding | None:
+        """The adapter of a call, None for the base model: `ref` "". Raises as
+        Directory.resolve."""
+        if not ref:
+            return None
+        return await self._directory.resolve(who, ref, min_revision, subject)
+
+    async def prepare(
+        self,
+        who: Principal,
+        call: GenerateCall,
+        binding: Binding | None,
+        remaining_s: float | None = None,
+    ) -> Request:
+        """What `run` takes. Raises InvalidRequest for what is no prompt."""
+        prompt = await self._prompts.encode(call.prompt)
+        return call.to_request(
+            prompt, binding, who.home_tenant, self.facts.max_model_len, remaining_s
+        )
+
+    async def run(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The request's deltas; to be closed, and raising, as Frontend.generate."""
+        num_tokens = 0
+        try:
+            async with aclosing(self._frontend.generate(request, request.tenant)) as deltas:
+                async for delta in deltas:
+                    num_tokens += len(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        total_s = time.monotonic() - request.arrival_s
+                        self._metrics.count_finished(
+                            delta.finish_reason, delta.usage, delta.timings, total_s
+                        )
+                    yield delta
+        finally:
+            self._metrics.generated_tokens.inc(num_tokens)
+
+    # --- operating ------------------------------------------------------------------------------
+
+    async def load(
+        self,
+        caller: Caller,
+        ref: str,
+        *,
+        pin: bool,
+        source: Source | None = None,
+        subject: str = "ref",
+    ) -> Resident:
+        """Returns once it is resident. With a source the store is asked before to record it under
+        this name, on behalf of the caller. `subject` is what the caller knows `ref` as."""
+        with self._audited(caller, "LoadAdapter", ref) as (who, line):
+            revision = 0
+            if source is not None:
+                revision = await self._register(caller, who, ref, source, subject)
+            found = await self._directory.resolve(who, ref, revision, subject)
+            line.digest = found.digest
+            return self._named(who, await self._frontend.load(line.digest, pin))
+
+    async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
+        """Returns the bytes freed, once they are free."""
+        with self._audited(caller, "UnloadAdapter", ref) as (who, line):
+            line.digest = await self._digest(who, ref, subject)
+            return await self._frontend.unload(line.digest)
+
+    async def pin(self, caller: Caller, ref: str) -> Resident:
+        with self._audited(caller, "PinAdapter", ref) as (who, line):
+            line.digest = await self._digest(who, ref)
+            return self._named(who, await self._frontend.pin(line.digest))
+
+    async def unpin(self, caller: Caller, ref: str) -> Resident:
+        with self._audited(caller, "UnpinAdapter", ref) as (who, line):
+            line.digest = await self._digest(who, ref)
+            return self._named(who, await self._frontend.unpin(line.digest))
+
+    async def list_resident(self, who: Principal) -> list[Resident]:
+        """Those of the caller's tenants."""
+        adapters = await self._frontend.list_resident()
+        owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
+        return [self._named(who, adapter) for adapter in adapters if adapter.digest in owned]
+
+    # --- telling --------------------------------------------------------------------------------
+
+    @property
+    def layout_id(self) -> str:
+        """Empty until the store has accepted the layout."""
+        return self._directory.layout_id
+
+    async def describe(self) -> EngineStatus:
+        return await self._frontend.describe()
+
+    async def list_adapters(self, who: Principal, page_size: int, page_token: str) -> AdapterPage:
+        """Of a page of the catalog what the caller can generate with here. Raises
+        StoreUnavailable, and InvalidRequest for a token of another list."""
+        if self._registry is None:
+            return AdapterPage([], "")
+        tenants = () if who.tenants is None else who.tenants
+        page = await self._registry.list_adapters(tenants, page_size, page_token)
+        servable = [record for record in page.records if self._directory.is_servable(record)]
+        return AdapterPage(servable, page.next_token)
+
+    # --------------------------------------------------------------------------------------------
+
+    async def _register(
+        self, caller: Caller, who: Principal, text: str, source: Source, subject: str
+    ) -> int:
+        ref = parse_ref(text, subject, who.home_tenant)
+        if not ref.name or ref.version:
+            raise InvalidRequest(f"{subject} must be a name without a version", subject=subject)
+        if self._registry is None:
+            raise AdapterNotFound("this server has no adapter store", subject=subject)
+        return await self._registry.register(ref.name, source, bearer_token(caller.metadata))
+
+    async def _digest(self, who: Principal, ref: str, subject: str = "ref") -> str:
+        """An owner's digest is taken as it is: what is resident may be gone from the store."""
+        digest = parse_ref(ref, subject, who.home_tenant).digest
+        if digest and self._directory.is_owner(who, digest):
+            return digest
+        return (await self._directory.resolve(who, ref, subject=subject)).digest
+
+    def _named(self, who: Principal, adapter: ResidentAdapter) -> Resident:
+        return Resident(adapter, self._directory.names_of(who, adapter.digest))
+
+    @contextmanager
+    def _audited(
+        self, caller: Caller, what: str, name: str
+    ) -> Iterator[tuple[Principal, AuditLine]]:
+        """Lets an operator in, as `admit`, and writes down how the call ended."""
+        assert what in AUDITED
+        with self._audit.watching(AuditLine(caller.peer, what, name)) as line:
+            who = self._gate.identify(caller.metadata)
+            line.identify(who)
+            who.require(Action.OPERATE)
+            yield who, line

@@ -1,0 +1,55 @@
+"""The HTTP front beside an engine that tests play, as OpenAI's own client meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.inference_svc.serving import Running
+
+
+class Front:
+    """A running server, and clients of its HTTP front: OpenAI's, and one that sends anything."""
+
+    def __init__(self, running: Running, raw: httpx2.AsyncClient) -> None:
+        self.running, self.engine, self.raw = running, running.engine, raw
+        self.client = self.connect("none")
+
+    def connect(self, token: str) -> openai.AsyncOpenAI:
+        url = f"http://{self.running.server.http_address}/v1"
+        return openai.AsyncOpenAI(
+            base_url=url, api_key=token, max_retries=0, http_client=httpx2.AsyncClient()
+        )
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
+        return await self.raw.post(path, json=body, **options)
+
+    async def complete(self, prompt: Any = "abc", **fields: Any) -> Any:
+        fields.setdefault("model", "base")
+        return await self.client.completions.create(prompt=prompt, **fields)
+
+    async def chat(self, content: Any = "hi", **fields: Any) -> Any:
+        fields.setdefault("model", "base")
+        fields.setdefault("messages", [{"role": "user", "content": content}])
+        return await self.client.chat.completions.create(**fields)
+
+
+@pytest.fixture
+def serve_http(serve: Callable[..., Any]) -> Callable[..., Any]:
+    """As `serve`, for a coroutine function of a Front."""
+
+    def run(body: Callable[[Front], Awaitable[Any]], **options: Any) -> Any:
+        async def main(running: Running) -> Any:
+            address = running.server.http_address
+            async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=20) as raw:
+                front = Front(running, raw)
+                async with front.client:
+                    return await body(front)
+
+        return serve(main, http=True, **options)
+
+    return run
