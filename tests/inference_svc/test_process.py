@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import psutil
 import pytest
 import torch
@@ -54,7 +55,7 @@ class Process:
     def __init__(self, model: Path, folder: Path, engine: str) -> None:
         ready_file = folder / "ready.json"
         args = ["--ready-file", str(ready_file), "--num-threads", "1", "--kv-memory", "64MiB"]
-        args += ["--engine", engine]
+        args += ["--engine", engine, "--http", "127.0.0.1:0"]
         self.popen = subprocess.Popen(
             command(model, *args, "--grace-seconds", "20"), stderr=subprocess.PIPE, text=True
         )
@@ -63,7 +64,9 @@ class Process:
             assert self.popen.poll() is None, self.popen.stderr.read()  # type: ignore[union-attr]
             assert time.monotonic() < deadline_s, "not ready in time"
             time.sleep(0.05)
-        self.address: str = json.loads(ready_file.read_text())["grpc"]
+        addresses = json.loads(ready_file.read_text())
+        self.address: str = addresses["grpc"]
+        self.http_address: str = addresses["http"]
 
     @property
     def children(self) -> list[psutil.Process]:
@@ -100,6 +103,29 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
     assert not any(child.is_running() for child in children)
+
+
+def test_sigterm_lets_streams_over_http_end(process: Process) -> None:
+    client = openai.OpenAI(
+        base_url=f"http://{process.http_address}/v1", api_key="none", max_retries=0
+    )
+    fields: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "stream": True}
+    with client:
+        streams = [
+            client.completions.create(
+                model="tiny", prompt=f"the dog {i}", extra_body={"ignore_eos": True}, **fields
+            )
+            for i in range(8)
+        ]
+        for stream in streams:
+            next(stream)
+        process.popen.send_signal(signal.SIGTERM)
+        for stream in streams:
+            *_, last = stream
+            assert last.choices[0].finish_reason == "length"
+    _, stderr = process.popen.communicate(timeout=30)
+    assert process.popen.returncode == 0
+    assert "Traceback" not in stderr
 
 
 def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process: Process) -> None:
@@ -159,6 +185,8 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
             "error: cannot listen on 192.0.2.1:1",
         ),
         (["--listen", "0.0.0.0:0"], "error: listen: 0.0.0.0:0 can be reached from other machines"),
+        (["--http", "0.0.0.0:0"], "error: http: 0.0.0.0:0 can be reached from other machines"),
+        (["--http", "192.0.2.1:1", "--allow-open-access"], "error: cannot listen on 192.0.2.1:1"),
         (["--policy-file", "nowhere.toml"], "error: [Errno 2] No such file or directory: 'nowhere"),
         (["--kv-memory", "1KiB"], "error: kv_memory holds 0 tokens"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def config(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("listen", LOOPBACK)
 def test_loopback_needs_no_policy(config: Any, listen: str) -> None:
-    check_exposure(config(listen=listen))
+    check_exposure(config(listen=listen, http=listen))
 
 
 @pytest.mark.parametrize("listen", EXPOSED)
@@ -32,6 +33,8 @@ def test_other_addresses_need_a_policy_or_a_word(config: Any, listen: str, tmp_p
     with pytest.raises(InvalidSetting, match="policy_file, or allow_open_access") as caught:
         check_exposure(config(listen=listen))
     assert str(caught.value).startswith(f"listen: {listen} ")
+    with pytest.raises(InvalidSetting, match=re.escape(f"http: {listen} ")):
+        check_exposure(config(http=listen))
     check_exposure(config(listen=listen, allow_open_access=True))
     check_exposure(config(listen=listen, policy_file=tmp_path / "policy.toml"))
 

@@ -116,6 +116,7 @@ class House:
                 store_token_file=token,
                 listen="127.0.0.1:0",
                 metrics_listen="127.0.0.1:0",
+                http="127.0.0.1:0",
                 policy_file=self.policy,
                 audit_file=self.audit,
                 num_threads=1,

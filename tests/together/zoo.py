@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 VOCAB = 128
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -174,4 +176,5 @@ def _save_tokenizer(folder: Path) -> None:
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
+    fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
