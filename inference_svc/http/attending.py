@@ -29,6 +29,8 @@ async def attend(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, leaving):
             each.cancel()
         await asyncio.wait((task, leaving))
+        if not task.cancelled():
+            task.exception()  # seen, whether it is raised or comes too late
 
 
 async def _leave(receive: Receive) -> None:

@@ -60,7 +60,7 @@ class ResponseFormat(Body):
 
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

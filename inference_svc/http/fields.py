@@ -32,7 +32,7 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None

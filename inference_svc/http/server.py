@@ -28,6 +28,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        self._ends = asyncio.Event()
+
+    def end(self) -> None:
+        self._ends.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -36,6 +40,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.is_up.set()
+
+    async def main_loop(self) -> None:
+        """Once a second is enough for the date, and `end` needs no look at a clock."""
+        while not self._ends.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), 1.0)
 
 
 class HttpServer:
@@ -74,7 +85,7 @@ class HttpServer:
 
     async def close(self) -> None:
         if self._server is not None and self._task is not None:
-            self._server.should_exit = True
+            self._server.end()
             await self._task
         self._socket.close()
 

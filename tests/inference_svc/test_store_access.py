@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from inference_svc.config import Config
+from inference_svc.errors import PermissionDenied
 from inference_svc.store_access import StoreAccess, TokenFile, read_store_access
 from tests.adapter_store.certificates import Authority
 
@@ -27,8 +28,8 @@ def config(tmp_path: Path, **fields: Any) -> Config:
 
 
 def test_nothing_is_shown_unless_asked_for(tmp_path: Path) -> None:
-    assert read_store_access(config(tmp_path, store="far:7070")) == StoreAccess()
-    assert StoreAccess().metadata() == ()
+    assert read_store_access(config(tmp_path, store="[::1]:7070")) == StoreAccess()
+    assert StoreAccess().metadata() == StoreAccess().passing_on(None) == ()
 
 
 def test_a_token_goes_with_every_call_and_nowhere_else(
@@ -52,6 +53,21 @@ def test_a_token_does_not_leave_the_machine_unencrypted(
     access = read_store_access(config(tmp_path, store_tls_ca_file=authority.path, **fields))
     assert access.certificates is not None
     assert access.certificates.ca == authority.pem
+
+
+@pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
+def test_nor_does_a_callers(tmp_path: Path, store: str) -> None:
+    access = read_store_access(config(tmp_path, store=store))
+    assert access.passing_on(None) == ()
+    with pytest.raises(PermissionDenied, match="has no TLS to its store") as caught:
+        access.passing_on(TOKEN)
+    assert TOKEN not in str(caught.value)
+    passed = (("authorization", f"Bearer {TOKEN}"),)
+    ca = Authority(tmp_path).path
+    for fields in ({"store_tls_ca_file": ca}, {"store_allow_insecure_token": True}):
+        assert (
+            read_store_access(config(tmp_path, store=store, **fields)).passing_on(TOKEN) == passed
+        )
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two words", "line\nline", "na\u00efve", "\x00"])

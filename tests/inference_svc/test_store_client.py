@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,10 +18,17 @@ from inference_svc.errors import (
     AdapterUnusable,
     CorruptImage,
     InferenceError,
+    InvalidRequest,
+    NoRoom,
+    PermissionDenied,
+    QueueFull,
     StoreUnavailable,
+    Unauthenticated,
 )
 from inference_svc.name_cache import AdapterRecord, LayoutVerdict
+from inference_svc.registry import Source
 from inference_svc.replicas import Replicas
+from inference_svc.store_access import StoreAccess, TokenFile
 from inference_svc.store_client import CatalogClient, ImageClient
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, serve, start, until
@@ -67,6 +75,88 @@ def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None
             await asyncio.to_thread(list, images.pull(A, LAYOUT))
         await client.close()
         images.close()
+
+    serve(body)
+
+
+def test_adapters_are_listed_page_by_page_for_tenants() -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        client = CatalogClient(Replicas.at(address))
+        page = await client.list_adapters({"b", "a"}, 5, "")
+        assert [record.name for record in page.records] == ["a/first", "b/first"]
+        assert page.records[0].revision == 5
+        last = await client.list_adapters({"a"}, 5, page.next_token)
+        assert [record.name for record in last.records] == ["a/second"]
+        assert last.next_token == ""
+        store.refuse["ListAdapters"] = grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(InvalidRequest):
+            await client.list_adapters({"a"}, 5, "x")
+        await client.close()
+
+    serve(body)
+
+
+def test_registering_shows_the_callers_token_and_not_ours(tmp_path: Path) -> None:
+    own = tmp_path / "token"
+    own.write_text("ours")
+
+    async def body(store: TinyStore, address: str) -> None:
+        client = CatalogClient(Replicas.at(address), StoreAccess(TokenFile(own)))
+        assert await client.register("t/n", Source("file:///x", "base"), "theirs") == 5
+        await client.register("t/n", Source("file:///x"), None)
+        (first, metadata), (_, without) = store.registered
+        assert (first.name, first.source_uri, first.base_model) == ("t/n", "file:///x", "base")
+        assert metadata["authorization"] == "Bearer theirs"
+        assert "authorization" not in without
+        await client.close()
+
+    serve(body)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "error", "subject", "retry_after_s"),
+    [
+        ("UNAUTHENTICATED", [], Unauthenticated, "", 0),
+        ("PERMISSION_DENIED", [], PermissionDenied, "", 0),
+        ("INVALID_ARGUMENT", ["source_uri"], InvalidRequest, "source_uri", 0),
+        ("FAILED_PRECONDITION", [], AdapterUnusable, "", 0),
+        ("RESOURCE_EXHAUSTED", [1.5], QueueFull, "", 1.5),
+        ("RESOURCE_EXHAUSTED", [], NoRoom, "", 0),
+        ("UNAVAILABLE", [], StoreUnavailable, "", 0),
+    ],
+)
+def test_what_the_store_refuses_to_a_caller_says_nothing_about_the_store(
+    code: str, details: list[Any], error: type[InferenceError], subject: str, retry_after_s: float
+) -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        store.refusal = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="because")
+        for detail in details:
+            store.refusal.details.add().Pack(_packed(detail))
+        replicas = Replicas.at(address)
+        client = CatalogClient(replicas)
+        with pytest.raises(error, match="the adapter store: because") as caught:
+            await client.register("t/n", Source("file:///x"), "theirs")
+        assert (caught.value.subject, caught.value.retry_after_s) == (subject, retry_after_s)
+        assert all(each.is_in for each in replicas.statuses())
+        await client.close()
+
+    serve(body)
+
+
+def _packed(detail: Any) -> Any:
+    if isinstance(detail, str):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=detail)
+        return error_details_pb2.BadRequest(field_violations=[violation])
+    return error_details_pb2.RetryInfo(retry_delay={"seconds": 1, "nanos": 500_000_000})
+
+
+def test_a_store_that_does_not_answer_a_registration_is_unavailable() -> None:
+    async def body(store: TinyStore, address: str) -> None:
+        store.refuse["RegisterAdapter"] = grpc.StatusCode.UNAVAILABLE
+        client = CatalogClient(Replicas.at(address))
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            await client.register("t/n", Source("file:///x"), "theirs")
+        await client.close()
 
     serve(body)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.rpc import status_pb2
+from grpc_status import rpc_status
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
@@ -17,7 +19,8 @@ LAYOUT = "sha256:" + "1" * 64
 
 @dataclass
 class TinyStore(pb_grpc.AdapterStoreServiceServicer):
-    """Answers from memory. `refuse` maps a method to the code that it answers with."""
+    """Answers from memory. `refuse` maps a method to the code that it answers with; `refusal` is
+    what registrations end with."""
 
     revision: int = 5
     oldest: int = 0
@@ -28,6 +31,8 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     messages: list[pb.PullAdapterResponse] = field(default_factory=list)
     hang: bool = False
     pulls_ended: int = 0
+    registered: list[tuple[pb.RegisterAdapterRequest, dict[str, str]]] = field(default_factory=list)
+    refusal: status_pb2.Status | None = None
 
     async def _check(self, method: str, context: Any) -> None:
         if method in self.refuse:
@@ -41,6 +46,22 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
             layout_id=LAYOUT, state=pb.IMAGE_STATE_INCOMPATIBLE, reason="too wide"
         )
         return pb.GetAdapterResponse(adapter=adapter, revision=self.revision)
+
+    async def ListAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
+        await self._check("ListAdapters", context)
+        names = [f"{tenant}/{request.page_token or 'first'}" for tenant in request.tenants]
+        return pb.ListAdaptersResponse(
+            adapters=[pb.Adapter(name=name, version=1, digest=A) for name in names],
+            next_page_token="" if request.page_token else "second",
+            revision=self.revision,
+        )
+
+    async def RegisterAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.registered.append((request, dict(context.invocation_metadata())))
+        if self.refusal is not None:
+            await context.abort_with_status(rpc_status.to_status(self.refusal))
+        await self._check("RegisterAdapter", context)
+        return pb.RegisterAdapterResponse(revision=self.revision)
 
     async def GetStoreStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
         return pb.GetStoreStatusResponse(revision=self.revision)

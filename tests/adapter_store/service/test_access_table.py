@@ -268,6 +268,21 @@ def test_pages_go_on_within_the_callers_tenants(house):
     assert len(found) >= 4
 
 
+def test_a_list_on_behalf_of_tenants_is_theirs_alone(house):
+    root = house.clients["root"]
+    for tenant in (OWN, OTHER):
+        root.register(f"{tenant}/n{next(house.numbers)}", house.folders[OWN])
+
+    def tenants_in(client, *tenants: str) -> set[str]:
+        request = pb.ListAdaptersRequest(page_size=1000, tenants=tenants)
+        return {a.name.partition("/")[0] for a in client.stub.ListAdapters(request).adapters}
+
+    assert tenants_in(root) >= {OWN, OTHER}
+    assert tenants_in(root, OWN) == {OWN}
+    assert tenants_in(root, OWN, OTHER) == {OWN, OTHER}
+    assert tenants_in(house.clients["reader"], OTHER) == set()
+
+
 def test_a_watch_is_never_behind_what_it_may_not_see(house):
     root, reader = house.clients["root"], house.clients["reader"]
     newest = root.stub.GetStoreStatus(pb.GetStoreStatusRequest()).revision
