@@ -84,6 +84,7 @@ async def run_all(
                 raise news
             num_running -= news.finish_reason is not None
             yield index, news
+        await asyncio.gather(*feeds)  # which have nothing left but to end
     finally:
         for each in feeds:
             each.cancel()
