@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from inference_svc import errors
+from inference_svc.http.refusing import UnreadRefusal
 
 CLIENT_GONE = 499
 """Never sent: what is counted where the client left before it had an answer."""
@@ -125,6 +126,5 @@ def _respond(
     request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]
 ) -> Response:
     is_read = getattr(request.state, "is_read", False) or request.method in ("GET", "HEAD")
-    # What is refused unread shall not be read afterwards, to find the next request behind it.
-    closing = {} if is_read else {"connection": "close"}
-    return JSONResponse(body, status, {**headers, **closing})
+    kind = JSONResponse if is_read else UnreadRefusal
+    return kind(body, status, headers)

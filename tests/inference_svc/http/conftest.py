@@ -21,9 +21,7 @@ class Front:
 
     def connect(self, token: str) -> openai.AsyncOpenAI:
         url = f"http://{self.running.server.http_address}/v1"
-        return openai.AsyncOpenAI(
-            base_url=url, api_key=token, max_retries=0, http_client=httpx2.AsyncClient()
-        )
+        return openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
         return await self.raw.post(path, json=body, **options)

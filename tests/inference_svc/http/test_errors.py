@@ -133,15 +133,35 @@ def test_what_is_no_request_at_all(serve_http) -> None:
 
 
 def test_a_body_without_a_length_is_bounded_as_well(serve_http) -> None:
-    async def endless() -> Any:
-        while True:
+    async def large() -> Any:
+        for _ in range(100):
             yield b" " * 65536
 
     async def body(front: Front) -> None:
         headers = {"content-type": "application/json"}
-        answer = await front.raw.post(CHAT, content=endless(), headers=headers)
+        answer = await front.raw.post(CHAT, content=large(), headers=headers)
         assert answer.status_code == 413
         assert answer.headers["connection"] == "close"
+
+    serve_http(body)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/nothing"])
+def test_a_body_without_end_is_cut_off(serve_http, path: str) -> None:
+    async def body(front: Front) -> None:
+        host, port = front.running.server.http_address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            "transfer-encoding: chunked\r\n\r\n".encode()
+        )
+        num_bytes = 0
+        with pytest.raises(ConnectionError):
+            while num_bytes < 100 << 20:
+                writer.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+                await writer.drain()
+                num_bytes += 0x10000
+        writer.close()
 
     serve_http(body)
 
