@@ -14,8 +14,8 @@ from starlette.routing import Route
 from inference_svc.access import Action
 from inference_svc.errors import InferenceError, PermissionDenied
 from inference_svc.http.adapters import Adapters
-from inference_svc.http.chat import ChatCompletions
-from inference_svc.http.completions import Completions
+from inference_svc.http.chat import ChatBody, ChatCompletions
+from inference_svc.http.completions import CompletionBody, Completions
 from inference_svc.http.counting import Counting
 from inference_svc.http.generate import Generating
 from inference_svc.http.models import Models
@@ -57,8 +57,8 @@ def make_app(
     pieces = Pieces(vocabulary)
     models, adapters = Models(service), Adapters(service)
     operations = Operations(service, metrics, is_serving)
-    chat = Generating(service, pieces, ChatCompletions())
-    completions = Generating(service, pieces, Completions())
+    chat: Generating[ChatBody] = Generating(service, pieces, ChatCompletions())
+    completions: Generating[CompletionBody] = Generating(service, pieces, Completions())
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),

@@ -29,6 +29,7 @@ from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 
 B = TypeVar("B", bound=GenerationBody)
+B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
 
 
 class Teller(Protocol):
@@ -38,7 +39,7 @@ class Teller(Protocol):
     def part(self, delta: Delta) -> dict[str, Any] | None: ...
 
 
-class Kind(Protocol[B]):
+class Kind(Protocol[B_contra]):
     """What such a route has of its own. `names` are its names for the subjects of errors."""
 
     body: ClassVar[Any]
@@ -47,9 +48,9 @@ class Kind(Protocol[B]):
     chunk_object: ClassVar[str]
     names: ClassVar[Names]
 
-    def prompts(self, body: B) -> tuple[Prompt, ...]: ...
-    def sampling(self, body: B, max_model_len: int) -> SamplingParams: ...
-    def teller(self, index: int, body: B, pieces: Pieces) -> Teller: ...
+    def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
+    def sampling(self, body: B_contra, max_model_len: int) -> SamplingParams: ...
+    def teller(self, index: int, body: B_contra, pieces: Pieces) -> Teller: ...
 
 
 @dataclass(frozen=True, slots=True)
