@@ -12,6 +12,7 @@ from inference_svc.generation import Delta
 from inference_svc.http.choices import FINISH_REASONS, Choice
 from inference_svc.http.fields import GenerationBody
 from inference_svc.http.reading import Body
+from inference_svc.http.statuses import Names
 from inference_svc.sampling import MAX_LOGPROBS
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage, Prompt
@@ -82,7 +83,7 @@ class ChatCompletions:
     id_prefix: ClassVar = "chatcmpl"
     object: ClassVar = "chat.completion"
     chunk_object: ClassVar = "chat.completion.chunk"
-    names: ClassVar = {"adapter": "model", "prompt": "messages", "chat": "messages"}
+    names: ClassVar[Names] = {"adapter": "model", "prompt": "messages", "chat": "messages"}
 
     def prompts(self, body: ChatBody) -> tuple[Prompt, ...]:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)

@@ -12,6 +12,7 @@ from inference_svc.generation import Delta
 from inference_svc.http.chat import MIN_LOGPROB
 from inference_svc.http.choices import FINISH_REASONS, Choice
 from inference_svc.http.fields import MAX_CHOICES, GenerationBody
+from inference_svc.http.statuses import Names
 from inference_svc.sampling import MAX_LOGPROBS
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
@@ -55,7 +56,7 @@ class Completions:
     id_prefix: ClassVar = "cmpl"
     object: ClassVar = "text_completion"
     chunk_object: ClassVar = "text_completion"
-    names: ClassVar = {"adapter": "model"}
+    names: ClassVar[Names] = {"adapter": "model"}
 
     def prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
         """Raises InvalidRequest."""
