@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from inference_svc.accounts import Accounts
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
@@ -20,14 +21,15 @@ from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
-from inference_svc.metrics import Metrics, MetricsServer
+from inference_svc.metrics import Metrics
+from inference_svc.metrics_server import MetricsServer
 from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
 from inference_svc.servicer import InferenceServicer, ServerFacts, audit_refusal
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import StatusInterceptor, TokenGuard
+from inference_svc.status import StatusInterceptor, TokenGuard, code_of
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
@@ -81,12 +83,12 @@ class InferenceServer:
         self._store_access = store_access
         if config.ready_file is not None:
             config.ready_file.unlink(missing_ok=True)
-        self._snapshots = Snapshots()
-        self._metrics = Metrics(config.max_loras, self._snapshots.take)
+        self._snapshots = Snapshots(config.max_loras)
+        self._metrics = Metrics(config.max_loras, self._snapshots.take, config.metrics_adapters)
         if config.store:
             self._metrics.registry.register(ReplicaCollector(self.replicas))
         host, port = split_address(config.metrics_listen)
-        self._metrics_server = MetricsServer(self._metrics, host, port)
+        self._metrics_server = MetricsServer(self._metrics.registry, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = health.aio.HealthServicer()
         self._calls = StatusInterceptor(self._metrics.count_rpc)
@@ -110,6 +112,7 @@ class InferenceServer:
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)
         directory.on_repointed = self._repointed
+        directory.on_asked = self._metrics.resolve_times.observe
         self._frontend.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
@@ -119,7 +122,7 @@ class InferenceServer:
             self._frontend,
             directory,
             self._prompts,
-            self._metrics,
+            Accounts(self._metrics, code_of, log_prompts=config.log_prompts),
             self._gate,
             self._audit,
         )
@@ -130,9 +133,7 @@ class InferenceServer:
         self._snapshots.follow(self._frontend, directory)
         await self._grpc.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._metrics.info.labels(
-            facts.versions.get("loadout", ""), facts.base_model, facts.dtype, facts.device
-        ).set(1)
+        self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -147,7 +148,7 @@ class InferenceServer:
         await self._health.enter_graceful_shutdown()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
-            log.info("draining for up to %g s", grace_seconds)
+            log.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
             await self._frontend.drain(grace_seconds)
             # Besides requests: what operators have asked for, and what still asks for a name.
@@ -171,7 +172,9 @@ class InferenceServer:
 
     def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
         """Of a call of which nothing was read."""
-        self._metrics.count_rpc(method, "UNAUTHENTICATED")
+        facts = {"method": method, "peer": peer, "reason": error.reason}
+        log.info("call refused", extra=facts)
+        self._metrics.count_rpc(method, "UNAUTHENTICATED", error.reason)
         audit_refusal(self._audit, method, peer, error)
 
     def _accept_layout(self, layout_id: str) -> None:
@@ -187,12 +190,13 @@ class InferenceServer:
             await self._health.set(service, status)
 
     def _announce(self) -> None:
-        log.info("serving on %s, metrics on %s", self.address, self.metrics_address)
+        addresses = {"grpc": self.address, "metrics": self.metrics_address}
+        log.info("serving", extra=addresses)
         path = self._config.ready_file
         if path is None:
             return
         partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps({"grpc": self.address, "metrics": self.metrics_address}))
+        partial.write_text(json.dumps(addresses))
         partial.replace(path)
 
 

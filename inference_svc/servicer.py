@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ import grpc
 
 from inference_svc import convert
 from inference_svc.access import Action, Principal
+from inference_svc.accounts import Account, Accounts
 from inference_svc.audit import Audit, AuditLine
 from inference_svc.core import Request, ResidentAdapter
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate
-from inference_svc.metrics import Metrics
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.text.prompt import PromptEncoder
@@ -62,7 +61,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         frontend: Frontend,
         directory: Directory,
         prompts: PromptEncoder,
-        metrics: Metrics,
+        accounts: Accounts,
         gate: Gate,
         audit: Audit,
     ) -> None:
@@ -70,48 +69,44 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._frontend = frontend
         self._directory = directory
         self._prompts = prompts
-        self._metrics = metrics
+        self._accounts = accounts
         self._gate = gate
         self._audit = audit
 
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        who = self._admit(context, Action.GENERATE)
-        call = convert.from_generate_request(request, self._facts.vocab_size)
-        binding = await self._bind(who, call.adapter, call.min_revision)
-        prompt = await self._prompts.encode(call.prompt)
-        to_run = call.to_request(
-            prompt,
-            binding,
-            who.home_tenant,
-            self._facts.max_model_len,
-            context.time_remaining(),
-        )
-        await self._stream(who, to_run, convert.to_identity(binding), context)
+        with self._accounts.open(request.request_id, request.adapter) as account:
+            who = self._admit(context, Action.GENERATE)
+            account.admit(who)
+            call = convert.from_generate_request(request, self._facts.vocab_size)
+            account.request_id, account.prompt = call.request_id, call.prompt
+            binding = await self._bind(who, call.adapter, call.min_revision)
+            account.bind(binding)
+            prompt = await self._prompts.encode(call.prompt)
+            to_run = call.to_request(
+                prompt,
+                binding,
+                who.home_tenant,
+                self._facts.max_model_len,
+                context.time_remaining(),
+            )
+            account.start(to_run)
+            await self._stream(account, to_run, convert.to_identity(binding), context)
 
     async def _stream(
         self,
-        who: Principal,
+        account: Account,
         request: Request,
         identity: pb.AdapterIdentity | None,
         context: Context,
     ) -> None:
-        num_tokens = 0
-        try:
-            async with aclosing(self._frontend.generate(request, who.home_tenant)) as deltas:
-                async for delta in deltas:
-                    num_tokens += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        total_s = time.monotonic() - request.arrival_s
-                        self._metrics.count_finished(
-                            delta.finish_reason, delta.usage, delta.timings, total_s
-                        )
-                    await context.write(
-                        convert.to_generate_response(request.request_id, delta, identity)
-                    )
-        finally:
-            self._metrics.generated_tokens.inc(num_tokens)
+        async with aclosing(self._frontend.generate(request, account.tenant)) as deltas:
+            async for delta in deltas:
+                account.note(delta)
+                await context.write(
+                    convert.to_generate_response(request.request_id, delta, identity)
+                )
 
     async def _bind(self, who: Principal, ref: str, min_revision: int) -> Binding | None:
         return await self._directory.resolve(who, ref, min_revision) if ref else None
