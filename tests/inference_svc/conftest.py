@@ -287,11 +287,11 @@ class FakeEngine:
         if call.command is Command.DESCRIBE:
             running = tuple({r.digest for r, _ in self._running.values()} - {""})
             memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
-            counters = {"slot_hits": 3.0, "pulls": 2.0, "load_seconds": 0.5}
+            counters = {"pulls": 2.0, "sampled_tokens": 3.0}
             status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)
             return Reply(call.call_id, status)
         if call.command is Command.LIST_RESIDENT:
-            return Reply(call.call_id, tuple(self.resident.values()))
+            return Reply(call.call_id, tuple(self.resident.values())[: call.limit or None])
         if call.command is Command.LOAD:
             if call.digest in self.errors:
                 return Reply(call.call_id, error=self.errors[call.digest])
@@ -314,7 +314,8 @@ def engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a coroutine function beside a server; `store` gives it a real store's address."""
+    """Runs a coroutine function beside a server; `store` gives it a real store's address, and
+    further `settings` are its config's."""
     (tmp_path / "config.json").write_text("{}")
 
     def run(
@@ -323,6 +324,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
         kind: str = "chars",
         grace_seconds: float = 5.0,
         store: bool = False,
+        **settings: Any,
     ) -> Any:
         async def main() -> Any:
             store_server = grpc.aio.server()
@@ -339,6 +341,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                     ready_file=tmp_path / "ready.json",
                     max_model_len=MAX_MODEL_LEN,
                     grace_seconds=grace_seconds,
+                    **settings,
                 ),
                 Machine(has_cuda=False),
                 ModelFacts("float32", MAX_MODEL_LEN, 1024),
