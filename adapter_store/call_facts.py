@@ -18,7 +18,7 @@ def begin(facts: dict[str, object]) -> None:
 
 
 def note(**facts: str) -> None:
-    """Adds what is not empty, if a call is in progress. Callers' words may be long: they are cut."""
+    """Adds what is not empty, if a call is in progress; of callers' long words the beginning."""
     found = _FACTS.get()
     if found is not None:
         found.update({key: value[:MAX_CHARS] for key, value in facts.items() if value})

@@ -202,8 +202,9 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
 
     def _admit(self, context: Context, action: Action) -> Principal:
         """The caller. Raises as Gate.admit: the first thing that a call does."""
-        who = self._gate.admit(context.invocation_metadata(), action)
+        who = self._gate.identify(context.invocation_metadata())
         call_facts.note_caller(who)
+        who.require(action)
         return who
 
     @contextmanager

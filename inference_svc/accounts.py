@@ -46,7 +46,7 @@ class Account:
     _is_running: bool = False
 
     def admit(self, who: Principal) -> None:
-        """The caller may ask."""
+        """It is known who asks."""
         self.who, self.tenant = who.name, who.home_tenant
 
     def bind(self, binding: Binding | None) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from inference_svc.core import EngineStatus, HistogramState, ResidentAdapter, TierStatus
 from inference_svc.gateway_metrics import gateway_metrics
@@ -104,7 +105,7 @@ def _histograms(key: str, states: dict[str, HistogramState]) -> Metric:
     """A family of one label, or of none where that is ""."""
     made = family(key)
     for label, state in states.items():
-        bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
+        bounds = [*map(floatToGoString, state.bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(state.counts)), strict=True))
         made.add_metric([label] if label else [], buckets, state.sum_seconds)
     return made

@@ -94,8 +94,8 @@ REQUESTS = (
 )
 
 _WHO = (
-    "By adapter, tenant/name: the busiest have a series each (see `--metrics-adapters`), base is the "
-    "base model, other all that have none, former what those had counted that lost theirs."
+    "By adapter, tenant/name: the busiest have a series each (see `--metrics-adapters`), base is "
+    "the base model, other all that have none, former what those had counted that lost theirs."
 )
 
 ADAPTERS = (

@@ -77,8 +77,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         with self._accounts.open(request.request_id, request.adapter) as account:
-            who = self._admit(context, Action.GENERATE)
+            who = self._gate.identify(context.invocation_metadata())
             account.admit(who)
+            who.require(Action.GENERATE)
             call = convert.from_generate_request(request, self._facts.vocab_size)
             account.request_id, account.prompt = call.request_id, call.prompt
             binding = await self._bind(who, call.adapter, call.min_revision)

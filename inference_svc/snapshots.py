@@ -13,7 +13,7 @@ from inference_svc.refs import short_name
 
 ANSWER_SECONDS = 2.0
 """An engine in a longer step is shown as it was at the last scrape."""
-MAX_RESIDENTS = 1000
+MAX_RESIDENTS = 512
 """Resident adapters that are asked for, beside all on the device: the engine lists them between
 two steps."""
 MAX_NAMES = 16

@@ -4,6 +4,9 @@ import time
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.busiest import BASE
@@ -61,11 +64,12 @@ PREFIX = "loadout_inference_"
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def scrape_text(metrics: Metrics) -> str:
+def scrape_text(metrics: Metrics, accept: str = "text/plain") -> str:
     server = MetricsServer(metrics.registry, "127.0.0.1", 0)
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        with urllib.request.urlopen(url) as response:
+        request = urllib.request.Request(url, headers={"Accept": accept})
+        with urllib.request.urlopen(request) as response:
             return str(response.read().decode())
     finally:
         server.close()
@@ -240,6 +244,19 @@ def test_before_the_engine_is_there_only_our_counters_show() -> None:
     samples = scrape(Metrics(4, lambda: None))
     assert f"{PREFIX}prompt_tokens_total" in samples
     assert not any(name.startswith("vllm:") for name in samples)
+
+
+def test_the_format_that_prometheus_asks_for_is_legal() -> None:
+    """The parser is stricter than that of the older one."""
+    metrics = Metrics(4, lambda: SNAPSHOT)
+    metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
+    text = scrape_text(metrics, "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    assert {family.name for family in parse_openmetrics(text)} >= {
+        f"{PREFIX}rejections",
+        f"{PREFIX}step_host_seconds",
+        "vllm:lora_requests_info",
+    }
 
 
 def test_nothing_is_exported_that_is_not_defined() -> None:
