@@ -66,13 +66,15 @@ def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
     assert total(times.load.state)[0] == total(times.copy.state)[0] == 4
 
 
-def test_room_for_a_request_is_the_reason_to_leave() -> None:
-    world = World(0)
+@pytest.mark.parametrize(
+    ("ageing_s", "reason"), [(100.0, EvictionReason.REQUEST), (1.0, EvictionReason.AGED)]
+)
+def test_room_for_a_request_is_the_reason_to_leave(ageing_s: float, reason: EvictionReason) -> None:
+    world = World(0, ageing_s)
     for digest in ("d", "c"):
         world.submit(digest, 0, 1)
         turns(world, 6)
-    evictions = world.residency.device.evictions
-    assert evictions == {EvictionReason.REQUEST: 1}
+    assert world.residency.device.evictions == {reason: 1}
     assert total(world.residency.times.device_idle.state)[0] == 1
 
 
