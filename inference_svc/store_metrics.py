@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -34,14 +34,14 @@ class ReplicaCollector(Collector):
             pulled_bytes[label] += status.pulled_bytes
             for result, count in status.pulls.items():
                 pulls[label, result] += count
-        yield _family("store_replicas_healthy", {(label,): healthy[label] for label in known})
-        yield _family("store_pulls", pulls)
-        yield _family("store_pulled_bytes", {(label,): pulled_bytes[label] for label in known})
+        yield _family("store_replicas_healthy", (((label,), healthy[label]) for label in known))
+        yield _family("store_pulls", pulls.items())
+        yield _family("store_pulled_bytes", (((label,), pulled_bytes[label]) for label in known))
         yield sample("store_failovers", self._replicas.num_failovers)
 
 
-def _family(key: str, values: Mapping[tuple[str, ...], int]) -> Metric:
+def _family(key: str, values: Iterable[tuple[tuple[str, ...], int]]) -> Metric:
     made = family(key)
-    for labels, value in values.items():
+    for labels, value in values:
         made.add_metric(labels, value)
     return made

@@ -72,8 +72,9 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert found["compile_seconds_count",] == 1
     assert found["pulls_total", "complete"] == 2
     assert found["pull_wait_seconds_count",] == 2
-    assert found["images_in_progress",] == found["images_waiting_for_room",] == 0
-    assert found["tier_evictions_total", "room", "disk"] == 0
+    assert found["images_in_progress",] <= 1, "at most its successor's memory is being made ready"
+    assert found["images_waiting_for_room",] == 0
+    assert found["tier_evictions_total", "disk", "room"] == 0
     assert found["pulled_bytes_total",] == 2 * len(image.data)
     hits = found["tier_hits_total", "memory"] + found["tier_hits_total", "disk"]
     misses = found["tier_misses_total", "disk"]
