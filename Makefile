@@ -3,12 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz setup.py
+SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz tools setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
 
-.PHONY: demo up test check format lint-protos bench bench-peers soak fuzz clean
+.PHONY: demo up test check format docs lint-protos bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -31,6 +31,10 @@ lint-protos: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# What is written from the code: tests compare.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.metric_docs
 
 # A million executions of what reads strangers' bytes; FUZZ=--help tells how to run less or more.
 fuzz: $(VENV)/.installed-fuzz

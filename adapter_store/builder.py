@@ -25,7 +25,7 @@ from adapter_store.image_file import open_image, read_parts, write_image
 from adapter_store.layout import from_json
 from adapter_store.metrics import Metrics
 from adapter_store.shared_images import Claim, SharedImages
-from adapter_store.tiers import DiskTier
+from adapter_store.tiers import DiskTier, Removal
 from adapter_store.verified import VerifiedCheckpoints
 from adapter_store.workers import Turn
 
@@ -140,7 +140,7 @@ class ImageBuilder:
             if not self._settle(
                 build.key, ImageState.READY, image_bytes=build.plan.total_bytes
             ):  # collected meanwhile: whoever did it may have looked before it was here
-                self._disk.remove(build.key)
+                self._disk.remove(build.key, Removal.DELETED)
                 if self._shared is not None:
                     with _tolerated("shared image left to be swept"):
                         self._shared.remove(build.key)
@@ -226,7 +226,7 @@ class ImageBuilder:
                 pass
             except CorruptData as error:
                 self._report_damage(error)
-                self._disk.remove(build.key)
+                self._disk.remove(build.key, Removal.DAMAGED)
         self._disk.count(is_read)
         return is_read
 

@@ -13,7 +13,7 @@ from adapter_store.catalog import Catalog
 from adapter_store.leases import Leases
 from adapter_store.shared_blobs import SharedBlobs
 from adapter_store.shared_tier import SharedTier
-from adapter_store.tiers import DiskTier
+from adapter_store.tiers import DiskTier, Removal
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Collector:
         gone = self._catalog.unknown_digests(sorted({key[0] for key in keys}))
         for key in keys:
             if key[0] in gone:
-                self._disk.remove(key)
+                self._disk.remove(key, Removal.DELETED)
         return sorted(gone)
 
     def forget_layouts(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Collector:
         unused = self._catalog.unused_layouts()
         for key in self._disk.cached():
             if key[1] in unused:
-                self._disk.remove(key)
+                self._disk.remove(key, Removal.UNUSED)
         return unused
 
     def collect(self) -> list[str]:
@@ -85,7 +85,7 @@ class Collector:
         return True
 
     def _remove_image(self, key: tuple[str, str]) -> None:
-        self._disk.remove(key)
+        self._disk.remove(key, Removal.DELETED)
 
 
 class SharedCollector(Collector):

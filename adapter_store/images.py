@@ -72,6 +72,15 @@ class Images:
     def disk_counts(self) -> TierCounts:
         return self._disk.counts
 
+    @property
+    def num_in_progress(self) -> int:
+        """Images being made or written, or waiting for it."""
+        return len(self._flights)
+
+    @property
+    def num_waiting_for_room(self) -> int:
+        return self._num_waiting
+
     @asynccontextmanager
     async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[GrowingImage]:
         """The image of (digest, layout_id), complete or being made, in memory while the context

@@ -1,12 +1,14 @@
-"""Logging: one line per event, as JSON or as text, through the standard library.
+"""Log lines on standard error: one line per event, as JSON or as text.
 
-Facts go into `extra={...}`, so that both forms carry them by name.
+Facts go into `extra={...}`, so that both forms carry them by name. What looks like a secret is
+blotted out in either form, whoever logged it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Literal
@@ -19,6 +21,28 @@ _CLIENTS = (
 LogFormat = Literal["text", "json"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PLAIN = re.compile(r"[\x21\x23-\x7e]+")
+"""Values that need no quotes: no spaces, no line ends, no quotes themselves."""
+_SECRETS = re.compile(
+    r"((?i:bearer)\s+)[^\s\"',;]+"  # tokens, as headers carry them
+    r"|(://[^\s/:@\"]*:)[^\s/@\"]+(?=@)"  # passwords in addresses
+    r"|\b(hf_)[A-Za-z0-9]{16,}"
+)
+
+
+def _blot(text: str) -> str:
+    return _SECRETS.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
+
+
+def _clean(value: object) -> object:
+    """For JSON, whose escapes could hide a secret."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _clean(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(each) for each in value]
+    return _blot(str(value))
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
@@ -30,6 +54,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class JsonFormatter(logging.Formatter):
+    """One object per line: time, level, logger, message, the facts, and a traceback if any."""
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": _time(record),
@@ -40,16 +66,23 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps(_clean(line))
 
 
 class TextFormatter(logging.Formatter):
+    """The same for people: facts follow the message as key=value."""
+
     def format(self, record: logging.LogRecord) -> str:
-        facts = "".join(f" {key}={value}" for key, value in _facts(record).items())
+        facts = "".join(f" {key}={_quoted(value)}" for key, value in _facts(record).items())
         line = f"{_time(record)} {record.levelname:<7} {record.name}: {record.getMessage()}{facts}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
-        return line
+        return _blot(line)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def setup_logging(log_format: LogFormat, level: str) -> None:

@@ -21,7 +21,7 @@ from adapter_store.buffers import BufferPool
 from adapter_store.catalog import ImageKey
 from adapter_store.growing import GrowingImage
 from adapter_store.image_plan import ImagePlan
-from adapter_store.tiers import TierCounts
+from adapter_store.tiers import Removal, TierCounts
 from adapter_store.workers import Priority
 
 MARGIN_BYTES = 32 << 20
@@ -170,10 +170,10 @@ class MemoryTier:
 
     def drop_digests(self, digests: Set[str]) -> None:
         """In one pass: whoever collects may have thousands, on the event loop."""
-        self._drop_all(lambda key: key[0] in digests)
+        self._drop_all(lambda key: key[0] in digests, Removal.DELETED)
 
     def drop_layouts(self, layout_ids: Set[str]) -> None:
-        self._drop_all(lambda key: key[1] in layout_ids)
+        self._drop_all(lambda key: key[1] in layout_ids, Removal.UNUSED)
 
     def shrink(self) -> None:
         """Lets the least recently used go until capacity is met, and gives away what is free."""
@@ -222,9 +222,10 @@ class MemoryTier:
     def _is_idle_pinned(self, key: ImageKey, entry: MemoryEntry) -> bool:
         return entry.holds == 0 and self._is_pinned(key)
 
-    def _drop_all(self, is_meant: Callable[[ImageKey], bool]) -> None:
+    def _drop_all(self, is_meant: Callable[[ImageKey], bool], reason: Removal) -> None:
         for key in [key for key in self._entries if is_meant(key)]:
             self.drop(key)
+            self.counts.removals[reason] += 1
         self._grant()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import prometheus_client
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    make_wsgi_app,
+)
+
+from adapter_store.metric_definitions import DEFINITIONS, family
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -22,48 +32,47 @@ POLL_SECONDS = 0.05
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
+# Each counter and histogram would bring a series of when it was made, which nobody asks for.
+prometheus_client.disable_created_metrics()
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A value read when Prometheus asks. Names that end in _total only ever go up."""
+    """A value read when Prometheus asks; `key` is of `metric_definitions`, `labels` are values."""
 
-    name: str
-    help_text: str
+    key: str
     value: float
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
 
 
 class Metrics:
-    """All metric names start with `loadout_store_`; labels: tier is memory or disk."""
+    """All metric names start with `loadout_store_`; see `metric_definitions`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter(
-            "requests", "Calls answered, by method and status code.", "method", "code"
-        )
-        self.request_seconds = self._histogram(
-            "request_seconds", "Duration of calls; streams until their end.", "method"
-        )
-        self.registrations = self._counter(
-            "registrations",
-            "Registrations and uploads, by result: ok, or the reason of the error.",
-            "result",
-        )
-        self.registration_seconds = self._histogram(
-            "registration_seconds", "From the call to the durable record."
-        )
-        self.fetched_bytes = self._counter("fetched_bytes", "Bytes taken from sources and uploads.")
-        self.damaged_files = self._counter(
-            "damaged_files", "Own files that failed their hash, by kind: image or blob.", "kind"
-        )
-        self.compiles = self._counter(
-            "compiles", "Images compiled, by result: ready, incompatible, failed.", "result"
-        )
-        self.compile_seconds = self._histogram("compile_seconds", "Compiling one image.")
-        self.pulls = self._counter(
-            "pulls", "Pulls by result: complete, cancelled, or the reason of the error.", "result"
-        )
-        self.pulled_bytes = self._counter("pulled_bytes", "Image bytes sent.")
+        self.requests = self._counter("requests")
+        self.request_seconds = self._histogram("request_seconds")
+        self.rejections = self._counter("rejections")
+        self.registrations = self._counter("registrations")
+        self.registration_seconds = self._histogram("registration_seconds")
+        self.fetched_bytes = self._counter("fetched_bytes")
+        self.damaged_files = self._counter("damaged_files")
+        self.compiles = self._counter("compiles")
+        self.compile_seconds = self._histogram("compile_seconds")
+        self.pulls = self._counter("pulls")
+        self.pull_wait_seconds = self._histogram("pull_wait_seconds")
+        self.pulled_bytes = self._counter("pulled_bytes")
+        self._build_info = self._gauge("build_info")
+        # From 0 on, so that the first one counts in a rate.
+        for kind in ("image", "blob"):
+            self.damaged_files.labels(kind)
+        for result in ("ready", "incompatible", "failed"):
+            self.compiles.labels(result)
+        ProcessCollector(registry=self.registry)
+
+    def describe_store(self, version: str, compiler: str) -> None:
+        """What the store is built of."""
+        self._build_info.labels(version, platform.python_version(), compiler).set(1)
 
     def watch_samples(self, read: Callable[[], list[Sample]]) -> None:
         """Adds values that are read from the store whenever metrics are asked for."""
@@ -85,12 +94,18 @@ class Metrics:
                 server.shutdown()
                 thread.join()
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"loadout_store_{name}", help_text, labels, registry=self.registry)
+    def _counter(self, key: str) -> Counter:
+        found = DEFINITIONS[key]
+        return Counter(found.name, found.meaning, found.labels, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str, *labels: str) -> Histogram:
+    def _gauge(self, key: str) -> Gauge:
+        found = DEFINITIONS[key]
+        return Gauge(found.name, found.meaning, found.labels, registry=self.registry)
+
+    def _histogram(self, key: str) -> Histogram:
+        found = DEFINITIONS[key]
         return Histogram(
-            f"loadout_store_{name}", help_text, labels, buckets=_SECONDS, registry=self.registry
+            found.name, found.meaning, found.labels, buckets=_SECONDS, registry=self.registry
         )
 
 
@@ -112,16 +127,11 @@ class _Samples:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        families: dict[str, Any] = {}
         for sample in self._read():
-            family = families.get(sample.name)
-            if family is None:
-                kind = CounterMetricFamily if sample.name.endswith("_total") else GaugeMetricFamily
-                family = kind(
-                    f"loadout_store_{sample.name}", sample.help_text, labels=list(sample.labels)
-                )
-                families[sample.name] = family
-            family.add_metric(list(sample.labels.values()), sample.value)
+            if sample.key not in families:
+                families[sample.key] = family(sample.key)
+            families[sample.key].add_metric(sample.labels, sample.value)
         yield from families.values()
 
     def describe(self) -> Iterator[Metric]:

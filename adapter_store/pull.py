@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -83,11 +84,13 @@ class Pulls:
         image.
         """
         self.num_active += 1
+        began_s = time.monotonic()
         result = "cancelled"
         try:
             async with self._images.hold(key, tenants) as image:
                 self._use_layout(key[1])
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
+                self._metrics.pull_wait_seconds.observe(time.monotonic() - began_s)
                 yield _header(image.plan, start)
                 data = image.buffer.numpy().data
                 for index in itertools.count(first_part(image.plan.parts, start)):

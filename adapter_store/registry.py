@@ -215,6 +215,8 @@ class Registry:
             self._pulls.num_active,
             self._watch.num_watchers,
             None if self.shared_counts is None else dataclasses.replace(self.shared_counts),
+            self._images.num_in_progress,
+            self._images.num_waiting_for_room,
         )
 
     @asynccontextmanager

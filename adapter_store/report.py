@@ -18,35 +18,46 @@ class StoreStatus:
     active_watches: int
     shared: TierCounts | None = None
     """What this replica found in the tier shared with others; its size is not known here."""
+    images_in_progress: int = 0
+    images_waiting_for_room: int = 0
 
 
 def samples(status: StoreStatus) -> list[Sample]:
     """The status as metrics; `tier` is memory, disk or, where there is one, shared."""
     found = [
-        Sample("revision", "Newest catalog revision.", status.catalog.revision),
-        Sample("adapters", "Names in the catalog.", status.catalog.adapters),
-        Sample("layouts", "Layouts that are in use.", status.catalog.layouts),
-        Sample("blob_bytes", "Size of the kept sources.", status.catalog.blob_bytes),
-        Sample("active_pulls", "Pulls in progress.", status.active_pulls),
-        Sample("active_watches", "Watches in progress.", status.active_watches),
+        Sample("revision", status.catalog.revision),
+        Sample("adapters", status.catalog.adapters),
+        Sample("layouts", status.catalog.layouts),
+        Sample("blob_bytes", status.catalog.blob_bytes),
+        Sample("active_pulls", status.active_pulls),
+        Sample("active_watches", status.active_watches),
+        Sample("images_in_progress", status.images_in_progress),
+        Sample("images_waiting_for_room", status.images_waiting_for_room),
     ]
     for tier, counts in (("memory", status.memory), ("disk", status.disk)):
-        found += _tier_samples({"tier": tier}, counts)
+        found += [*_sizes(tier, counts), *_lookups(tier, counts), *_evictions(tier, counts)]
     if status.shared is not None:
-        found += [
-            each
-            for each in _tier_samples({"tier": "shared"}, status.shared)
-            if each.name in ("tier_hits_total", "tier_misses_total")
-        ]
+        found += _lookups("shared", status.shared)
     return found
 
 
-def _tier_samples(labels: dict[str, str], counts: TierCounts) -> list[Sample]:
+def _sizes(tier: str, counts: TierCounts) -> list[Sample]:
     return [
-        Sample("tier_capacity_bytes", "Capacity.", counts.capacity_bytes, labels),
-        Sample("tier_used_bytes", "Bytes taken.", counts.used_bytes, labels),
-        Sample("tier_images", "Images there.", counts.images, labels),
-        Sample("tier_hits_total", "Images looked for and found.", counts.hits, labels),
-        Sample("tier_misses_total", "Images looked for and not found.", counts.misses, labels),
-        Sample("tier_evictions_total", "Images gone to make room.", counts.evictions, labels),
+        Sample("tier_capacity_bytes", counts.capacity_bytes, (tier,)),
+        Sample("tier_used_bytes", counts.used_bytes, (tier,)),
+        Sample("tier_images", counts.images, (tier,)),
     ]
+
+
+def _lookups(tier: str, counts: TierCounts) -> list[Sample]:
+    return [
+        Sample("tier_hits", counts.hits, (tier,)),
+        Sample("tier_misses", counts.misses, (tier,)),
+    ]
+
+
+def _evictions(tier: str, counts: TierCounts) -> list[Sample]:
+    left = {"room": counts.evictions} | {
+        reason.value: count for reason, count in counts.removals.items()
+    }
+    return [Sample("tier_evictions", count, (tier, reason)) for reason, count in left.items()]

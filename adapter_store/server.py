@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 import grpc
 import torch
@@ -20,6 +21,7 @@ from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
 from adapter_store.durable import write_atomically
 from adapter_store.gate import Gate
+from adapter_store.image import COMPILER_REVISION
 from adapter_store.reload import Reload
 from adapter_store.report import samples
 from adapter_store.servicer import AdapterStoreServicer, audit_refusal
@@ -91,6 +93,7 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         certificates = CertificateFiles(settings)
         audit = stack.enter_context(closing(Audit(settings.audit_file)))
         store = await stack.enter_async_context(open_store(settings))
+        store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
         metrics_address = stack.enter_context(_serving_metrics(store, settings.metrics_listen))
         calls = StatusInterceptor(store.metrics)
         gate = Gate(store.policies)

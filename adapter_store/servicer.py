@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import grpc
 
-from adapter_store import convert
+from adapter_store import call_facts, convert
 from adapter_store.access import Action, Principal
 from adapter_store.audit import Audit, AuditLine
 from adapter_store.errors import PullStalled, StoreError
@@ -75,6 +75,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.GetAdapterRequest, context: Context
     ) -> pb.GetAdapterResponse:
         who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
+        call_facts.note(adapter=request.ref)
         ref = parse_ref(request.ref, home=who.home_tenant)
         record, revision = await self._registry.get(who, ref)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
@@ -103,6 +104,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.ListVersionsRequest, context: Context
     ) -> pb.ListVersionsResponse:
         who = self._admit(context, Action.READ)
+        call_facts.note(adapter=request.name)
         name = parse_name(request.name, home=who.home_tenant)
         page = await self._registry.versions(who, name, request.page_size, request.page_token)
         return pb.ListVersionsResponse(
@@ -155,6 +157,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> None:
         """Writes its responses itself, serialized, and does not wait for ever for its reader."""
         who = self._admit(context, Action.PULL)
+        call_facts.note(digest=request.digest, layout_id=request.layout_id)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
         pull = self._registry.pull(who, digest, layout_id, request.offset, request.image_id)
@@ -174,6 +177,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         stay = self._gate.stay(context.invocation_metadata(), Action.READ)
+        call_facts.note_caller(stay.who)
         async with aclosing(self._registry.watch(stay.who, request.since_revision)) as events:
             async for event in events:
                 stay.renew()
@@ -198,7 +202,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
 
     def _admit(self, context: Context, action: Action) -> Principal:
         """The caller. Raises as Gate.admit: the first thing that a call does."""
-        return self._gate.admit(context.invocation_metadata(), action)
+        who = self._gate.identify(context.invocation_metadata())
+        call_facts.note_caller(who)
+        who.require(action)
+        return who
 
     @contextmanager
     def _audited(
@@ -206,8 +213,16 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> Iterator[tuple[Principal, AuditLine]]:
         """Lets the caller in, as `_admit`, and writes down how the call ended."""
         assert what in AUDITED
-        with self._audit.watching(AuditLine(what, name, context.peer())) as line:
-            who = self._gate.identify(context.invocation_metadata())
-            line.identify(who)
-            who.require(action)
-            yield who, line
+        line = AuditLine(what, name, context.peer())
+        try:
+            with self._audit.watching(line):
+                who = self._gate.identify(context.invocation_metadata())
+                line.identify(who)
+                call_facts.note_caller(who)
+                who.require(action)
+                yield who, line
+        finally:
+            if what == "RegisterLayout":
+                call_facts.note(base_model=line.name, layout_id=line.digest)
+            else:
+                call_facts.note(adapter=line.name, digest=line.digest)

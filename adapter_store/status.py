@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from adapter_store import errors
+from adapter_store import call_facts, errors
 from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
 
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "adapter_store.loadout"
 GONE_TEXT = "the caller has gone"
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata by which a caller may name its call, for the log."""
+QUIET_METHODS = frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"})
+"""Asked for often, and changing nothing: worth a line only when they fail."""
 GRPC_PREFIX = "/grpc."
 HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
@@ -108,7 +113,8 @@ def _unknown() -> status_pb2.Status:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Answers every error of a handler with its status, counts every call, and knows which run.
+    """Answers every error of a handler with its status, counts and logs every call, and knows which
+    run.
 
     A draining server answers new calls itself until nobody calls any more: those that arrive while
     grpc stops are dropped, and their callers would read CANCELLED.
@@ -173,6 +179,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def _watched(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         start = time.monotonic()
         code = "OK"
+        facts: dict[str, object] = {"method": method, "request_id": _request_id(context)}
+        call_facts.begin(facts)
         self._running += 1
         try:
             if self._is_draining:
@@ -187,23 +195,40 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except errors.StoreError as error:
             status = to_status(error)
             code = code_pb2.Code.Name(status.code)
-            logger.info(
-                "call refused",
-                extra={"method": method, "code": code, "reason": error.reason, "why": str(error)},
-            )
+            call_facts.note(reason=error.reason, why=str(error))
             await abort(context, status)
         except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
             code = "CANCELLED"
             await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
         except Exception:
             code = "INTERNAL"
+            call_facts.note(reason=code)
             logger.exception("call failed", extra={"method": method})
             await abort(context, _unknown())
         finally:
             self._running -= 1
             self._last_end = time.monotonic()
-            self._metrics.requests.labels(method, code).inc()
-            self._metrics.request_seconds.labels(method).observe(time.monotonic() - start)
+            self._end(method, code, self._last_end - start, facts)
+
+    def _end(self, method: str, code: str, seconds: float, facts: dict[str, object]) -> None:
+        self._metrics.requests.labels(method, code).inc()
+        self._metrics.request_seconds.labels(method).observe(seconds)
+        reason = facts.get("reason")
+        if reason is not None:
+            self._metrics.rejections.labels(method, reason).inc()
+        level = logging.DEBUG if code == "OK" and method in QUIET_METHODS else logging.INFO
+        if logger.isEnabledFor(level):
+            message = "call finished" if reason is None else "call refused"
+            extra = {**facts, "code": code, "seconds": round(seconds, 6)}
+            logger.log(level, message, extra=extra)
+
+
+def _request_id(context: grpc.aio.ServicerContext) -> str:
+    """The caller's, or one of our own."""
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            return value[: call_facts.MAX_CHARS]
+    return uuid.uuid4().hex
 
 
 async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> None:
@@ -246,7 +271,9 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
             if not path.startswith(GRPC_PREFIX):
                 self._on_refused(path.rpartition("/")[2], context.peer(), error)
-            logger.info("call refused", extra={"path": path, "why": str(error)})
+            call_facts.note(reason=error.reason)
+            if path.startswith(GRPC_PREFIX):  # which nobody else watches
+                logger.info("call refused", extra={"path": path, "reason": error.reason})
             await abort(context, to_status(error))
 
         return grpc.stream_stream_rpc_method_handler(refuse)

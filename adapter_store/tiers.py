@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapter_store.catalog import ImageKey
@@ -14,9 +15,18 @@ from adapter_store.durable import make_folder
 from adapter_store.image_file import remove_image, sha256_path
 
 
+class Removal(enum.Enum):
+    """Why an image left a tier, other than for room: its adapter is deleted, nobody uses its layout
+    any more, or it is damaged."""
+
+    DELETED = "deleted"
+    UNUSED = "unused"
+    DAMAGED = "damaged"
+
+
 @dataclass(slots=True)
 class TierCounts:
-    """Bytes and images now; hits, misses and evictions since start."""
+    """Bytes and images now; hits, misses, evictions for room and other removals since start."""
 
     capacity_bytes: int
     used_bytes: int = 0
@@ -24,6 +34,7 @@ class TierCounts:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    removals: dict[Removal, int] = field(default_factory=lambda: dict.fromkeys(Removal, 0))
 
 
 VERIFIED_SECONDS = 600.0
@@ -113,26 +124,30 @@ class DiskTier:
             self.counts.used_bytes += size
             self.counts.images += 1
 
-    def remove(self, key: ImageKey) -> None:
+    def remove(self, key: ImageKey, reason: Removal) -> None:
         with self._lock:
-            self._forget(key)
+            self.counts.removals[reason] += self._forget(key)
         remove_image(self.path(key))
 
     def clear(self) -> None:
+        """Nobody uses what is there any more."""
         for key in self.cached():
-            self.remove(key)
+            self.remove(key, Removal.UNUSED)
 
     def cached(self) -> list[ImageKey]:
         """Least recently used first."""
         with self._lock:
             return list(self._sizes)
 
-    def _forget(self, key: ImageKey) -> None:
+    def _forget(self, key: ImageKey) -> bool:
+        """Whether it was known."""
         self._verified.pop(key, None)
         size = self._sizes.pop(key, None)
-        if size is not None:
-            self.counts.used_bytes -= size
-            self.counts.images -= 1
+        if size is None:
+            return False
+        self.counts.used_bytes -= size
+        self.counts.images -= 1
+        return True
 
     def _make_room(self, num_bytes: int) -> None:
         leaving = []

@@ -38,6 +38,7 @@ from bench.models import (
 from bench.plots import plot_lines
 from bench.results import FOLDER, median, percentile, show, write
 from bench.trace import Arrival, Traffic
+from inference_svc.core import EngineStatus
 from inference_svc.engine.config import EngineConfig
 
 IN_ARENA = 32
@@ -46,7 +47,7 @@ MAX_REQUESTS = 1024
 REFERENCE_N = 5
 OVERLOAD = 1.2
 IS_BOUND = " is a lower bound"
-COUNTERS = ("slot_hits", "host_hits", "slot_evictions", "pulls", "prefetch_hits", "preemptions")
+COUNTERS = ("pulls", "prefetch_hits", "preemptions")
 
 
 def start_engine(
@@ -106,7 +107,7 @@ class Driver:
     ) -> dict[str, Any]:
         """What happened within the window, and up to `drain_s` after it until every request has
         its first token; what is left then is cancelled."""
-        before = self._engine.describe().counters
+        before = _count(self._engine.describe())
         began_s = time.monotonic()
         sent: dict[str, Track] = {}
         arrivals = islice(traffic.arrivals(seed), MAX_REQUESTS)
@@ -115,7 +116,7 @@ class Driver:
             name, sent[name] = self.submit(arrival)
         time.sleep(max(0.0, began_s + window_s - time.monotonic()))
         end_s = began_s + window_s
-        after = self._engine.describe().counters
+        after = _count(self._engine.describe())
         self._engine.wait_first_tokens(sent.values(), drain_s)
         drained_s = time.monotonic()
         for name, track in sent.items():
@@ -127,7 +128,7 @@ class Driver:
             if track.error is not None:
                 raise track.error
         return observe(tracks, began_s, end_s, drained_s) | {
-            name: after.get(name, 0) - before.get(name, 0) for name in COUNTERS
+            name: after[name] - before[name] for name in after
         }
 
     def capacity(self, traffic: Traffic, window_s: float, seed: int = 0) -> float:
@@ -137,6 +138,16 @@ class Driver:
         if tokens == 0:
             raise SystemExit("no token within the window: take a longer --window")
         return float(tokens) / traffic.lengths.mean_out
+
+
+def _count(status: EngineStatus) -> dict[str, float]:
+    device, host = status.tiers["device"], status.tiers["host"]
+    return {
+        "slot_hits": device.hits,
+        "host_hits": host.hits,
+        "slot_evictions": sum(device.evictions.values()),
+        **{name: status.counters[name] for name in COUNTERS},
+    }
 
 
 def observe(

@@ -90,6 +90,9 @@ class Config(BaseSettings):
     metrics_listen: str = "127.0.0.1:7081"
     """Address of the Prometheus endpoint. Port 0: any free one."""
 
+    metrics_adapters: int = Field(default=50, ge=0, le=200)
+    """How many adapters, the busiest, have series of their own; the others are counted together."""
+
     ready_file: Path | None = None
     """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}, and "http" if
     it is served."""
@@ -189,6 +192,9 @@ class Config(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important event that is logged."""
+
+    log_prompts: bool = False
+    """Write the prompt into the line that is logged of each finished request."""
 
     @field_validator("aliases", mode="before")
     @classmethod

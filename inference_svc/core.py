@@ -91,6 +91,7 @@ class Sequence:
     adapter_ready_s: float | None = None
     started_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     num_preemptions: int = 0
     is_aged: bool = False
     is_charged: bool = False
@@ -197,13 +198,16 @@ class Call:
     """An operator's command; answered by one Reply of the same id.
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
-    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus.
+    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus. `limit` is how many
+    LIST_RESIDENT answers at most, 0 for all: of each tier the last used first, those on the device
+    before the others.
     """
 
     call_id: int
     command: Command
     digest: str = ""
     pin: bool = False
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,13 +322,32 @@ class HistogramState:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStatus:
+    """A memory that adapters lie in. Its free bytes are in `num_free_ranges` pieces, the largest of
+    `largest_free_bytes`. `hits` and `misses` are of requests that looked there, `evictions` by
+    reason: all three are monotonic."""
+
+    used_bytes: int
+    capacity_bytes: int
+    pinned_bytes: int
+    largest_free_bytes: int
+    num_free_ranges: int
+    num_images: int
+    hits: int
+    misses: int
+    evictions: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A picture of the engine for GetServerInfo, `loadout top` and metrics.
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
     is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch".
-    `counters` and `histograms` are monotonic.
+    `counters`, `histograms` and `phases` are monotonic; `phases` are histograms of one label, by
+    name and then by its value. `tiers` are "device" and, where there is one, "host"; `loads` counts
+    adapters on their way by state.
     """
 
     num_running: int
@@ -337,3 +360,7 @@ class EngineStatus:
     process_id: int = 0
     kernels: str = ""
     histograms: dict[str, HistogramState] = field(default_factory=dict)
+    phases: dict[str, dict[str, HistogramState]] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    tiers: dict[str, TierStatus] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)

@@ -123,8 +123,9 @@ class Frontend:
     async def unpin(self, digest: str) -> ResidentAdapter:
         return await self._call(Command.UNPIN, digest)
 
-    async def list_resident(self) -> tuple[ResidentAdapter, ...]:
-        return await self._call(Command.LIST_RESIDENT)
+    async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
+        """All, or at most `limit`: see `core.Call`."""
+        return await self._call(Command.LIST_RESIDENT, limit=limit)
 
     async def describe(self) -> EngineStatus:
         status: EngineStatus = await self._call(Command.DESCRIBE)
@@ -133,10 +134,12 @@ class Frontend:
         own_bytes = resident_bytes()
         return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
 
-    async def _call(self, command: Command, digest: str = "", pin: bool = False) -> Any:
+    async def _call(
+        self, command: Command, digest: str = "", pin: bool = False, limit: int = 0
+    ) -> Any:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
-        call = Call(next(self._numbers), command, digest, pin)
+        call = Call(next(self._numbers), command, digest, pin, limit)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call.call_id] = future
         self._engine.send(call)
@@ -158,7 +161,7 @@ class Frontend:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         if self._generations:
-            log.warning("the grace is over: ending %d requests", len(self._generations))
+            log.warning("the grace is over", extra={"requests": len(self._generations)})
         for engine_id, generation in list(self._generations.items()):
             self._engine.send(Cancel(engine_id))
             generation.fail(Draining("the server is shutting down", retry_after_s=1.0))

@@ -1,36 +1,85 @@
-"""Log lines on standard error, for people or as one JSON object per line."""
+"""Log lines on standard error: one line per event, as JSON or as text.
+
+Facts go into `extra={...}`, so that both forms carry them by name. What looks like a secret is
+blotted out in either form, whoever logged it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from datetime import UTC, datetime
 from typing import Literal
 
-_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_PLAIN = re.compile(r"[\x21\x23-\x7e]+")
+"""Values that need no quotes: no spaces, no line ends, no quotes themselves."""
+_SECRETS = re.compile(
+    r"((?i:bearer)\s+)[^\s\"',;]+"  # tokens, as headers carry them
+    r"|(://[^\s/:@\"]*:)[^\s/@\"]+(?=@)"  # passwords in addresses
+    r"|\b(hf_)[A-Za-z0-9]{16,}"
+)
+
+
+def _blot(text: str) -> str:
+    return _SECRETS.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
+
+
+def _clean(value: object) -> object:
+    """For JSON, whose escapes could hide a secret."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _clean(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(each) for each in value]
+    return _blot(str(value))
+
+
+def _facts(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (unix seconds), level, logger, message, and `extra` fields."""
+    """One object per line: time, level, logger, message, the facts, and a traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
+        line: dict[str, object] = {
+            "time": _time(record),
+            "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **_facts(record),
         }
-        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD_FIELDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return json.dumps(_clean(line))
+
+
+class TextFormatter(logging.Formatter):
+    """The same for people: facts follow the message as key=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = "".join(f" {key}={_quoted(value)}" for key, value in _facts(record).items())
+        line = f"{_time(record)} {record.levelname:<7} {record.name}: {record.getMessage()}{facts}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return _blot(line)
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def configure_logging(log_format: Literal["text", "json"], level: str) -> None:
     """Replaces the root logger's handlers; call it once, at start."""
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)

@@ -1,102 +1,104 @@
-"""What is measured: `loadout_inference_*`, and the metrics by which gateways route (`vllm:*`)."""
+"""What is measured: `loadout_inference_*`, and the metrics by which gateways route (`vllm:*`).
+
+Requests and calls are counted here as they end; what the engine counts is read at every scrape.
+"""
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from inference_svc.core import (
-    EngineStatus,
-    FinishReason,
-    HistogramState,
-    ResidentAdapter,
-    Timings,
-    Usage,
-)
+from inference_svc import histogram
+from inference_svc.busiest import AdapterCounts, BusiestAdapters
+from inference_svc.core import FinishReason, Timings, Usage
+from inference_svc.engine_metrics import EngineCollector, Snapshot
+from inference_svc.metric_definitions import DEFINITIONS, family
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+MAX_ADAPTERS = 50
+"""Adapters that are counted by name, unless a setting says otherwise."""
 
-_HISTOGRAMS = {
-    "step_seconds": "Steps, from their messages to their outputs.",
-    "step_host_seconds": "Of a step, what is not the model's computation.",
-    "step_blocked_by_load_seconds": "Of a step, what loads of adapters cost it.",
-}
-"""What the engine's histograms count."""
+OUTCOMES = (*(reason.value for reason in FinishReason), "cancelled", "error")
 
-_LEVELS = {"device": "gpu", "host": "cpu"}
-"""Our tiers in the gateways' words."""
+# Each counter and histogram would bring a series of when it was made, which nobody asks for.
+prometheus_client.disable_created_metrics()
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The engine at one moment. `names` maps digests to the names known to point to them."""
+class RequestEnd:
+    """How a generation that the engine was asked for ended, with one of OUTCOMES. `adapter` is
+    tenant/name, "" for the base model. `total_s` is from its arrival, `num_sent` its tokens that
+    were handed on. `gave_up`: its adapter did not come in time.
+    """
 
-    status: EngineStatus
-    residents: tuple[ResidentAdapter, ...]
-    names: dict[str, list[str]]
-    store_connected: bool
+    outcome: str
+    adapter: str
+    num_sent: int
+    total_s: float
+    usage: Usage | None = None
+    timings: Timings | None = None
+    gave_up: bool = False
 
 
 class Metrics:
-    """Counts what passes; `snapshot` is called at every scrape, in the scraper's thread."""
+    """`snapshot` is called at every scrape, in the scraper's thread. Of adapters, `max_adapters`
+    are counted by name."""
 
-    def __init__(self, max_loras: int, snapshot: Callable[[], Snapshot | None]) -> None:
+    def __init__(
+        self,
+        max_loras: int,
+        snapshot: Callable[[], Snapshot | None],
+        max_adapters: int = MAX_ADAPTERS,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.rpcs = self._counter("rpcs", "Calls by method and status code.", "method", "code")
-        self.http_requests = self._counter(
-            "http_requests",
-            "Requests to the HTTP front by route and status; 499: the client left first.",
-            "route",
-            "status",
-        )
-        self.requests = self._counter(
-            "requests", "Generations that ended, by reason.", "finish_reason"
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_prompt_tokens = self._counter(
-            "cached_prompt_tokens", "Tokens of prompts that the prefix cache had."
-        )
-        self.generated_tokens = self._counter("generated_tokens", "Tokens sent to callers.")
-        self.queue_seconds = self._histogram("queue_seconds", "Until a request first ran.")
-        self.adapter_wait_seconds = self._histogram(
-            "adapter_wait_seconds", "Of that, until its adapter was resident."
-        )
-        self.first_token_seconds = self._histogram("first_token_seconds", "Until the first token.")
-        self.inter_token_seconds = self._histogram(
-            "inter_token_seconds", "Between tokens after the first: one mean per request."
-        )
-        self.info = Gauge(
-            "loadout_inference_info",
-            "What runs here.",
-            ("version", "base_model", "dtype", "device"),
-            registry=self.registry,
-        )
-        self.registry.register(EngineCollector(max_loras, snapshot))
+        self.adapters = BusiestAdapters(max_adapters)
+        self.resolve_times = histogram.Histogram(histogram.WAIT_BOUNDS_S)
+        self._rpcs = self._counter("rpcs")
+        self._http_requests = self._counter("http_requests")
+        self._rejections = self._counter("rejections")
+        self._requests = self._counter("requests")
+        for outcome in OUTCOMES:  # from 0 on, so that the first one counts in a rate
+            self._requests.labels(outcome)
+        self._prompt_tokens = self._counter("prompt_tokens")
+        self._cached_prompt_tokens = self._counter("cached_prompt_tokens")
+        self._generated_tokens = self._counter("generated_tokens")
+        self._queue_seconds = self._histogram("queue_seconds")
+        self._adapter_wait_seconds = self._histogram("adapter_wait_seconds")
+        self._first_token_seconds = self._histogram("first_token_seconds")
+        self._request_seconds = self._histogram("request_seconds")
+        self._info = self._gauge("info")
+        self._build_info = self._gauge("build_info")
+        self.registry.register(AdapterCollector(self.adapters))
+        self.registry.register(EngineCollector(max_loras, snapshot, self.resolve_times))
+        ProcessCollector(registry=self.registry)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"loadout_inference_{name}", help_text, labels, registry=self.registry)
+    def _counter(self, key: str) -> Counter:
+        found = DEFINITIONS[key]
+        return Counter(found.name, found.meaning, found.labels, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str) -> Histogram:
+    def _gauge(self, key: str) -> Gauge:
+        found = DEFINITIONS[key]
+        return Gauge(found.name, found.meaning, found.labels, registry=self.registry)
+
+    def _histogram(self, key: str) -> Histogram:
+        found, bounds = DEFINITIONS[key], histogram.WAIT_BOUNDS_S
         return Histogram(
-            f"loadout_inference_{name}", help_text, buckets=SECONDS, registry=self.registry
+            found.name, found.meaning, found.labels, buckets=bounds, registry=self.registry
         )
+
+    def describe_server(
+        self, base_model: str, dtype: str, device: str, versions: dict[str, str]
+    ) -> None:
+        """What runs here, known once the model is loaded."""
+        self._info.labels(base_model, dtype, device).set(1)
+        built_of = (versions.get("loadout", ""), platform.python_version())
+        self._build_info.labels(*built_of, versions.get("torch", "")).set(1)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """What a scraper gets that accepts these media types, and its type. From any thread but
@@ -104,162 +106,65 @@ class Metrics:
         encode, media_type = choose_encoder(accept)
         return encode(self.registry), media_type
 
-    def count_rpc(self, method: str, code: str) -> None:
-        self.rpcs.labels(method, code).inc()
+    def count_http(self, route: str, status: int, reason: str = "") -> None:
+        """A request to the HTTP front has ended; `reason` is the error's, "" if there was none."""
+        self._http_requests.labels(route, status).inc()
+        if reason:
+            self._rejections.labels(route, reason).inc()
 
-    def count_http(self, route: str, status: int) -> None:
-        self.http_requests.labels(route, status).inc()
+    def count_rpc(self, method: str, code: str, reason: str = "") -> None:
+        """A call has ended; `reason` is the error's, "" if there was none."""
+        self._rpcs.labels(method, code).inc()
+        if reason:
+            self._rejections.labels(method, reason).inc()
 
-    def count_finished(
-        self, reason: FinishReason, usage: Usage | None, timings: Timings | None, total_s: float
-    ) -> None:
-        """`total_s` is from the request's arrival to its last token."""
-        self.requests.labels(reason.value).inc()
-        if usage is None or timings is None:
-            return
-        self.prompt_tokens.inc(usage.prompt_tokens)
-        self.cached_prompt_tokens.inc(usage.cached_prompt_tokens)
-        self.queue_seconds.observe(timings.queued_s)
-        self.adapter_wait_seconds.observe(timings.adapter_wait_s)
+    def count_request(self, end: RequestEnd) -> None:
+        """A generation has ended."""
+        usage, timings = end.usage, end.timings
+        counts = AdapterCounts(1, int(end.outcome == "error"), generated_tokens=end.num_sent)
+        self._requests.labels(end.outcome).inc()
+        self._generated_tokens.inc(end.num_sent)
+        if end.gave_up:
+            self._adapter_wait_seconds.observe(end.total_s)
+        if usage is not None and timings is not None:
+            self._count_finished(end.total_s, usage, timings)
+            counts.prompt_tokens = usage.prompt_tokens
+            if usage.completion_tokens:
+                counts.first_tokens, counts.first_token_seconds = 1, timings.first_token_s
+            if end.adapter:
+                counts.load_waits, counts.load_wait_seconds = 1, timings.adapter_wait_s
+        self.adapters.count(end.adapter, counts)
+
+    def _count_finished(self, total_s: float, usage: Usage, timings: Timings) -> None:
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_prompt_tokens.inc(usage.cached_prompt_tokens)
+        self._queue_seconds.observe(timings.queued_s)
+        self._adapter_wait_seconds.observe(timings.adapter_wait_s)
+        self._request_seconds.observe(total_s)
         if usage.completion_tokens:
-            self.first_token_seconds.observe(timings.first_token_s)
-        if usage.completion_tokens > 1:
-            after_first_s = total_s - timings.first_token_s
-            self.inter_token_seconds.observe(after_first_s / (usage.completion_tokens - 1))
+            self._first_token_seconds.observe(timings.first_token_s)
 
 
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Scrapes are not worth a line."""
+class AdapterCollector(Collector):
+    """The requests of the busiest adapters."""
 
-
-class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _ThreadingServerV6(_ThreadingServer):
-    address_family = socket.AF_INET6
-
-
-class MetricsServer:
-    """Serves `metrics` over HTTP in a thread of its own. Raises OSError if it cannot listen."""
-
-    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
-        kind = _ThreadingServerV6 if ":" in host else _ThreadingServer
-        app = make_wsgi_app(metrics.registry)
-        try:
-            self._server = make_server(host, port, app, kind, _QuietHandler)
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        self.port: int = self._server.server_port
-        # Polled often, so that closing takes no half second.
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="loadout-metrics", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class EngineCollector(Collector):
-    """The engine's own numbers, read when they are asked for."""
-
-    def __init__(self, max_loras: int, snapshot: Callable[[], Snapshot | None]) -> None:
-        self._max_loras = max_loras
-        self._snapshot = snapshot
+    def __init__(self, adapters: BusiestAdapters) -> None:
+        self._adapters = adapters
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the engine."""
+        """Nothing: a look may change who is named."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return
-        yield from self._own(snapshot)
-        yield from self._requests_for_gateways(snapshot)
-        yield from self._residency_for_gateways(snapshot)
-
-    def _own(self, snapshot: Snapshot) -> Iterator[Metric]:
-        status = snapshot.status
-        for name, value in status.counters.items():
-            help_text = f"The engine's {name.replace('_', ' ')}."
-            yield CounterMetricFamily(f"loadout_inference_{name}", help_text, value=value)
-        for name, state in status.histograms.items():
-            yield _histogram(f"loadout_inference_{name}", _HISTOGRAMS.get(name, ""), state)
-        used = GaugeMetricFamily(
-            "loadout_inference_memory_used_bytes", "Memory in use.", labels=["area"]
-        )
-        capacity = GaugeMetricFamily(
-            "loadout_inference_memory_capacity_bytes", "Memory there is.", labels=["area"]
-        )
-        for area, (used_bytes, capacity_bytes) in status.memory.items():
-            used.add_metric([area], used_bytes)
-            capacity.add_metric([area], capacity_bytes)
-        yield used
-        yield capacity
-        yield _gauge("loadout_inference_requests_running", "In the batch.", status.num_running)
-        yield _gauge("loadout_inference_requests_waiting", "In the queue.", status.num_waiting)
-        yield _gauge(
-            "loadout_inference_store_connected",
-            "1 while the store's watch is live.",
-            snapshot.store_connected,
-        )
-
-    def _requests_for_gateways(self, snapshot: Snapshot) -> Iterator[Metric]:
-        status = snapshot.status
-        used, capacity = status.memory.get("kv_pages", (0, 0))
-        yield _gauge("vllm:num_requests_running", "In the batch.", status.num_running)
-        yield _gauge("vllm:num_requests_waiting", "In the queue.", status.num_waiting)
-        share = used / capacity if capacity else 0.0
-        yield _gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1.", share)
-        requests = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters with requests; the value is the unix time.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        running = _joined_names(snapshot, status.running_digests)
-        waiting = _joined_names(snapshot, status.waiting_digests)
-        requests.add_metric([str(self._max_loras), running, waiting], time.time())
-        yield requests
-
-    def _residency_for_gateways(self, snapshot: Snapshot) -> Iterator[Metric]:
-        loaded = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "1 for each name of each resident adapter.",
-            labels=["adapter_name", "level", "pinned", "rank"],
-        )
-        for adapter in snapshot.residents:
-            labels = [_LEVELS[adapter.tier], str(adapter.pinned).lower(), str(adapter.rank)]
-            for name in snapshot.names.get(adapter.digest) or [adapter.digest]:
-                loaded.add_metric([name, *labels], 1)
-        yield loaded
-        num_on_device = sum(adapter.tier == "device" for adapter in snapshot.residents)
-        yield _gauge("vllm:num_gpu_loaded_lora_adapters", "On the device.", num_on_device)
-        yield _gauge("vllm:max_gpu_lora_adapters", "Most on the device.", self._max_loras)
-        counters = snapshot.status.counters
-        yield SummaryMetricFamily(
-            "vllm:lora_adapter_load_seconds",
-            "From wanting an adapter to having it.",
-            count_value=int(counters.get("pulls", 0)),
-            sum_value=counters.get("load_seconds", 0.0),
-        )
-
-
-def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, help_text, value=float(value))
-
-
-def _histogram(name: str, help_text: str, state: HistogramState) -> HistogramMetricFamily:
-    totals = accumulate(state.counts)
-    bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
-    buckets = list(zip(bounds, map(float, totals), strict=True))
-    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=state.sum_seconds)
-
-
-def _joined_names(snapshot: Snapshot, digests: tuple[str, ...]) -> str:
-    names = [name for digest in digests for name in snapshot.names.get(digest) or [digest]]
-    return ",".join(sorted(names))
+        requests, errors = family("adapter_requests"), family("adapter_errors")
+        prompts, generated = family("adapter_prompt_tokens"), family("adapter_generated_tokens")
+        first = family("adapter_first_token_seconds")
+        waits = family("adapter_load_wait_seconds")
+        for adapter, counts in self._adapters.rows().items():
+            requests.add_metric([adapter], counts.requests)
+            errors.add_metric([adapter], counts.errors)
+            prompts.add_metric([adapter], counts.prompt_tokens)
+            generated.add_metric([adapter], counts.generated_tokens)
+            first.add_metric([adapter], counts.first_tokens, counts.first_token_seconds)
+            waits.add_metric([adapter], counts.load_waits, counts.load_wait_seconds)
+        yield from (requests, errors, prompts, generated, first, waits)

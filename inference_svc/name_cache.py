@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 MAX_ENTRIES = 100_000
@@ -46,7 +46,7 @@ class NameCache:
     def __init__(self) -> None:
         self._entries: OrderedDict[str, CachedName] = OrderedDict()
         self._refs_of_name: defaultdict[str, set[str]] = defaultdict(set)
-        self._refs_of_digest: defaultdict[str, set[str]] = defaultdict(set)
+        self._refs_of_digest: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def get(self, ref: str) -> CachedName | None:
         entry = self._entries.get(ref)
@@ -58,7 +58,7 @@ class NameCache:
         self.remove(ref)
         self._entries[ref] = entry
         self._refs_of_name[entry.record.name].add(ref)
-        self._refs_of_digest[entry.record.digest].add(ref)
+        self._refs_of_digest[entry.record.digest][ref] = None
         if len(self._entries) > MAX_ENTRIES:
             self.remove(next(iter(self._entries)))
 
@@ -66,13 +66,14 @@ class NameCache:
         entry = self._entries.pop(ref, None)
         if entry is None:
             return
-        for index, key in (
-            (self._refs_of_name, entry.record.name),
-            (self._refs_of_digest, entry.record.digest),
-        ):
-            index[key].discard(ref)
-            if not index[key]:
-                del index[key]
+        refs_of_name = self._refs_of_name[entry.record.name]
+        refs_of_name.discard(ref)
+        if not refs_of_name:
+            del self._refs_of_name[entry.record.name]
+        refs_of_digest = self._refs_of_digest[entry.record.digest]
+        del refs_of_digest[ref]
+        if not refs_of_digest:
+            del self._refs_of_digest[entry.record.digest]
 
     def remove_name(self, name: str) -> None:
         for ref in list(self._refs_of_name.get(name, ())):
@@ -83,5 +84,6 @@ class NameCache:
         self._refs_of_name.clear()
         self._refs_of_digest.clear()
 
-    def refs_of(self, digest: str) -> list[str]:
-        return sorted(self._refs_of_digest.get(digest, ()))
+    def refs_of(self, digest: str) -> Iterator[str]:
+        """Those known for longest first. Use it before anything else changes."""
+        return iter(self._refs_of_digest.get(digest, ()))

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from inference_svc.access import Principal
@@ -78,7 +79,8 @@ class Directory:
     Entries are right while the watch is live, because the watch removes what changes. While the
     store does not answer they keep resolving for `name_ttl_s` from when they were last known to
     be right. `layout_id` is set by whoever registers the layout, once the store accepted it.
-    `on_repointed` hears the old and the new digest when a name in use here moves.
+    `on_repointed` hears the old and the new digest when a name in use here moves; `on_asked` how
+    many seconds somebody waited for the store's answer.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Directory:
         self.layout_id = ""
         self.revision = 0
         self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
+        self.on_asked: Callable[[float], None] = lambda seconds: None
         self._catalog = catalog
         self._servable = servable
         self._name_ttl_s = name_ttl_s
@@ -131,11 +134,11 @@ class Directory:
         label = ref.digest or f"{record.name}@{record.version}"
         return Binding(label, tenant, record.digest, record.rank, record.create_time_s)
 
-    def names_of(self, who: Principal, digest: str) -> list[str]:
+    def names_of(self, who: Principal, digest: str, limit: int | None = None) -> list[str]:
         """The names of the caller's tenants, with or without version, known to point to a digest,
-        sorted."""
-        names = [ref for ref in self._cache.refs_of(digest) if not ref.endswith(digest)]
-        return [name for name in names if who.is_for(tenant_of(name))]
+        sorted; of more than `limit` those that have been known for longest."""
+        refs = (ref for ref in self._cache.refs_of(digest) if not ref.endswith(digest))
+        return sorted(islice((ref for ref in refs if who.is_for(tenant_of(ref))), limit))
 
     def is_owner(self, who: Principal, digest: str) -> bool:
         """Whether one of the caller's tenants has used a digest here and has it, or has had it
@@ -184,12 +187,14 @@ class Directory:
 
     async def _ask(self, question: Question, min_revision: int) -> AdapterRecord:
         """The store's answer, or the last known one while the store does not answer."""
-        stale = self._stale(question, min_revision)
-        if stale is not None and self._clock() - self._asked_in_vain_s < RETRY_SECONDS:
+        stale, began_s = self._stale(question, min_revision), self._clock()
+        if stale is not None and began_s - self._asked_in_vain_s < RETRY_SECONDS:
             return stale
         try:
             async with asyncio.timeout(None if stale is None else PATIENCE_SECONDS):
-                return await self._fetch(question, min_revision)
+                record = await self._fetch(question, min_revision)
+            self.on_asked(self._clock() - began_s)
+            return record
         except TimeoutError:
             self._asked_in_vain_s = self._clock()
             error = StoreUnavailable("the adapter store does not answer")

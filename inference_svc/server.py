@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from inference_svc.accounts import Accounts
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
@@ -20,7 +21,8 @@ from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
-from inference_svc.metrics import Metrics, MetricsServer
+from inference_svc.metrics import Metrics
+from inference_svc.metrics_server import MetricsServer
 from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
@@ -28,7 +30,7 @@ from inference_svc.replicas import Replicas
 from inference_svc.service import ServerFacts, Service
 from inference_svc.servicer import InferenceServicer
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import StatusInterceptor, TokenGuard
+from inference_svc.status import StatusInterceptor, TokenGuard, code_of
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
@@ -86,12 +88,12 @@ class InferenceServer:
         self._store_access = store_access
         if config.ready_file is not None:
             config.ready_file.unlink(missing_ok=True)
-        self._snapshots = Snapshots()
-        self._metrics = Metrics(config.max_loras, self._snapshots.take)
+        self._snapshots = Snapshots(config.max_loras)
+        self._metrics = Metrics(config.max_loras, self._snapshots.take, config.metrics_adapters)
         if config.store:
             self._metrics.registry.register(ReplicaCollector(self.replicas))
         host, port = split_address(config.metrics_listen)
-        self._metrics_server = MetricsServer(self._metrics, host, port)
+        self._metrics_server = MetricsServer(self._metrics.registry, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = health.aio.HealthServicer()
         self._calls = StatusInterceptor(self._metrics.count_rpc)
@@ -117,6 +119,7 @@ class InferenceServer:
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)
         directory.on_repointed = self._repointed
+        directory.on_asked = self._metrics.resolve_times.observe
         self._frontend.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
@@ -127,7 +130,7 @@ class InferenceServer:
             directory,
             catalog,
             self._prompts,
-            self._metrics,
+            Accounts(self._metrics, code_of, log_prompts=config.log_prompts),
             self._gate,
             self._audit,
         )
@@ -142,9 +145,7 @@ class InferenceServer:
             await self._start_http(self._http, service, text)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._is_serving = True
-        self._metrics.info.labels(
-            facts.versions.get("loadout", ""), facts.base_model, facts.dtype, facts.device
-        ).set(1)
+        self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -160,7 +161,7 @@ class InferenceServer:
         await self._health.enter_graceful_shutdown()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
-            log.info("draining for up to %g s", grace_seconds)
+            log.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
             await self._frontend.drain(grace_seconds)
             # Besides requests: what operators have asked for, and what still asks for a name.
@@ -190,7 +191,9 @@ class InferenceServer:
 
     def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
         """Of a call of which nothing was read."""
-        self._metrics.count_rpc(method, "UNAUTHENTICATED")
+        facts = {"method": method, "peer": peer, "reason": error.reason}
+        log.info("call refused", extra=facts)
+        self._metrics.count_rpc(method, "UNAUTHENTICATED", error.reason)
         self._audit.refuse(method, peer, error)
 
     def _accept_layout(self, layout_id: str) -> None:
@@ -214,7 +217,7 @@ class InferenceServer:
         addresses = {"grpc": self.address, "metrics": self.metrics_address}
         if self._http is not None:
             addresses["http"] = self.http_address
-        log.info("serving: %s", ", ".join(f"{name} on {at}" for name, at in addresses.items()))
+        log.info("serving", extra=addresses)
         path = self._config.ready_file
         if path is None:
             return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from inference_svc.access import Action, Principal
+from inference_svc.accounts import Account, Accounts
 from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.calls import GenerateCall
 from inference_svc.core import EngineStatus, Request, ResidentAdapter
@@ -16,7 +16,6 @@ from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticate
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate, Metadata, bearer_token
 from inference_svc.generation import Delta
-from inference_svc.metrics import Metrics
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source
@@ -67,16 +66,16 @@ class Service:
         directory: Directory,
         registry: Registry | None,
         prompts: PromptEncoder,
-        metrics: Metrics,
+        accounts: Accounts,
         gate: Gate,
         audit: Audit,
     ) -> None:
         self.facts = facts
+        self.accounts = accounts
         self._frontend = frontend
         self._directory = directory
         self._registry = registry
         self._prompts = prompts
-        self._metrics = metrics
         self._gate = gate
         self._audit = audit
 
@@ -94,6 +93,13 @@ class Service:
             raise
 
     # --- generating -----------------------------------------------------------------------------
+
+    def admit_request(self, caller: Caller, account: Account) -> Principal:
+        """As `admit`, for who wants to generate: the account knows whom, also if it is refused."""
+        who = self._gate.identify(caller.metadata)
+        account.admit(who)
+        who.require(Action.GENERATE)
+        return who
 
     async def bind(
         self, who: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"
@@ -117,21 +123,13 @@ class Service:
             prompt, binding, who.home_tenant, self.facts.max_model_len, remaining_s
         )
 
-    async def run(self, request: Request) -> AsyncGenerator[Delta, None]:
+    async def run(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
         """The request's deltas; to be closed, and raising, as Frontend.generate."""
-        num_tokens = 0
-        try:
-            async with aclosing(self._frontend.generate(request, request.tenant)) as deltas:
-                async for delta in deltas:
-                    num_tokens += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        total_s = time.monotonic() - request.arrival_s
-                        self._metrics.count_finished(
-                            delta.finish_reason, delta.usage, delta.timings, total_s
-                        )
-                    yield delta
-        finally:
-            self._metrics.generated_tokens.inc(num_tokens)
+        account.start(request)
+        async with aclosing(self._frontend.generate(request, request.tenant)) as deltas:
+            async for delta in deltas:
+                account.note(delta)
+                yield delta
 
     # --- operating ------------------------------------------------------------------------------
 

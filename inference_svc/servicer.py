@@ -24,14 +24,19 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         service = self._service
-        who = service.admit(_caller(context), Action.GENERATE)
-        call = convert.from_generate_request(request, service.facts.vocab_size)
-        binding = await service.bind(who, call.adapter, call.min_revision)
-        to_run = await service.prepare(who, call, binding, context.time_remaining())
-        identity = convert.to_identity(binding)
-        async with aclosing(service.run(to_run)) as deltas:
-            async for delta in deltas:
-                await context.write(convert.to_generate_response(call.request_id, delta, identity))
+        with service.accounts.open(request.request_id, request.adapter) as account:
+            who = service.admit_request(_caller(context), account)
+            call = convert.from_generate_request(request, service.facts.vocab_size)
+            account.request_id, account.prompt = call.request_id, call.prompt
+            binding = await service.bind(who, call.adapter, call.min_revision)
+            account.bind(binding)
+            to_run = await service.prepare(who, call, binding, context.time_remaining())
+            identity = convert.to_identity(binding)
+            async with aclosing(service.run(to_run, account)) as deltas:
+                async for delta in deltas:
+                    await context.write(
+                        convert.to_generate_response(call.request_id, delta, identity)
+                    )
 
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 
 from inference_svc.access import OPEN
+from inference_svc.engine_metrics import Snapshot
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import Frontend
-from inference_svc.metrics import Snapshot
 from inference_svc.names import Directory
 from inference_svc.refs import short_name
 
 ANSWER_SECONDS = 2.0
 """An engine in a longer step is shown as it was at the last scrape."""
+MAX_RESIDENTS = 512
+"""Resident adapters that are asked for, beside all on the device: the engine lists them between
+two steps."""
+MAX_NAMES = 16
+"""Names of one adapter."""
 
 
 class Snapshots:
-    """`take` may be called from any thread but the event loop's."""
+    """`take` may be called from any thread but the event loop's. At most `max_loras` adapters are
+    on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_loras: int) -> None:
+        self._max_residents = max(MAX_RESIDENTS, max_loras)
         self._source: tuple[asyncio.AbstractEventLoop, Frontend, Directory] | None = None
         self._last: Snapshot | None = None
 
@@ -34,7 +41,8 @@ class Snapshots:
         source = self._source
         if source is not None:
             loop, frontend, directory = source
-            answer = asyncio.run_coroutine_threadsafe(_ask(frontend, directory), loop)
+            asking = _ask(frontend, directory, self._max_residents)
+            answer = asyncio.run_coroutine_threadsafe(asking, loop)
             try:
                 self._last = answer.result(ANSWER_SECONDS)
             except TimeoutError:
@@ -44,14 +52,16 @@ class Snapshots:
         return self._last
 
 
-async def _ask(frontend: Frontend, directory: Directory) -> Snapshot:
-    status, residents = await asyncio.gather(frontend.describe(), frontend.list_resident())
+async def _ask(frontend: Frontend, directory: Directory, max_residents: int) -> Snapshot:
+    status, residents = await asyncio.gather(
+        frontend.describe(), frontend.list_resident(max_residents)
+    )
     digests = {adapter.digest for adapter in residents}
     digests.update(status.running_digests, status.waiting_digests)
     return Snapshot(
         status,
         residents,
-        {digest: _labels(directory.names_of(OPEN, digest)) for digest in digests},
+        {digest: _labels(directory.names_of(OPEN, digest, MAX_NAMES)) for digest in digests},
         directory.is_live,
     )
 

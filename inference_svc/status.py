@@ -81,17 +81,29 @@ def _pack(message: Any) -> any_pb2.Any:
     return packed
 
 
+def code_of(error: BaseException) -> str:
+    """The name of the code that a call ends with when its handler raises this."""
+    if isinstance(error, Exception) and not isinstance(error, grpc.aio.InternalError):
+        return _code_name(to_status(error).code)
+    return "CANCELLED"  # the caller has gone
+
+
+def _reason_of(error: Exception) -> str:
+    return error.reason if isinstance(error, errors.InferenceError) else "INTERNAL"
+
+
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Answers every error of our services with its status.
 
-    `on_end(method, code)` is told how each call ended ("OK", "NOT_FOUND", ...). Our streaming
-    handlers are coroutines that write, so that one wrapper serves unary and streaming.
+    `on_end(method, code, reason)` is told how each call ended ("OK", "NOT_FOUND", ...), with the
+    error's reason, "" where there was none. Our streaming handlers are coroutines that write, so
+    that one wrapper serves unary and streaming.
     """
 
-    def __init__(self, on_end: Callable[[str, str], None]) -> None:
+    def __init__(self, on_end: Callable[[str, str, str], None]) -> None:
         self._on_end = on_end
         self._running = 0
         self._last_end = -QUIET_SECONDS
@@ -128,7 +140,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, name: str, inner: Handler) -> Handler:
         async def guarded(request: Any, context: Any) -> Any:
-            code = "OK"
+            code, reason = "OK", ""
             self._running += 1
             try:
                 return await inner(request, context)
@@ -143,14 +155,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
                 status = to_status(error)
-                code = _code_name(status.code)
+                code, reason = _code_name(status.code), _reason_of(error)
                 if code == "INTERNAL":
                     log.exception("%s failed", name)
                 await context.abort_with_status(rpc_status.to_status(status))
             finally:
                 self._running -= 1
                 self._last_end = time.monotonic()
-                self._on_end(name, code)
+                self._on_end(name, code, reason)
 
         return guarded
 

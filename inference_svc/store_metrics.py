@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from inference_svc.metric_definitions import family, sample
 from inference_svc.replicas import Replicas
 
 MAX_LABELS = 32
@@ -33,43 +34,14 @@ class ReplicaCollector(Collector):
             pulled_bytes[label] += status.pulled_bytes
             for result, count in status.pulls.items():
                 pulls[label, result] += count
-        yield _family(
-            GaugeMetricFamily,
-            "store_replicas_healthy",
-            "Replicas of the store that are asked: 1, or 0 while it is passed over.",
-            {(label,): healthy[label] for label in known},
-            "replica",
-        )
-        yield _family(
-            CounterMetricFamily,
-            "store_pulls",
-            "Image streams from a replica that ended.",
-            pulls,
-            "replica",
-            "result",
-        )
-        yield _family(
-            CounterMetricFamily,
-            "store_pulled_bytes",
-            "Bytes of images from a replica.",
-            {(label,): pulled_bytes[label] for label in known},
-            "replica",
-        )
-        yield CounterMetricFamily(
-            "loadout_inference_store_failovers",
-            "Pulls and questions that went on at another replica.",
-            value=self._replicas.num_failovers,
-        )
+        yield _family("store_replicas_healthy", (((label,), healthy[label]) for label in known))
+        yield _family("store_pulls", pulls.items())
+        yield _family("store_pulled_bytes", (((label,), pulled_bytes[label]) for label in known))
+        yield sample("store_failovers", self._replicas.num_failovers)
 
 
-def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    help_text: str,
-    values: dict[tuple[str, ...], int] | Counter[tuple[str, str]],
-    *labels: str,
-) -> Metric:
-    family = kind(f"loadout_inference_{name}", help_text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(list(key), value)
-    return family
+def _family(key: str, values: Iterable[tuple[tuple[str, ...], int]]) -> Metric:
+    made = family(key)
+    for labels, value in values:
+        made.add_metric(labels, value)
+    return made

@@ -42,6 +42,14 @@ class ExtentAllocator:
     def free_bytes(self) -> int:
         return sum(self._sizes)
 
+    @property
+    def largest_free_bytes(self) -> int:
+        return max(self._sizes, default=0)
+
+    @property
+    def num_free_ranges(self) -> int:
+        return len(self._sizes)
+
     def copy(self) -> ExtentAllocator:
         """An equal allocator to try things on."""
         other = ExtentAllocator(0)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from inference_svc.adapters.changes import (
@@ -20,8 +21,10 @@ from inference_svc.adapters.changes import (
     TableClear,
     TableWrite,
 )
+from inference_svc.adapters.copies import Copies
 from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.load_times import LoadTimes
 from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
 from inference_svc.adapters.prefetch import Prefetch
 from inference_svc.adapters.pull_job import (
@@ -34,8 +37,7 @@ from inference_svc.adapters.pull_job import (
     SilentSources,
 )
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.slots import Resident, Slots
-from inference_svc.adapters.store import ImageHeader
+from inference_svc.adapters.slots import EvictionReason, Resident, Slots, why_inadmissible
 from inference_svc.errors import AdapterUnusable, InferenceError
 
 log = logging.getLogger(__name__)
@@ -59,19 +61,21 @@ class Loader:
     prefetch: Prefetch | None = None
     layout_id: str = ""
     counters: LoadCounters = field(default_factory=LoadCounters)
+    times: LoadTimes = field(default_factory=LoadTimes)
     _waiters: Counter[str] = field(default_factory=Counter)
     _loads: Loads = field(default_factory=Loads)
     _changes: PendingChanges = field(default_factory=PendingChanges)
-    _copying: dict[str, HostCopy] = field(default_factory=dict)
     _silent: SilentSources = field(default_factory=SilentSources)
     _news: list[str] = field(default_factory=list)
     _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
 
     _has_new: bool = False
     _drains: Drains = field(init=False)
+    _copying: Copies = field(init=False)
 
     def __post_init__(self) -> None:
         self._drains = Drains(self.device)
+        self._copying = Copies(self.times)
         self.device.on_evict = self._on_evict
         if self.host is not None:
             self.host.slots.on_evict = self._on_host_evict
@@ -113,7 +117,8 @@ class Loader:
         self._has_new = False
         self._give_up_orphans(now_s)
         self._after_drains(now_s)
-        left, num_turns, num_short = self._loads.num_short(), self._num_turns(), 0
+        left, num_short = self._loads.num_short(), 0
+        num_turns = self._loads.num_turns(self.puller.num_workers) if self.layout_id else 0
         ahead: set[str] = set()
         chosen = chain(in_order(), self._loads.unordered()) if left or num_turns else ()
         for digest, is_aged in chosen:
@@ -124,7 +129,8 @@ class Loader:
             elif load is not None and left.get(load.state):
                 left[load.state] -= 1
                 keep = ahead if is_aged else self._waiters
-                if not load.is_cancelled and not self._give_room(digest, load, keep, now_s):
+                why = EvictionReason.AGED if is_aged else EvictionReason.REQUEST
+                if not load.is_cancelled and not self._give_room(digest, load, keep, now_s, why):
                     left[load.state] = 0
                     if is_aged and (self.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM):
                         assert load.header is not None
@@ -155,12 +161,17 @@ class Loader:
     def is_copying(self) -> bool:
         return bool(self._copying)
 
-    def copied(self, digests: Iterable[str]) -> None:
+    @property
+    def num_loads(self) -> dict[LoadState, int]:
+        """Adapters on their way by state; those that are being copied have left it."""
+        return self._loads.num_by_state
+
+    def copied(self, digests: Iterable[str], now_s: float) -> None:
         """These lie in the arena, whole: they become visible with the next batch."""
         for digest in digests:
             assert self.host is not None
             self.host.slots.release(digest)
-            copy = self._copying.pop(digest)
+            copy = self._copying.end(digest, now_s)
             self._changes.append(TableWrite(copy.resident))
             self._arrive(copy.resident, copy.host.load_seconds)
 
@@ -188,7 +199,8 @@ class Loader:
     def _look_ahead(self, now_s: float) -> None:
         if self.prefetch is None or not self._may_prefetch:
             return
-        digest = self.prefetch.choose(now_s, self._is_here, self._victims)
+        may_leave = partial(self._pull_slots.may_leave, self._waiters)
+        digest = self.prefetch.choose(now_s, self._is_here, may_leave)
         if digest is not None:
             load = self._loads.begin(digest, now_s)
             self._loads.keep_unwanted(digest)
@@ -197,15 +209,6 @@ class Loader:
     def _is_here(self, digest: str) -> bool:
         return digest in self._pull_slots or digest in self.device
 
-    def _victims(self) -> set[str] | None:
-        """What prefetching might evict; None while there is room for any image that we know."""
-        slots = self._pull_slots
-        residents = slots.residents()
-        largest_bytes = max((resident.num_bytes for resident in residents), default=0)
-        if len(slots) < slots.max_images and slots.extents.free_bytes >= largest_bytes:
-            return None
-        return {r.digest for r in residents if slots.may_evict(r, self._waiters)}
-
     def _give_prefetch_room(self, digest: str, load: Load, now_s: float) -> None:
         """Free room, or that of what is less popular and not waited for; else not at all."""
         assert self.prefetch is not None
@@ -213,7 +216,7 @@ class Loader:
         assert load.header is not None
         others = {resident.digest for resident in self._pull_slots.residents()}
         keep = self.prefetch.hotter_than(digest, others, now_s) | self._waiters.keys()
-        if self._give_room(digest, load, keep, now_s):
+        if self._give_room(digest, load, keep, now_s, EvictionReason.PREFETCH):
             self.prefetch.opened(load.header.total_bytes, now_s)
         else:
             self.puller.cancel(load.job)
@@ -228,7 +231,7 @@ class Loader:
         on_device = self.device.reserve(resident.header, others)
         if on_device is not None:
             self.host.slots.acquire(resident.digest, time.time())
-            self._copy(resident, on_device)
+            self._copy(resident, on_device, now_s, None)
 
     # Within.
 
@@ -241,26 +244,24 @@ class Loader:
         return hosted if hosted is not None and hosted.ready else None
 
     def _on_evict(self, resident: Resident) -> None:
-        log.debug("evicted %s", resident.digest)
+        log.debug("evicted", extra={"digest": resident.digest})
+        self.times.left_device(resident)
         self._changes.append(TableClear(resident.slot))
         self._news.append(resident.digest)
         if self.host is None:
-            self._on_host_evict(resident)
+            self._left_pull_slots(resident)
 
     def _on_host_evict(self, resident: Resident) -> None:
+        self.times.left_host(resident)
+        self._left_pull_slots(resident)
+
+    def _left_pull_slots(self, resident: Resident) -> None:
         """An image has left the memory that pulls write to."""
         if self.prefetch is not None:
             self.prefetch.left(resident.digest)
 
     def _is_prefetching(self, digest: str) -> bool:
         return self.prefetch is not None and self.prefetch.current == digest
-
-    def _num_turns(self) -> int:
-        """How many pulls may begin."""
-        if not self.layout_id:
-            return 0
-        free = max(0, self.puller.num_workers - self._loads.num_pulling)
-        return min(free, len(self._loads.queued))
 
     def _pull(self, digest: str, load: Load, now_s: float) -> None:
         job = PullJob(digest, self.layout_id, self._silent.of(digest))
@@ -296,7 +297,7 @@ class Loader:
             self._pull_slots.remove(digest)
         load.header = event.header
         self._loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
-        reason = self._inadmissible(event.header)
+        reason = why_inadmissible(event.header, self.max_rank, (self._pull_slots, self.device))
         if reason is not None:
             error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
             self._failures.append((digest, error))
@@ -304,19 +305,14 @@ class Loader:
         elif self._is_prefetching(digest):
             self._give_prefetch_room(digest, load, now_s)
 
-    def _inadmissible(self, header: ImageHeader) -> str | None:
-        if header.rank > self.max_rank:
-            return f"rank {header.rank}, above max_lora_rank {self.max_rank}"
-        if not (self._pull_slots.admits(header) and self.device.admits(header)):
-            return f"{header.total_bytes} bytes, more than the memory for adapters can give"
-        return None
-
-    def _give_room(self, digest: str, load: Load, keep: Collection[str], now_s: float) -> bool:
+    def _give_room(
+        self, digest: str, load: Load, keep: Collection[str], now_s: float, why: EvictionReason
+    ) -> bool:
         if load.state is LoadState.NEEDS_DEVICE_ROOM:
-            return self._give_device_room(digest, keep)
+            return self._give_device_room(digest, keep, now_s, why)
         assert load.header is not None
         assert load.job is not None
-        resident = self._pull_slots.reserve(load.header, keep, self._waiters)
+        resident = self._pull_slots.reserve(load.header, keep, self._waiters, why)
         if resident is None:
             return False
         self._loads.got_pull_room(digest, now_s)
@@ -333,25 +329,29 @@ class Loader:
         drained = self._drains.drained(self._waiters)
         for digest, keep in drained:
             if self._loads.is_short(digest):
-                self._give_room(digest, self._loads[digest], keep, now_s)
+                self._give_room(digest, self._loads[digest], keep, now_s, EvictionReason.AGED)
         over = {digest for digest, _ in drained}
         self._news += self._drains.end(lambda d: d in over or not self._loads.is_short(d))
 
-    def _give_device_room(self, digest: str, keep: Collection[str]) -> bool:
+    def _give_device_room(
+        self, digest: str, keep: Collection[str], now_s: float, why: EvictionReason
+    ) -> bool:
         """Moves a host image into the arena; the copy rides in the next batch that has room."""
         hosted = self._in_host(digest)
         assert hosted is not None, "the load holds it"
-        resident = self.device.reserve(hosted.header, keep, self._waiters)
+        resident = self.device.reserve(hosted.header, keep, self._waiters, why)
         if resident is None:
             return False
-        self._copy(hosted, resident)
-        self._loads.end(digest)
+        load = self._loads.got_device_room(digest, now_s)
+        self.times.wait.observe(load.waited_s)
+        self._copy(hosted, resident, now_s, load.started_s)
         return True
 
-    def _copy(self, hosted: Resident, resident: Resident) -> None:
+    def _copy(self, host: Resident, room: Resident, now_s: float, wanted_s: float | None) -> None:
         """The host image is held until `copied`."""
-        self._copying[hosted.digest] = HostCopy(hosted, resident)
-        self._changes.append(self._copying[hosted.digest])
+        change = HostCopy(host, room)
+        self._copying.begin(change, now_s, wanted_s)
+        self._changes.append(change)
 
     def _arrive(self, resident: Resident, load_seconds: float) -> None:
         resident.ready = True
@@ -365,12 +365,14 @@ class Loader:
         load_seconds = now_s - load.started_s
         self.counters.pulls_done += 1
         self.counters.pulled_bytes += resident.header.total_bytes
-        self.counters.load_seconds += load_seconds
+        self.times.pull.observe(load_seconds - load.waited_s)
         if self.prefetch is not None:
             self.prefetch.budget.measured(resident.num_bytes, now_s - load.granted_s)
         if self.host is None:
             self._changes.append(TableWrite(resident))
             self._arrive(resident, load_seconds)
+            if not self._is_prefetching(job.digest):
+                self.times.loaded(load_seconds, load.waited_s)
         else:
             resident.ready, resident.load_seconds = True, load_seconds
         if self.host is not None and self._waiters[job.digest]:
@@ -390,7 +392,8 @@ class Loader:
         if self.prefetch is not None and self._is_prefetching(digest):
             self.prefetch.refused(now_s)
         if event.error is not None:
-            log.warning("adapter %s cannot be loaded: %s", digest, event.error.message)
+            facts = {"digest": digest, "reason": event.error.reason, "why": event.error.message}
+            log.warning("adapter cannot be loaded", extra=facts)
             self.counters.pulls_failed += 1
             self._failures.append((digest, event.error))
         elif self._waiters[digest]:

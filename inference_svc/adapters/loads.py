@@ -34,7 +34,8 @@ class Load:
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
     waited for room instead. `room_wait_since_s` is set while it waits for room. `header` is known
-    once the pull has opened; `granted_s` is when it got room to write to.
+    once the pull has opened; `granted_s` is when it got room to write to. `waited_s` is how long it
+    has waited for its turn and for room so far.
     """
 
     started_s: float
@@ -44,6 +45,7 @@ class Load:
     header: ImageHeader | None = None
     room_wait_since_s: float | None = None
     granted_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def needs_room(self) -> bool:
@@ -60,7 +62,9 @@ class Load:
     def got_pull_room(self, now_s: float) -> None:
         assert self.state is LoadState.NEEDS_PULL_ROOM
         assert self.room_wait_since_s is not None
-        self.store_wait_since_s += now_s - self.room_wait_since_s
+        room_wait_s = now_s - self.room_wait_since_s
+        self.store_wait_since_s += room_wait_s
+        self.waited_s += room_wait_s
         self.state, self.room_wait_since_s, self.granted_s = LoadState.PULLING, None, now_s
 
 
@@ -96,6 +100,7 @@ class Loads:
         load = self.by_digest[digest]
         since_s = self.store_wait_since_s(digest)
         load.store_wait_since_s = now_s if since_s is None else since_s
+        load.waited_s = now_s - load.started_s
         load.state, load.job = LoadState.PULLING, job
         del self.queued[digest]
 
@@ -103,6 +108,19 @@ class Loads:
     def num_pulling(self) -> int:
         """Pulls that need a thread: all but those that wait for their turn or for room."""
         return len(self.by_digest) - len(self.queued) - sum(map(len, self.short.values()))
+
+    @property
+    def num_by_state(self) -> dict[LoadState, int]:
+        """How many there are in each state."""
+        counts = {state: len(self.short[state]) for state in LoadState}
+        return counts | {
+            LoadState.NEEDS_TURN: len(self.queued),
+            LoadState.PULLING: self.num_pulling,
+        }
+
+    def num_turns(self, num_workers: int) -> int:
+        """How many pulls may begin, of so many at a time."""
+        return min(max(0, num_workers - self.num_pulling), len(self.queued))
 
     def end(self, digest: str) -> None:
         load = self.by_digest.pop(digest)
@@ -118,6 +136,14 @@ class Loads:
     def got_pull_room(self, digest: str, now_s: float) -> None:
         self.by_digest[digest].got_pull_room(now_s)
         del self.short[LoadState.NEEDS_PULL_ROOM][digest]
+
+    def got_device_room(self, digest: str, now_s: float) -> Load:
+        """Here it ends: what is left is a copy."""
+        load = self.by_digest[digest]
+        assert load.room_wait_since_s is not None
+        load.waited_s += now_s - load.room_wait_since_s
+        self.end(digest)
+        return load
 
     def park(self, now_s: float) -> None:
         """What waits for room to be pulled to keeps no thread."""
@@ -194,4 +220,3 @@ class LoadCounters:
     pulls_done: int = 0
     pulls_failed: int = 0
     pulled_bytes: int = 0
-    load_seconds: float = 0.0

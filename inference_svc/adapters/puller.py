@@ -120,7 +120,8 @@ class Puller:
         while not self._closing.wait(SILENCE_POLL_S):
             for job in list(self._active):
                 if job.leave_if_silent(SILENCE_S):
-                    log.warning("pull of %s: nothing came for %g s", job.digest, SILENCE_S)
+                    facts = {"digest": job.digest, "seconds": SILENCE_S}
+                    log.warning("pull: nothing came", extra=facts)
 
     def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
         """Works on a job until it ends or, None, is parked."""
@@ -141,7 +142,8 @@ class Puller:
                 num_failed += 1
                 job.wait_before_retry(delay_s)
             except CorruptImage as error:
-                log.warning("pull of %s: %s", job.digest, error.message)
+                facts = {"digest": job.digest, "why": error.message}
+                log.warning("pull: bytes that fail their hash", extra=facts)
                 job.progress.blame_source()
                 job.progress.num_corrupt += 1
                 if job.progress.num_corrupt >= MAX_CORRUPT:
@@ -149,7 +151,7 @@ class Puller:
             except InferenceError as error:
                 return PullFailed(job, error)
             except Exception as error:  # a bug here must not strand the requests that wait
-                log.exception("pull of %s failed", job.digest)
+                log.exception("pull failed", extra={"digest": job.digest})
                 return PullFailed(job, InferenceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 

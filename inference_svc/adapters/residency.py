@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from inference_svc.adapters.changes import TableClear
 from inference_svc.adapters.loader import Loader
 from inference_svc.adapters.loads import LoadState
+from inference_svc.adapters.slots import EvictionReason
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 
 
@@ -120,7 +121,7 @@ class Residency(Loader):
             is_coming = resident.digest in self._loads or resident.digest in self._copying
             assert resident.ready != is_coming, "a half-loaded image"
         self._loads.check_integrity(waiters)
-        held = Counter(list(self._copying))
+        held = Counter(self._copying)
         for digest, load in self._loads.by_digest.items():
             held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
         if self.host is None:
@@ -148,8 +149,10 @@ class Residency(Loader):
     def _drop(self, digest: str) -> None:
         if digest in self.device:
             self._changes.append(TableClear(self.device.remove(digest).slot))
+            self.device.evictions[EvictionReason.UNLOAD] += 1
         if self._in_host(digest) is not None:
             assert self.host is not None
             self.host.slots.remove(digest)
+            self.host.slots.evictions[EvictionReason.UNLOAD] += 1
         if self._waiters[digest]:
             self.ensure(digest, time.monotonic())

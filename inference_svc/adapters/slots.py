@@ -6,13 +6,24 @@ table; the host tier has another.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from inference_svc.adapters.extents import Extent, ExtentAllocator, round_up
 from inference_svc.adapters.store import ImageHeader
 from inference_svc.errors import NoRoom
+
+
+class EvictionReason(enum.Enum):
+    """What an image left for: one that is asked for, by a request that waited for long or by any,
+    or one that may be; or an operator said so."""
+
+    REQUEST = "request"
+    AGED = "aged"
+    PREFETCH = "prefetch"
+    UNLOAD = "unload"
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +96,7 @@ class Slots:
         self.on_evict = on_evict
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
         self._free_slots = list(range(max_images - 1, -1, -1))
-        self.num_evictions = 0
+        self.evictions: Counter[EvictionReason] = Counter()
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._by_digest
@@ -98,6 +109,14 @@ class Slots:
 
     def residents(self) -> list[Resident]:
         return list(self._by_digest.values())
+
+    @property
+    def num_evictions(self) -> int:
+        return self.evictions.total()
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(r.num_bytes for r in self._by_digest.values() if r.pinned)
 
     @property
     def capacity(self) -> int:
@@ -120,7 +139,11 @@ class Slots:
         return left
 
     def reserve(
-        self, header: ImageHeader, keep: Collection[str] = (), wanted: Collection[str] = ()
+        self,
+        header: ImageHeader,
+        keep: Collection[str] = (),
+        wanted: Collection[str] = (),
+        reason: EvictionReason = EvictionReason.REQUEST,
     ) -> Resident | None:
         """Room for an image, evicting as few as needed: what is not `wanted` first, then the least
         recently used; never those in `keep`. None, and nothing evicted, when that is not enough.
@@ -131,7 +154,7 @@ class Slots:
         if victims is None:
             return None
         for victim in victims:
-            self.num_evictions += 1
+            self.evictions[reason] += 1
             self.remove(victim.digest)
             self.on_evict(victim)
         extents = self.extents.allocate(header.total_bytes, cuts)
@@ -168,6 +191,14 @@ class Slots:
             if has_row and planned.allocate(num_bytes, cuts) is not None:
                 return evictable[:num_victims]
         return None
+
+    def may_leave(self, keep: Collection[str]) -> set[str] | None:
+        """What might be evicted for one more image; None while there is room for any that is known
+        here."""
+        largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
+        if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
+            return None
+        return {r.digest for r in self._by_digest.values() if self.may_evict(r, keep)}
 
     def may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         if resident.pinned or resident.users or not resident.ready:
@@ -234,3 +265,12 @@ class Slots:
             assert resident.digest == digest
             assert resident.users >= 0
             assert resident.num_bytes == round_up(resident.header.total_bytes)
+
+
+def why_inadmissible(header: ImageHeader, max_rank: int, memories: Iterable[Slots]) -> str | None:
+    """What of this image is too much for one of the memories that it would pass through."""
+    if header.rank > max_rank:
+        return f"rank {header.rank}, above max_lora_rank {max_rank}"
+    if not all(slots.admits(header) for slots in memories):
+        return f"{header.total_bytes} bytes, more than the memory for adapters can give"
+    return None

@@ -96,7 +96,7 @@ def build_engine(
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times = StepTimes()
     describe = Describe(
-        scheduler, residency, runner, weights_bytes, kv_cache.num_bytes, budget, times
+        scheduler, residency, runner, settler, weights_bytes, kv_cache.num_bytes, budget, times
     )
     commands = Commands(residency, describe, config.adapter_wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Resident
@@ -44,7 +45,7 @@ class Commands:
     def _answer(self, call: Call) -> object:
         device = self.residency.device
         if call.command is Command.LIST_RESIDENT:
-            return self._list()
+            return self._list(call.limit)
         if call.command is Command.DESCRIBE:
             return self.describe()
         if not self.residency.can_run(call.digest):
@@ -52,12 +53,17 @@ class Commands:
         change = device.pin if call.command is Command.PIN else device.unpin
         return _view(change(call.digest), "device")
 
-    def _list(self) -> tuple[ResidentAdapter, ...]:
-        found = [_view(r, "device") for r in self.residency.device.residents() if r.ready]
+    def _list(self, limit: int) -> tuple[ResidentAdapter, ...]:
+        tiers = [("device", self.residency.device)]
         if self.residency.host is not None:
-            hosted = self.residency.host.slots.residents()
-            found += [_view(r, "host") for r in hosted if r.ready]
-        return tuple(found)
+            tiers.append(("host", self.residency.host.slots))
+        ready = (
+            _view(resident, tier)
+            for tier, slots in tiers
+            for resident in reversed(slots.residents())
+            if resident.ready
+        )
+        return tuple(islice(ready, limit) if limit else ready)
 
     def poll(self, now_s: float) -> list[Reply]:
         """Replies that have become possible."""

@@ -33,7 +33,7 @@ from inference_svc.engine.expiries import Expiries
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
-from inference_svc.engine.step_times import StepTimes
+from inference_svc.engine.step_times import StepPhases, StepTimes
 from inference_svc.errors import (
     AdapterUnavailable,
     Draining,
@@ -77,14 +77,15 @@ class Engine:
         return self._say(), stepped or self.residency.is_copying
 
     def step(self) -> bool:
-        self.residency.copied(self.runner.take_copied())
-        batch = self.scheduler.schedule(time.monotonic())
+        began_s = time.monotonic()
+        self.residency.copied(self.runner.take_copied(), began_s)
+        batch = self.scheduler.schedule(began_s)
         if batch is None:
             return False
-        sampled = self.runner.run(batch)
-        self.times.changed(self.runner.changes_s)
-        if batch.rows:
-            self.times.computed(self.runner.compute_s)
+        scheduled_s = time.monotonic()
+        runner = self.runner
+        sampled = runner.run(batch)
+        self.times.changed(runner.changes_s)
         settled_s = time.monotonic()
         outputs = self.settler.settle(batch, sampled, settled_s)
         is_busy = bool(self.scheduler.running)
@@ -93,6 +94,13 @@ class Engine:
             if output.is_last:
                 del self.sequences[output.request_id]
         self._outputs += outputs
+        if batch.rows:
+            schedule_s, settle_s = scheduled_s - began_s, time.monotonic() - settled_s
+            self.times.stepped(
+                StepPhases(
+                    schedule_s, runner.prepare_s, runner.forward_s, runner.sample_s, settle_s
+                )
+            )
         return True
 
     def _say(self) -> StepOutputs:

@@ -36,6 +36,8 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.caching = caching
+        self.num_evictions = 0
+        """Pages whose known content was given up for another."""
         self._references = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
@@ -48,6 +50,11 @@ class PagePool:
     @property
     def num_used(self) -> int:
         return self.num_pages - len(self._free)
+
+    @property
+    def num_known(self) -> int:
+        """Pages, used or free, whose content a prefix may find."""
+        return len(self._by_key)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -110,6 +117,7 @@ class PagePool:
         if key is not None:
             del self._by_key[key]
             self._keys[page] = None
+            self.num_evictions += 1
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Asserts that the references are exactly those of `holders` (page lists)."""

@@ -21,9 +21,14 @@ class Runner:
         self._sampler = sampler
         self.changes_s = 0.0
         """What the residency changes of the last batch cost."""
-        self.compute_s = 0.0
-        """How long the model computed the last batch, with choosing its tokens: on a device that
-        computes beside us, until they were here."""
+        self.prepare_s = self.forward_s = self.sample_s = 0.0
+        """How long the last batch was described, computed, and its tokens were chosen: on a device
+        that computes beside us, launched, and then waited for."""
+
+    @property
+    def compute_s(self) -> float:
+        """How long the model computed the last batch, with choosing its tokens."""
+        return self.forward_s + self.sample_s
 
     def take_copied(self) -> list[str]:
         """The adapters whose copies into the arena have completed since the last call."""
@@ -38,10 +43,13 @@ class Runner:
         self.changes_s = time.perf_counter() - began_s
         if not batch.rows:
             return []
+        began_s = time.perf_counter()
         self.model.prepare(batch)
         sampling = [row.sequence for row in batch.rows if row.samples]
-        began_s = time.perf_counter()
+        prepared_s = time.perf_counter()
         logits = self.model.forward()
+        computed_s = time.perf_counter()
         sampled = self._sampler.sample(logits, sampling)
-        self.compute_s = time.perf_counter() - began_s
+        self.prepare_s, self.forward_s = prepared_s - began_s, computed_s - prepared_s
+        self.sample_s = time.perf_counter() - computed_s
         return sampled

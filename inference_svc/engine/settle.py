@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inference_svc.core import (
     Batch,
@@ -15,15 +16,22 @@ from inference_svc.core import (
     Usage,
 )
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
+from inference_svc.histogram import Histogram
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settler:
-    """`eos_token_ids` of the model; no sequence grows beyond `max_model_len` tokens."""
+    """`eos_token_ids` of the model; no sequence grows beyond `max_model_len` tokens.
+
+    `token_gaps` are the times between a sequence's tokens; `num_sampled` counts all tokens.
+    """
 
     scheduler: Scheduler
     eos_token_ids: Collection[int]
     max_model_len: int
+    token_gaps: Histogram = field(default_factory=Histogram)
+    num_sampled: int = 0
+    _settled_s: float = -math.inf
 
     def settle(self, batch: Batch, sampled: list[SampledToken], now_s: float) -> list[Output]:
         """One output per row that sampled. `sampled` is in the order of those rows."""
@@ -31,12 +39,20 @@ class Settler:
         outputs = []
         pages = self.scheduler.pages
         page_size = pages.page_size
+        before_s, self._settled_s, num_steady = self._settled_s, now_s, 0
         for sequence, start, num_tokens, samples in batch.rows:
             end = sequence.num_computed = sequence.num_computed + num_tokens
             if pages.caching and start // page_size < end // page_size:
                 self._publish_pages(sequence, start // page_size, end // page_size)
             if samples:
+                if sequence.last_token_s == before_s:
+                    num_steady += 1
+                elif sequence.last_token_s is not None:
+                    self.token_gaps.observe(now_s - sequence.last_token_s)
                 outputs.append(self._append(sequence, next(tokens), now_s))
+        if num_steady:  # nearly all: their last token came with the step before, so one will do
+            self.token_gaps.observe(now_s - before_s, num_steady)
+        self.num_sampled += len(outputs)
         return outputs
 
     def end(
@@ -67,6 +83,7 @@ class Settler:
 
     def _append(self, sequence: Sequence, token: SampledToken, now_s: float) -> Output:
         sequence.token_ids.append(token.token_id)
+        sequence.last_token_s = now_s
         if sequence.first_token_s is None:
             sequence.first_token_s = now_s
         reason = self._finish_reason(sequence, token.token_id)

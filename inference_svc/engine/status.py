@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from inference_svc.adapters.prefetch import PrefetchCounters
 from inference_svc.adapters.residency import Residency
-from inference_svc.core import EngineStatus
+from inference_svc.adapters.slots import EvictionReason, Slots
+from inference_svc.core import EngineStatus, HistogramState, TierStatus
 from inference_svc.engine.budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
+from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.memory import resident_bytes
 
@@ -22,6 +24,7 @@ class Describe:
     scheduler: Scheduler
     residency: Residency
     runner: Runner
+    settler: Settler
     weights_bytes: int
     kv_bytes: int
     budget: Budget
@@ -39,7 +42,11 @@ class Describe:
             memory_limit_bytes=self.budget.limit_bytes or 0,
             process_id=os.getpid(),
             kernels=self.runner.model.kernels,
-            histograms=self.times.states,
+            histograms=self._histograms(),
+            phases=self._phases(),
+            gauges=self._gauges(),
+            tiers=self._tiers(),
+            loads={state.value: count for state, count in self.residency.num_loads.items()},
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
@@ -62,22 +69,66 @@ class Describe:
         return {**on_device, "host_tier": host_tier, "process": (rest, rest)}
 
     def _counters(self) -> dict[str, float]:
-        counters, device = self.residency.counters, self.residency.device
+        counters = self.residency.counters
         prefetch = self.residency.prefetch
         ahead = PrefetchCounters() if prefetch is None else prefetch.counters
         return {
-            "slot_hits": counters.device_hits,
-            "host_hits": counters.host_hits,
-            "slot_misses": counters.host_hits + counters.misses,
-            "slot_evictions": device.num_evictions,
+            "sampled_tokens": self.settler.num_sampled,
             "pulls": counters.pulls_done,
             "pull_failures": counters.pulls_failed,
             "pulled_bytes": counters.pulled_bytes,
-            "load_seconds": counters.load_seconds,
             "prefetch_images": ahead.prefetched,
             "prefetch_bytes": ahead.prefetched_bytes,
             "prefetch_hits": ahead.hits,
             "prefetch_wasted_bytes": ahead.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
             "lora_steps": self.runner.model.num_lora_steps,
+            "kv_page_evictions": self.scheduler.pages.num_evictions,
         }
+
+    def _gauges(self) -> dict[str, float]:
+        pages = self.scheduler.pages
+        return {
+            "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
+            "kv_pages_used": pages.num_used,
+            "kv_pages_known": pages.num_known,
+            "kv_pages_capacity": pages.num_pages,
+        }
+
+    def _tiers(self) -> dict[str, TierStatus]:
+        """Whoever finds an adapter on the device does not look in the host tier."""
+        counters, host = self.residency.counters, self.residency.host
+        missed = counters.host_hits + counters.misses
+        tiers = {"device": _tier(self.residency.device, counters.device_hits, missed)}
+        if host is not None:
+            tiers["host"] = _tier(host.slots, counters.host_hits, counters.misses)
+        return tiers
+
+    def _histograms(self) -> dict[str, HistogramState]:
+        gaps, load = self.settler.token_gaps.state, self.residency.times.load.state
+        return {**self.times.states, "inter_token_seconds": gaps, "load_seconds": load}
+
+    def _phases(self) -> dict[str, dict[str, HistogramState]]:
+        times = self.residency.times
+        idle = {"device": times.device_idle.state}
+        if self.residency.host is not None:
+            idle["host"] = times.host_idle.state
+        return {
+            "step_phase_seconds": self.times.phase_states,
+            "load_phase_seconds": times.phase_states,
+            "tier_evicted_idle_seconds": idle,
+        }
+
+
+def _tier(slots: Slots, hits: int, misses: int) -> TierStatus:
+    return TierStatus(
+        used_bytes=slots.used_bytes,
+        capacity_bytes=slots.capacity,
+        pinned_bytes=slots.pinned_bytes,
+        largest_free_bytes=slots.extents.largest_free_bytes,
+        num_free_ranges=slots.extents.num_free_ranges,
+        num_images=len(slots),
+        hits=hits,
+        misses=misses,
+        evictions={reason.value: slots.evictions[reason] for reason in EvictionReason},
+    )

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from inference_svc.core import HistogramState
-
-_BOUNDS_S = tuple(
-    base * scale for scale in (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0) for base in (1, 2, 5)
-)
-"""From 10 microseconds to 5 seconds."""
+from inference_svc.histogram import Histogram
 
 
-class Histogram:
-    """Seconds, counted in buckets."""
+class StepPhases(NamedTuple):
+    """Seconds of one step, in order: who runs is decided, the step is described to what computes
+    it, computed, its tokens are chosen, and accounted for. On a device that computes beside us
+    `forward` launches, and `sample` waits for what was launched."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(_BOUNDS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    @property
-    def state(self) -> HistogramState:
-        return HistogramState(_BOUNDS_S, tuple(self._counts), self._sum_s)
+    schedule: float
+    prepare: float
+    forward: float
+    sample: float
+    settle: float
 
 
 @dataclass
@@ -44,13 +36,16 @@ class StepTimes:
     step: Histogram = field(default_factory=Histogram)
     host: Histogram = field(default_factory=Histogram)
     blocked_by_load: Histogram = field(default_factory=Histogram)
+    phases: tuple[Histogram, ...] = field(
+        default_factory=lambda: tuple(Histogram() for _ in StepPhases._fields)
+    )
     _began_s: float = 0.0
-    _compute_s: float | None = None
+    _phases_s: StepPhases | None = None
     _load_s: float = 0.0
 
     def begin(self) -> None:
         """A turn begins. What loads cost turns without a step does not delay any."""
-        self._began_s, self._compute_s, self._load_s = time.perf_counter(), None, 0.0
+        self._began_s, self._phases_s, self._load_s = time.perf_counter(), None, 0.0
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -63,19 +58,21 @@ class StepTimes:
         """Arena and table have been changed for so long in this turn."""
         self._load_s += seconds
 
-    def computed(self, seconds: float) -> None:
-        """The model has computed for so long in this turn."""
-        self._compute_s = seconds
+    def stepped(self, phases: StepPhases) -> None:
+        """Tokens have been computed in this turn."""
+        self._phases_s = phases
 
     def end(self) -> None:
         """The turn's outputs have been handed over."""
-        compute_s, self._compute_s = self._compute_s, None
-        if compute_s is None:
+        phases_s, self._phases_s = self._phases_s, None
+        if phases_s is None:
             return
         step_s = time.perf_counter() - self._began_s
         self.step.observe(step_s)
-        self.host.observe(max(0.0, step_s - compute_s))
+        self.host.observe(max(0.0, step_s - phases_s.forward - phases_s.sample))
         self.blocked_by_load.observe(self._load_s)
+        for histogram, seconds in zip(self.phases, phases_s, strict=True):
+            histogram.observe(seconds)
 
     @property
     def states(self) -> dict[str, HistogramState]:
@@ -83,4 +80,12 @@ class StepTimes:
             "step_seconds": self.step.state,
             "step_host_seconds": self.host.state,
             "step_blocked_by_load_seconds": self.blocked_by_load.state,
+        }
+
+    @property
+    def phase_states(self) -> dict[str, HistogramState]:
+        """By phase."""
+        return {
+            name: histogram.state
+            for name, histogram in zip(StepPhases._fields, self.phases, strict=True)
         }

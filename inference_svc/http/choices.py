@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from inference_svc.accounts import Account
 from inference_svc.core import FinishReason, Request, TokenLogprobs, Usage
 from inference_svc.generation import Delta
 from inference_svc.service import Service
@@ -55,12 +56,12 @@ def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
 
 
 async def run_all(
-    service: Service, requests: Sequence[Request]
+    service: Service, requests: Sequence[Request], account: Account
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all, each with its request's index. What one raises ends them all; to be
-    closed as Service.run."""
+    closed as Service.run. Each has an account of its own, which begins as `account` is."""
     if len(requests) == 1:
-        async with aclosing(service.run(requests[0])) as deltas:
+        async with aclosing(_run(service, requests[0], account)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -69,7 +70,7 @@ async def run_all(
 
     async def feed(index: int) -> None:
         try:
-            async with aclosing(service.run(requests[index])) as deltas:
+            async with aclosing(_run(service, requests[index], account)) as deltas:
                 async for delta in deltas:
                     await arrived.put((index, delta))
         except Exception as error:
@@ -89,3 +90,10 @@ async def run_all(
         for each in feeds:
             each.cancel()
         await asyncio.gather(*feeds, return_exceptions=True)
+
+
+async def _run(service: Service, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
+    with service.accounts.further(account, request.request_id) as own:
+        async with aclosing(service.run(request, own)) as deltas:
+            async for delta in deltas:
+                yield delta

@@ -14,10 +14,13 @@ OTHER = "other"
 
 
 class Counting:
-    """An application that tells `on_end(route, status)` of each request that ended. `routes` are
-    paths; one with a "{" stands for all that begin with what is before it."""
+    """An application that tells `on_end(route, status, reason)` of each request that ended, with
+    the reason of the error that it was answered with, or "". `routes` are paths; one with a "{"
+    stands for all that begin with what is before it."""
 
-    def __init__(self, app: ASGIApp, routes: list[str], on_end: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: list[str], on_end: Callable[[str, int, str], None]
+    ) -> None:
         self._app = app
         self._on_end = on_end
         self._plain = {route for route in routes if "{" not in route}
@@ -43,7 +46,8 @@ class Counting:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            self._on_end(self._route(scope["path"]), status)
+            reason = scope.get("state", {}).get("reason", "")
+            self._on_end(self._route(scope["path"]), status, reason)
 
     async def drain(self, grace_seconds: float) -> None:
         """Returns when nothing runs, or after the grace."""

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference_svc import core
-from inference_svc.access import Action, Principal
+from inference_svc.access import Principal
+from inference_svc.accounts import Account
 from inference_svc.calls import GenerateCall
 from inference_svc.core import SamplingParams
 from inference_svc.generation import Delta
@@ -62,6 +63,7 @@ class Asked(Generic[B]):
     requests: list[core.Request]
     head: dict[str, Any]
     per_prompt: int
+    account: Account
 
 
 class Generating(Generic[B]):
@@ -74,25 +76,29 @@ class Generating(Generic[B]):
 
     async def handle(self, request: Request) -> Response:
         set_names(request, self._kind.names)
-        who = self._service.admit(caller_of(request), Action.GENERATE)
         request_id = request_id_of(request)
-        body: B = await read_body(request, self._kind.body)
-        asked = await attend(request.receive, self._ask(who, body, request_id))
+        with self._service.accounts.asking(request_id, "") as account:
+            who = self._service.admit_request(caller_of(request), account)
+            body: B = await read_body(request, self._kind.body)
+            account.adapter = adapter_of(body.model, self._service.facts)
+            asked = await attend(request.receive, self._ask(who, body, account))
         headers = {REQUEST_ID_HEADER: request_id}
         if body.stream:
             return EventStream(self._events(asked), self._kind.names, headers)
         return JSONResponse(await attend(request.receive, self._whole(asked)), headers=headers)
 
-    async def _ask(self, who: Principal, body: B, request_id: str) -> Asked[B]:
+    async def _ask(self, who: Principal, body: B, account: Account) -> Asked[B]:
         """Raises InvalidRequest, and as Service.bind."""
-        service, facts = self._service, self._service.facts
+        service, facts, request_id = self._service, self._service.facts, account.request_id
         body.check_streaming()
         prompts = self._kind.prompts(body)
         sampling = checked_sampling(
             self._kind.sampling(body, facts.max_model_len), facts.vocab_size
         )
-        adapter = adapter_of(body.model, facts)
+        adapter = account.adapter
         binding = await service.bind(who, adapter, body.min_revision or 0, "model")
+        account.bind(binding)
+        account.prompt = prompts[0]
         requests: list[core.Request] = []
         for prompt in prompts:
             call = GenerateCall(
@@ -111,11 +117,11 @@ class Generating(Generic[B]):
             "model": label_of(binding, who, facts),
             "system_fingerprint": None if binding is None else binding.digest,
         }
-        return Asked(body, _numbered(requests), head, body.n or 1)
+        return Asked(body, _numbered(requests), head, body.n or 1, account)
 
     async def _whole(self, asked: Asked[B]) -> dict[str, Any]:
         choices = [Choice() for _ in asked.requests]
-        async with aclosing(run_all(self._service, asked.requests)) as deltas:
+        async with aclosing(run_all(self._service, asked.requests, asked.account)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
         tellers = self._tellers(asked)
@@ -136,7 +142,7 @@ class Generating(Generic[B]):
         after = '],"usage":null}\n\n' if wants_usage else "]}\n\n"
         tellers = self._tellers(asked)
         usages = [NO_USAGE] * len(tellers)
-        async with aclosing(run_all(self._service, asked.requests)) as deltas:
+        async with aclosing(run_all(self._service, asked.requests, asked.account)) as deltas:
             async for index, delta in deltas:
                 usages[index] = delta.usage or usages[index]
                 part = tellers[index].part(delta)

@@ -108,6 +108,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
     answer, body = error_object(error, getattr(request.state, "names", {}))
+    request.state.reason = error.reason if isinstance(error, errors.InferenceError) else "INTERNAL"
     headers = {}
     if isinstance(error, errors.InferenceError) and error.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))

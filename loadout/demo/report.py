@@ -62,7 +62,7 @@ def hit_rates(store: Metrics, inference: Metrics) -> list[HitRate]:
         _hit_rate(f"store {tier}", store, "loadout_store_tier", tier=tier)
         for tier in ("memory", "disk")
     ]
-    return [*tiers, _hit_rate("slots", inference, "loadout_inference_slot")]
+    return [*tiers, _hit_rate("slots", inference, "loadout_inference_tier", tier="device")]
 
 
 def _hit_rate(name: str, metrics: Metrics, prefix: str, **labels: str) -> HitRate:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapter_store.memory_tier import MemoryEntry, MemoryTier
+from adapter_store.tiers import Removal
 from adapter_store.workers import Priority
 
 
@@ -292,4 +293,7 @@ def test_collected_digests_leave_in_one_pass():
     tier.drop_digests({f"sha256:{name}" for name in "acx"})
     assert [name for name in "abc" if key(name) in tier] == ["b"]
     assert tier.counts.used_bytes == 10
+    tier.drop_layouts({"sha256:layout"})
+    assert (tier.counts.removals[Removal.DELETED], tier.counts.removals[Removal.UNUSED]) == (2, 1)
+    assert tier.counts.evictions == 0, "none of it for room"
     tier.check_integrity()

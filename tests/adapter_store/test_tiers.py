@@ -6,7 +6,7 @@ import time
 import pytest
 
 from adapter_store.image_file import sha256_path
-from adapter_store.tiers import VERIFIED_SECONDS, DiskTier
+from adapter_store.tiers import VERIFIED_SECONDS, DiskTier, Removal
 
 
 def key(name: str) -> tuple[str, str]:
@@ -83,8 +83,12 @@ def test_a_file_removed_by_hand_is_a_miss(tmp_path):
     assert tier.find(key("a")) is None
     write(tier, "a", 10)
     assert tier.counts.used_bytes == 10
+    num_before = tier.counts.images
     tier.clear()
     assert (tier.counts.used_bytes, tier.counts.images) == (0, 0)
+    assert tier.counts.removals[Removal.UNUSED] == num_before > 0
+    tier.remove(key("never there"), Removal.DAMAGED)
+    assert tier.counts.removals[Removal.DAMAGED] == 0
 
 
 def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypatch):
@@ -104,7 +108,7 @@ def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypa
     path.write_bytes(b"x" * 100)
     with open(path, "rb") as file:
         assert not tier.is_verified(key("a"), file.fileno())
-    tier.remove(key("a"))
+    tier.remove(key("a"), Removal.DAMAGED)
     write(tier, "a", 100)
     with open(path, "rb") as file:
         assert not tier.is_verified(key("a"), file.fileno())

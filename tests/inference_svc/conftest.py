@@ -287,11 +287,11 @@ class FakeEngine:
         if call.command is Command.DESCRIBE:
             running = tuple({r.digest for r, _ in self._running.values()} - {""})
             memory = {"weights": (5, 5), "kv_pages": (10, 40), "arena": (1, 2)}
-            counters = {"slot_hits": 3.0, "pulls": 2.0, "load_seconds": 0.5}
+            counters = {"pulls": 2.0, "sampled_tokens": 3.0}
             status = EngineStatus(len(self._running), 7, (), running, memory, counters, 1000)
             return Reply(call.call_id, status)
         if call.command is Command.LIST_RESIDENT:
-            return Reply(call.call_id, tuple(self.resident.values()))
+            return Reply(call.call_id, tuple(self.resident.values())[: call.limit or None])
         if call.command is Command.LOAD:
             if call.digest in self.errors:
                 return Reply(call.call_id, error=self.errors[call.digest])

@@ -1,28 +1,54 @@
+"""What the services' scrapers read, over HTTP, parsed as they parse it."""
+
 import time
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
+from inference_svc.busiest import BASE
 from inference_svc.core import (
     EngineStatus,
-    FinishReason,
     HistogramState,
     ResidentAdapter,
+    TierStatus,
     Timings,
     Usage,
 )
-from inference_svc.metrics import Metrics, MetricsServer, Snapshot
+from inference_svc.engine_metrics import Snapshot
+from inference_svc.gateway_metrics import MAX_LISTED_NAMES, MAX_LOADED_SERIES
+from inference_svc.metric_definitions import DEFINITIONS
+from inference_svc.metrics import Metrics, RequestEnd
+from inference_svc.metrics_server import MetricsServer
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+TIER = TierStatus(
+    used_bytes=64,
+    capacity_bytes=128,
+    pinned_bytes=32,
+    largest_free_bytes=48,
+    num_free_ranges=2,
+    num_images=3,
+    hits=9,
+    misses=4,
+    evictions={"request": 5, "aged": 1},
+)
+STATE = HistogramState((0.001, 0.01), (3, 2, 1), 0.0625)
 STATUS = EngineStatus(
     num_running=2,
     num_waiting=3,
     waiting_digests=(B,),
     running_digests=(A,),
     memory={"kv_pages": (25, 100), "arena": (64, 128)},
-    counters={"slot_hits": 9.0, "pulls": 2.0, "load_seconds": 0.5},
-    histograms={"step_host_seconds": HistogramState((0.001, 0.01), (3, 2, 1), 0.0625)},
+    counters={"pulls": 2.0},
+    histograms={"step_host_seconds": STATE, "load_seconds": STATE},
+    phases={"load_phase_seconds": {"pull": STATE}},
+    gauges={"kv_pages_used": 25.0},
+    tiers={"device": TIER},
+    loads={"pulling": 1, "needs_turn": 0},
 )
 SNAPSHOT = Snapshot(
     STATUS,
@@ -33,19 +59,26 @@ SNAPSHOT = Snapshot(
     {A: ["upper", "team/shout"]},
     store_connected=True,
 )
+PREFIX = "loadout_inference_"
+
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def scrape(metrics: Metrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Sample name -> labels -> value, over HTTP."""
-    server = MetricsServer(metrics, "127.0.0.1", 0)
+def scrape_text(metrics: Metrics, accept: str = "text/plain") -> str:
+    server = MetricsServer(metrics.registry, "127.0.0.1", 0)
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        with urllib.request.urlopen(url) as response:
-            text = response.read().decode()
+        request = urllib.request.Request(url, headers={"Accept": accept})
+        with urllib.request.urlopen(request) as response:
+            return str(response.read().decode())
     finally:
         server.close()
-    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text):
+
+
+def scrape(metrics: Metrics) -> Samples:
+    """Sample name -> labels -> value, over HTTP."""
+    samples: Samples = {}
+    for family in text_string_to_metric_families(scrape_text(metrics)):
         for sample in family.samples:
             labels = tuple(sorted(sample.labels.items()))
             samples.setdefault(sample.name, {})[labels] = sample.value
@@ -54,7 +87,7 @@ def scrape(metrics: Metrics) -> dict[str, dict[tuple[tuple[str, str], ...], floa
 
 def test_the_engines_histograms_are_cumulative() -> None:
     samples = scrape(Metrics(4, lambda: SNAPSHOT))
-    name = "loadout_inference_step_host_seconds"
+    name = f"{PREFIX}step_host_seconds"
     assert samples[f"{name}_bucket"] == {
         (("le", "0.001"),): 3,
         (("le", "0.01"),): 5,
@@ -62,6 +95,35 @@ def test_the_engines_histograms_are_cumulative() -> None:
     }
     assert samples[f"{name}_sum"] == {(): 0.0625}
     assert samples[f"{name}_count"] == {(): 6}
+
+
+def test_the_phases_of_loads_are_one_family() -> None:
+    """The first is the front's, the others are the engine's."""
+    metrics = Metrics(4, lambda: SNAPSHOT)
+    metrics.resolve_times.observe(0.5)
+    counts = scrape(metrics)[f"{PREFIX}load_phase_seconds_count"]
+    assert counts == {(("phase", "resolve"),): 1, (("phase", "pull"),): 6}
+
+
+def test_the_tiers() -> None:
+    samples = scrape(Metrics(4, lambda: SNAPSHOT))
+    device = (("tier", "device"),)
+    for name, value in {
+        "tier_used_bytes": 64,
+        "tier_capacity_bytes": 128,
+        "tier_pinned_bytes": 32,
+        "tier_largest_free_bytes": 48,
+        "tier_free_ranges": 2,
+        "tier_images": 3,
+        "tier_hits_total": 9,
+        "tier_misses_total": 4,
+    }.items():
+        assert samples[PREFIX + name] == {device: value}
+    assert samples[f"{PREFIX}tier_evictions_total"] == {
+        (("reason", "request"), *device): 5,
+        (("reason", "aged"), *device): 1,
+    }
+    assert samples[f"{PREFIX}loads_in_progress"][(("state", "pulling"),)] == 1
 
 
 def test_the_gateway_contract() -> None:
@@ -87,40 +149,122 @@ def test_the_gateway_contract() -> None:
     assert set(samples["vllm:lora_adapter_loaded"].values()) == {1}
     assert samples["vllm:num_gpu_loaded_lora_adapters"] == {(): 1}
     assert samples["vllm:max_gpu_lora_adapters"] == {(): 4}
-    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 2}
-    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 0.5}
+    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 6}
+    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 0.0625}
+
+
+def pick(text: str) -> tuple[float, list[str], list[str], int]:
+    """As routers do: the queue, the newest sample of the adapters that run and wait, and the
+    limit. Everything but the queue comes in labels."""
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (queue,) = families["vllm:num_requests_waiting"].samples
+    assert families["vllm:num_requests_waiting"].type == "gauge"
+    newest = max(families["vllm:lora_requests_info"].samples, key=lambda sample: sample.value)
+    assert set(newest.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+    running, waiting = (
+        [name for name in newest.labels[f"{what}_lora_adapters"].split(",") if name]
+        for what in ("running", "waiting")
+    )
+    return queue.value, running, waiting, int(newest.labels["max_lora"])
+
+
+def test_a_router_reads_what_runs_and_waits() -> None:
+    text = scrape_text(Metrics(4, lambda: SNAPSHOT))
+    assert pick(text) == (3, ["team/shout", "upper"], [B], 4)
+    idle = Snapshot(EngineStatus(0, 0, (), (), {}, {}), (), {}, store_connected=False)
+    assert pick(scrape_text(Metrics(4, lambda: idle))) == (0, [], [], 4)
+
+
+def test_what_gateways_are_told_is_bounded() -> None:
+    digests = [f"sha256:{number:064}" for number in range(3000)]
+    status = EngineStatus(0, 3000, tuple(digests), (), {}, {})
+    residents = tuple(
+        ResidentAdapter(digest, "host", 640, 8, False, 0, 0.0, 0.25) for digest in digests
+    )
+    samples = scrape(Metrics(4, lambda: Snapshot(status, residents, {}, store_connected=True)))
+    assert len(samples["vllm:lora_adapter_loaded"]) == MAX_LOADED_SERIES
+    ((labels, _),) = samples["vllm:lora_requests_info"].items()
+    assert len(dict(labels)["waiting_lora_adapters"].split(",")) == MAX_LISTED_NAMES
 
 
 def test_our_own_numbers() -> None:
     metrics = Metrics(4, lambda: SNAPSHOT)
-    metrics.count_rpc("Generate", "NOT_FOUND")
-    metrics.count_finished(FinishReason.STOP, Usage(7, 4, 3), Timings(0.5, 0.25, 1.0), total_s=3.0)
+    metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
+    metrics.count_rpc("Generate", "OK")
+    usage, timings = Usage(7, 4, 3), Timings(0.5, 0.25, 1.0)
+    metrics.count_request(RequestEnd("stop", "team/upper", 3, 3.0, usage, timings))
     samples = scrape(metrics)
-    prefix = "loadout_inference_"
-    assert samples[f"{prefix}rpcs_total"] == {(("code", "NOT_FOUND"), ("method", "Generate")): 1}
-    assert samples[f"{prefix}requests_total"] == {(("finish_reason", "stop"),): 1}
-    assert samples[f"{prefix}prompt_tokens_total"] == {(): 7}
-    assert samples[f"{prefix}cached_prompt_tokens_total"] == {(): 4}
-    sums = {"queue": 0.5, "adapter_wait": 0.25, "first_token": 1.0, "inter_token": 1.0}
+    by_code = (("code", "NOT_FOUND"), ("method", "Generate"))
+    assert samples[f"{PREFIX}rpcs_total"][by_code] == 1
+    rejected = (("method", "Generate"), ("reason", "ADAPTER_NOT_FOUND"))
+    assert samples[f"{PREFIX}rejections_total"] == {rejected: 1}
+    assert samples[f"{PREFIX}requests_total"] == {
+        (("finish_reason", reason),): float(reason == "stop")
+        for reason in ("stop", "length", "aborted", "cancelled", "error")
+    }
+    assert samples[f"{PREFIX}prompt_tokens_total"] == {(): 7}
+    assert samples[f"{PREFIX}cached_prompt_tokens_total"] == {(): 4}
+    assert samples[f"{PREFIX}generated_tokens_total"] == {(): 3}
+    sums = {"queue": 0.5, "adapter_wait": 0.25, "first_token": 1.0, "request": 3.0}
     for name, seconds in sums.items():
-        assert samples[f"{prefix}{name}_seconds_sum"] == {(): seconds}
-        assert samples[f"{prefix}{name}_seconds_count"] == {(): 1}
-    assert samples[f"{prefix}slot_hits_total"] == {(): 9}
-    assert samples[f"{prefix}memory_used_bytes"][(("area", "arena"),)] == 64
-    assert samples[f"{prefix}memory_capacity_bytes"][(("area", "arena"),)] == 128
-    assert samples[f"{prefix}store_connected"] == {(): 1}
+        assert samples[f"{PREFIX}{name}_seconds_sum"] == {(): seconds}
+        assert samples[f"{PREFIX}{name}_seconds_count"] == {(): 1}
+    own = (("adapter", "team/upper"),)
+    assert samples[f"{PREFIX}adapter_requests_total"][own] == 1
+    assert samples[f"{PREFIX}adapter_generated_tokens_total"][own] == 3
+    assert samples[f"{PREFIX}adapter_first_token_seconds_sum"][own] == 1.0
+    assert samples[f"{PREFIX}adapter_load_wait_seconds_sum"][own] == 0.25
+    assert samples[f"{PREFIX}memory_used_bytes"][(("area", "arena"),)] == 64
+    assert samples[f"{PREFIX}memory_capacity_bytes"][(("area", "arena"),)] == 128
+    assert samples[f"{PREFIX}kv_pages_used"] == {(): 25}
+    assert samples[f"{PREFIX}store_connected"] == {(): 1}
 
 
 def test_a_request_without_tokens_has_no_first_one() -> None:
     metrics = Metrics(4, lambda: None)
-    metrics.count_finished(FinishReason.ABORTED, Usage(7, 0, 0), Timings(1, 0, 1), total_s=1.0)
-    metrics.count_finished(FinishReason.LENGTH, Usage(7, 0, 1), Timings(1, 0, 1), total_s=1.0)
+    timings = Timings(1, 0, 1)
+    metrics.count_request(RequestEnd("aborted", "", 0, 1.0, Usage(7, 0, 0), timings))
+    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), timings))
     samples = scrape(metrics)
-    assert samples["loadout_inference_first_token_seconds_count"] == {(): 1}
-    assert samples["loadout_inference_inter_token_seconds_count"] == {(): 0}
+    assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 1}
+    assert samples[f"{PREFIX}adapter_first_token_seconds_count"][(("adapter", BASE),)] == 1
+
+
+def test_who_gives_up_waiting_for_an_adapter_has_waited() -> None:
+    """Or the percentiles would be those of the lucky."""
+    metrics = Metrics(4, lambda: None)
+    metrics.count_request(RequestEnd("error", "team/upper", 0, 10.0, gave_up=True))
+    samples = scrape(metrics)
+    assert samples[f"{PREFIX}adapter_wait_seconds_sum"] == {(): 10.0}
+    assert samples[f"{PREFIX}request_seconds_count"] == {(): 0}
+    assert samples[f"{PREFIX}adapter_errors_total"][(("adapter", "team/upper"),)] == 1
 
 
 def test_before_the_engine_is_there_only_our_counters_show() -> None:
     samples = scrape(Metrics(4, lambda: None))
-    assert "loadout_inference_prompt_tokens_total" in samples
+    assert f"{PREFIX}prompt_tokens_total" in samples
     assert not any(name.startswith("vllm:") for name in samples)
+
+
+def test_the_format_that_prometheus_asks_for_is_legal() -> None:
+    """The parser is stricter than that of the older one."""
+    metrics = Metrics(4, lambda: SNAPSHOT)
+    metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
+    text = scrape_text(metrics, "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    assert {family.name for family in parse_openmetrics(text)} >= {
+        f"{PREFIX}rejections",
+        f"{PREFIX}step_host_seconds",
+        "vllm:lora_requests_info",
+    }
+
+
+def test_nothing_is_exported_that_is_not_defined() -> None:
+    metrics = Metrics(4, lambda: SNAPSHOT)
+    metrics.describe_server("base", "float32", "cpu", {"loadout": "1", "torch": "2"})
+    known = {definition.name: definition for definition in DEFINITIONS.values()}
+    for family in text_string_to_metric_families(scrape_text(metrics)):
+        definition = known[family.name]
+        assert family.type == definition.kind.value
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(definition.labels)

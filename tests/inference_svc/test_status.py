@@ -40,12 +40,14 @@ class Raising(pb_grpc.InferenceServiceServicer):
             raise self._error
 
 
-def ask(error: BaseException | None) -> tuple[list[grpc.aio.AioRpcError], list[tuple[str, str]]]:
+def ask(
+    error: BaseException | None,
+) -> tuple[list[grpc.aio.AioRpcError], list[tuple[str, str, str]]]:
     """What a unary and a streaming caller see over a real channel, and what was counted."""
-    ends: list[tuple[str, str]] = []
+    ends: list[tuple[str, str, str]] = []
 
     async def body() -> list[grpc.aio.AioRpcError]:
-        interceptor = StatusInterceptor(lambda method, code: ends.append((method, code)))
+        interceptor = StatusInterceptor(lambda *end: ends.append(end))
         server = grpc.aio.server(interceptors=[interceptor])
         pb_grpc.add_InferenceServiceServicer_to_server(Raising(error), server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -87,7 +89,7 @@ def test_every_error_has_its_status_unary_and_streamed(
 ) -> None:
     seen, ends = ask(kind("what went wrong", subject="culprit", retry_after_s=1.5))
     code = CODES[kind]
-    assert ends == [("GetServerInfo", code.name), ("Generate", code.name)]
+    assert ends == [(method, code.name, kind.reason) for method in ("GetServerInfo", "Generate")]
     for error in seen:
         assert error.code() is code
         if code is grpc.StatusCode.INTERNAL:
@@ -115,11 +117,11 @@ def test_the_unknown_answers_a_fixed_text_and_is_logged(
         seen, ends = ask(error)
     assert [e.code() for e in seen] == [grpc.StatusCode.INTERNAL] * 2
     assert [e.details() for e in seen] == [INTERNAL_MESSAGE] * 2
-    assert [code for _, code in ends] == ["INTERNAL"] * 2
+    assert [code for _, code, _ in ends] == ["INTERNAL"] * 2
     assert "secret" in caplog.text
 
 
 def test_an_abort_passes_through() -> None:
     seen, ends = ask(None)
     assert [e.details() for e in seen] == ["aborted by hand"] * 2
-    assert [code for _, code in ends] == ["OUT_OF_RANGE"] * 2
+    assert [code for _, code, _ in ends] == ["OUT_OF_RANGE"] * 2

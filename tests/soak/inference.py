@@ -180,12 +180,13 @@ def soak(
         run.run(seconds)
         if seconds >= MIN_SECONDS:
             run.check_memory()
-        counters = engine.describe().counters
+        status = engine.describe()
     finally:
         engine.stop()
     return (
         f"{run.num_ended} requests, {run.num_cancelled} cancelled, {run.num_refused} refused for "
-        f"their deadline, {counters['pulls']:.0f} pulls, {counters['slot_evictions']:.0f} evictions"
+        f"their deadline, {status.counters['pulls']:.0f} pulls, "
+        f"{sum(status.tiers['device'].evictions.values())} evictions"
     )
 
 

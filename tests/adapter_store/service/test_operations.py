@@ -54,6 +54,8 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     digest = client.register("a", folder).adapter.digest
     with refused("NOT_FOUND"):
         client.register("b", folder / "nowhere")
+    with refused("INVALID_ARGUMENT"):
+        client.get("No Name")
     layout_id = client.register_layout(make_layout())
     store.idle()
     image = client.pull(digest, layout_id)
@@ -62,11 +64,17 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert found["registrations_total", "ok"] == 1
     assert found["registrations_total", "source_not_found"] == 1
     assert found["requests_total", "NOT_FOUND", "RegisterAdapter"] == 1
+    assert found["rejections_total", "RegisterAdapter", "SOURCE_NOT_FOUND"] == 1
+    assert found["rejections_total", "GetAdapter", "INVALID_ARGUMENT"] == 1
     assert found["requests_total", "OK", "PullAdapter"] == 2
     assert found["fetched_bytes_total",] == sum(p.stat().st_size for p in folder.iterdir())
     assert found["compiles_total", "ready"] == 1
     assert found["compile_seconds_count",] == 1
     assert found["pulls_total", "complete"] == 2
+    assert found["pull_wait_seconds_count",] == 2
+    assert found["images_in_progress",] <= 1, "at most its successor's memory is being made ready"
+    assert found["images_waiting_for_room",] == 0
+    assert found["tier_evictions_total", "disk", "room"] == 0
     assert found["pulled_bytes_total",] == 2 * len(image.data)
     hits = found["tier_hits_total", "memory"] + found["tier_hits_total", "disk"]
     misses = found["tier_misses_total", "disk"]

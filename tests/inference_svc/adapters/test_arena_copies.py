@@ -71,7 +71,7 @@ def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
         assert [copy.resident.digest for copy in copies] == [copied]
         loop.arena.apply(changes)
         residency.check_integrity(residency._waiters)
-        residency.copied(loop.arena.take_copied())
+        residency.copied(loop.arena.take_copied(), time.monotonic())
         assert residency.can_run(copied)
         if waiting:
             assert residency.is_copying, "there is more to be done"

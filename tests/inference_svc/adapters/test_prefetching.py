@@ -79,7 +79,7 @@ class World:
         self.residency.take_news()
         self.residency.take_failures()
         copies = [change for change in changes if isinstance(change, HostCopy)]
-        self.residency.copied([copy.resident.digest for copy in copies])
+        self.residency.copied([copy.resident.digest for copy in copies], self.now_s)
 
     def request(self, digest: str) -> None:
         self.residency.want(digest, self.now_s)

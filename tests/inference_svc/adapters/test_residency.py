@@ -42,7 +42,7 @@ class Loop:
         self.residency.advance(time.monotonic(), lambda: [(digest, True) for digest in self.queue])
         self.failures += self.residency.take_failures()
         self.arena.apply(self.residency.take_changes())
-        self.residency.copied(self.arena.take_copied())
+        self.residency.copied(self.arena.take_copied(), time.monotonic())
         self.residency.check_integrity(self.residency._waiters)
 
     def until(self, condition) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from inference_svc.adapters.slots import Shape, Slots
+from inference_svc.adapters.slots import EvictionReason, Shape, Slots
 from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.errors import NoRoom
 
@@ -149,3 +149,18 @@ def test_what_nobody_waits_for_goes_first() -> None:
     slots.reserve(header("e", 1), wanted={"a", "b"})
     assert "c" not in slots
     assert "a" in slots
+
+
+def test_what_is_said_of_a_memory() -> None:
+    slots = Slots(16 * KIB, 8)
+    for digest, kib in (("a", 4), ("b", 4), ("c", 4)):
+        resident = slots.reserve(header(digest, kib))
+        assert resident is not None
+        resident.ready = True
+    slots.pin("a")
+    slots.remove("b")
+    assert (slots.pinned_bytes, slots.used_bytes) == (4 * KIB, 8 * KIB)
+    assert (slots.extents.largest_free_bytes, slots.extents.num_free_ranges) == (4 * KIB, 2)
+    assert slots.reserve(header("d", 10), reason=EvictionReason.AGED) is not None
+    assert slots.evictions == {EvictionReason.AGED: 1}
+    assert (slots.extents.largest_free_bytes, slots.extents.num_free_ranges) == (2 * KIB, 1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from inference_svc.engine import step_times
-from inference_svc.engine.step_times import Histogram, StepTimes
+from inference_svc.engine.step_times import StepPhases, StepTimes
 
 
 class Clock:
@@ -32,11 +31,14 @@ def test_a_step_is_computation_and_what_is_around_it(clock: Clock) -> None:
         clock.now_s += 0.25
     times.changed(0.5)
     clock.now_s += 2.0
-    times.computed(1.5)
+    phases = StepPhases(schedule=0.125, prepare=0.25, forward=1.0, sample=0.5, settle=0.0625)
+    times.stepped(phases)
     times.end()
     assert times.step.state.sum_seconds == 2.25
     assert times.host.state.sum_seconds == 0.75
     assert times.blocked_by_load.state.sum_seconds == 0.75
+    found = {name: state.sum_seconds for name, state in times.phase_states.items()}
+    assert found == phases._asdict()
 
 
 def test_a_turn_without_a_step_counts_nothing(clock: Clock) -> None:
@@ -46,18 +48,8 @@ def test_a_turn_without_a_step_counts_nothing(clock: Clock) -> None:
         clock.now_s += 1.0
     times.end()
     times.begin()
-    times.computed(0.0)
+    times.stepped(StepPhases(0.0, 0.0, 0.0, 0.0, 0.0))
     times.end()
     times.end()
     assert sum(times.step.state.counts) == 1
     assert times.blocked_by_load.state.sum_seconds == 0, "an idle turn delays no step"
-
-
-def test_every_observation_is_in_the_bucket_of_the_first_bound_that_holds_it() -> None:
-    bounds = Histogram().state.bounds
-    assert all(low < high for low, high in itertools.pairwise(bounds))
-    for index, bound in enumerate(bounds):
-        for seconds, expected in ((bound, index), (bound * 1.001, index + 1)):
-            histogram = Histogram()
-            histogram.observe(seconds)
-            assert histogram.state.counts.index(1) == expected

@@ -126,7 +126,7 @@ class World:
         if event is not None:
             self.residency.on_pull_event(event, self.now_s)
         assert not self.residency.take_failures()
-        self.residency.copied(self.copying)
+        self.residency.copied(self.copying, self.now_s)
         self.copying = []
         self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
         num_preemptions = self.scheduler.num_preemptions

@@ -78,7 +78,10 @@ loadout_store_tier_misses_total{tier="disk"} 0
 def test_hit_rates():
     memory, disk, slots = report.hit_rates(
         parse(STORE),
-        parse("loadout_inference_slot_hits_total 192\nloadout_inference_slot_misses_total 8\n"),
+        parse(
+            'loadout_inference_tier_hits_total{tier="device"} 192\n'
+            'loadout_inference_tier_misses_total{tier="device"} 8\n'
+        ),
     )
     assert str(memory) == "store memory 75% (6 of 8)"
     assert str(disk) == "store disk no look-ups (0 of 0)"
@@ -86,5 +89,5 @@ def test_hit_rates():
 
 
 def test_a_metric_that_is_gone_is_no_zero():
-    with pytest.raises(NotFound, match="0 metrics are loadout_inference_slot_hits_total"):
+    with pytest.raises(NotFound, match="0 metrics are loadout_inference_tier_hits_total"):
         report.hit_rates(parse(STORE), parse(""))

@@ -1,0 +1,125 @@
+"""What a scrape costs with many adapters: /metrics of both services, as real processes.
+
+    python -m bench.scrape [--adapters 10000] [--scrapes 50] [--out bench/results/scrape.json]
+
+Every adapter is registered, pulled by a request of one token and then resident: in the host tier,
+which holds them all, or on the device. A scrape is timed from its request to its last byte, plain
+and compressed as Prometheus asks for it. The goal is 50 ms, and fewer than 5,000 series.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.models import make_adapter, make_variants, prepare
+from bench.results import FOLDER, median, percentile, show, write
+from loadout import Client
+from loadout.demo.system import System, SystemSettings
+
+MODEL = "bench-tiny"
+GOAL_S = 0.05
+NUM_CALLERS = 8
+INFERENCE_FLAGS = {
+    "--device": "cpu",
+    "--num-threads": 1,
+    "--kv-memory": "64MiB",
+    "--adapter-memory": "64MiB",
+    "--host-memory": "1GiB",
+    "--max-lora-rank": 16,
+    "--log-level": "warning",
+}
+
+
+def fill(client: Client, folder: Path, model_dir: Path, num_adapters: int) -> None:
+    """Registers so many adapters of one rank, and uses each."""
+    original = folder / "original"
+    make_adapter(model_dir, original, seed=0, rank=1, name=MODEL)
+    variants = list(islice(make_variants(original, folder), num_adapters))
+
+    def register(number: int) -> None:
+        client.register(f"a{number}", f"file://{variants[number]}")
+
+    def use(number: int) -> None:
+        client.complete([3, 4, 5], adapter=f"a{number}", max_tokens=1)
+
+    _each(register, num_adapters, "registered")
+    _each(use, num_adapters, "used")
+
+
+def _each(work: Callable[[int], None], count: int, done: str) -> None:
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(NUM_CALLERS) as callers:
+        for _ in callers.map(work, range(count)):
+            pass
+    print(f"{count} adapters {done} in {time.monotonic() - began_s:.0f} s", flush=True)
+
+
+def scrape(address: str, *, compressed: bool) -> tuple[float, bytes]:
+    """How long it took, and what came."""
+    headers = {"Accept-Encoding": "gzip"} if compressed else {}
+    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+    began_s = time.perf_counter()
+    with urllib.request.urlopen(request) as response:
+        data: bytes = response.read()
+    return time.perf_counter() - began_s, data
+
+
+def measure(address: str, num_scrapes: int) -> dict[str, Any]:
+    _, data = scrape(address, compressed=False)
+    found: dict[str, Any] = {
+        "series": sum(len(f.samples) for f in text_string_to_metric_families(data.decode())),
+        "bytes": len(data),
+    }
+    for how, compressed in (("plain", False), ("compressed", True)):
+        times_s = [scrape(address, compressed=compressed)[0] for _ in range(num_scrapes)]
+        found[f"{how}_ms"] = 1e3 * median(times_s)
+        found[f"{how}_p99_ms"] = 1e3 * percentile(times_s, 99)
+    found["within goal"] = found["plain_ms"] <= 1e3 * GOAL_S
+    return found
+
+
+def run(folder: Path, num_adapters: int, num_scrapes: int) -> dict[str, dict[str, Any]]:
+    prepared = prepare(MODEL, 0)
+    settings = SystemSettings(
+        prepared.model_dir,
+        MODEL,
+        source_roots=(folder,),
+        store_flags=("--log-level", "WARNING"),
+        inference_flags=tuple(str(word) for flag in INFERENCE_FLAGS.items() for word in flag),
+    )
+    with System(settings, folder / "system") as system:
+        addresses = system.addresses
+        with Client(inference=addresses.inference, store=addresses.store, timeout_s=None) as client:
+            fill(client, folder, prepared.model_dir, num_adapters)
+        return {
+            "store": measure(addresses.store_metrics, num_scrapes),
+            "inference": measure(addresses.inference_metrics, num_scrapes),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--adapters", type=int, default=10_000)
+    parser.add_argument("--scrapes", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=FOLDER / "scrape.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        found = run(Path(name).resolve(), options.adapters, options.scrapes)
+    columns = ("service", *next(iter(found.values())))
+    title = f"/metrics with {options.adapters} adapters; the goal is {1e3 * GOAL_S:.0f} ms"
+    show(title, columns, [(service, *values.values()) for service, values in found.items()])
+    write(options.out, "scrape", {"adapters": options.adapters, "services": found})
+
+
+if __name__ == "__main__":
+    main()

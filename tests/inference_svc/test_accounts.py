@@ -1,0 +1,197 @@
+"""Every request that comes through the door is counted once and logged as one line."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from inference_svc.errors import AdapterUnavailable
+from inference_svc.log import JsonFormatter
+from loadout.inference.v1 import inference_pb2 as pb
+from tests.inference_svc.serving import Running, digest_of, error_of, until
+
+PROMPT = "abc"
+TOKEN = "s3cr3t-of-the-gateway"
+PREFIX = "loadout_inference_"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """All that is logged, as `--log-format json --log-level debug` writes it."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield written
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def request_lines(log: io.StringIO) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    return [line for line in lines if line["logger"] == "inference_svc.requests"]
+
+
+async def scraped(running: Running) -> str:
+    return await asyncio.to_thread(running.scrape)
+
+
+def test_a_request_that_finishes(serve: Any, log: io.StringIO) -> None:
+    async def body(running: Running) -> None:
+        await running.generate(PROMPT, request_id="r-1", adapter="upper")
+        await until(lambda: bool(request_lines(log)))
+        text = await scraped(running)
+        assert f'{PREFIX}requests_total{{finish_reason="stop"}} 1.0' in text
+        assert f'{PREFIX}adapter_requests_total{{adapter="default/upper"}} 1.0' in text
+        assert f"{PREFIX}request_seconds_count 1.0" in text
+
+    serve(body, store=True)
+    [line] = request_lines(log)
+    del line["time"]
+    assert line.pop("total_s") >= 0
+    assert line == {
+        "level": "INFO",
+        "logger": "inference_svc.requests",
+        "message": "request finished",
+        "request_id": "r-1",
+        "who": "",
+        "tenant": "default",
+        "adapter": "default/upper@1",
+        "digest": digest_of("upper"),
+        "status": "OK",
+        "finish_reason": "stop",
+        "prompt_tokens": 3,
+        "cached_prompt_tokens": 2,
+        "completion_tokens": 4,
+        "queued_s": 0.25,
+        "adapter_wait_s": 0.125,
+        "first_token_s": 0.5,
+    }
+
+
+def test_requests_that_are_refused_or_fail(serve: Any, engine: Any, log: io.StringIO) -> None:
+    engine.errors[digest_of("slow")] = AdapterUnavailable("not resident after 10 s")
+
+    async def body(running: Running) -> None:
+        for fields in ({"adapter": "gone"}, {"adapter": "slow"}, {"adapter": "No Name\n"}):
+            await error_of(running.generate(PROMPT, **fields))
+        await until(lambda: len(request_lines(log)) == 3)
+        text = await scraped(running)
+        for reason in ("ADAPTER_NOT_FOUND", "ADAPTER_UNAVAILABLE", "INVALID_ARGUMENT"):
+            labels = f'{{method="Generate",reason="{reason}"}}'
+            assert f"{PREFIX}rejections_total{labels} 1.0" in text
+        assert f'{PREFIX}requests_total{{finish_reason="error"}} 1.0' in text
+        assert f'{PREFIX}adapter_errors_total{{adapter="default/slow"}} 1.0' in text
+        assert f"{PREFIX}adapter_wait_seconds_count 1.0" in text, "it has waited, in vain"
+
+    serve(body, store=True)
+    found = [(line["status"], line["reason"], line["adapter"]) for line in request_lines(log)]
+    assert found == [
+        ("NOT_FOUND", "ADAPTER_NOT_FOUND", "gone"),
+        ("UNAVAILABLE", "ADAPTER_UNAVAILABLE", "default/slow@1"),
+        ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "No Name\n"),
+    ]
+
+
+def test_a_caller_that_leaves(serve: Any, log: io.StringIO) -> None:
+    async def body(running: Running) -> None:
+        running.engine.hold.set()
+        call = running.stub.Generate(pb.GenerateRequest(text=PROMPT, request_id="left"))
+        await until(lambda: running.engine.num_running == 1)
+        call.cancel()
+        await until(lambda: bool(request_lines(log)))
+        text = await scraped(running)
+        assert f'{PREFIX}requests_total{{finish_reason="cancelled"}} 1.0' in text
+        assert f'{PREFIX}adapter_requests_total{{adapter="base"}} 1.0' in text
+
+    serve(body)
+    [line] = request_lines(log)
+    assert (line["request_id"], line["status"], line["adapter"]) == ("left", "CANCELLED", "")
+    assert "reason" not in line
+
+
+def test_a_bug_is_an_error(serve: Any, engine: Any, log: io.StringIO) -> None:
+    engine.errors[""] = ZeroDivisionError("a bug")
+
+    async def body(running: Running) -> None:
+        assert (await error_of(running.generate(PROMPT))).code() is grpc.StatusCode.INTERNAL
+        text = await scraped(running)
+        labels = '{method="Generate",reason="INTERNAL"}'
+        assert f"{PREFIX}rejections_total{labels} 1.0" in text
+        assert f'{PREFIX}requests_total{{finish_reason="error"}} 1.0' in text
+
+    serve(body)
+    [line] = request_lines(log)
+    assert line["status"] == "INTERNAL"
+
+
+def test_neither_tokens_nor_prompts_are_logged(
+    serve: Any, log: io.StringIO, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        f'[tokens.gateway]\nsha256 = "{hashlib.sha256(TOKEN.encode()).hexdigest()}"\n'
+        'roles = ["caller"]\ntenants = ["team-a"]\n'
+    )
+    prompt = "CAB CAB A"
+
+    async def body(running: Running) -> None:
+        for token in (TOKEN, "another-" + TOKEN):
+            metadata = (("authorization", f"Bearer {token}"),)
+            call = running.stub.Generate(pb.GenerateRequest(text=prompt), metadata=metadata)
+            if token == TOKEN:
+                assert [response async for response in call]
+            else:
+                assert (await error_of(call.read())).code() is grpc.StatusCode.UNAUTHENTICATED
+
+    serve(body, policy_file=policy)
+    [line] = request_lines(log)
+    assert (line["who"], line["tenant"]) == ("gateway", "team-a")
+    assert TOKEN not in log.getvalue()
+    assert prompt not in log.getvalue()
+    assert '"call refused"' in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"text": "abc"}, "abc"),
+        ({"token_ids": pb.TokenIds(ids=[4, 5])}, "4\n5"),
+        (
+            {"chat": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="abc")])},
+            "user: abc",
+        ),
+    ],
+)
+def test_prompts_are_logged_where_a_setting_says_so(
+    serve: Any, log: io.StringIO, fields: dict[str, Any], shown: str
+) -> None:
+    async def body(running: Running) -> None:
+        request = pb.GenerateRequest(**fields)
+        assert [response async for response in running.stub.Generate(request)]
+
+    serve(body, log_prompts=True)
+    [line] = request_lines(log)
+    assert line["prompt"] == shown
+
+
+def test_a_quiet_log_costs_no_line(serve: Any, log: io.StringIO) -> None:
+    async def body(running: Running) -> None:
+        logging.getLogger().setLevel(logging.WARNING)
+        await running.generate(PROMPT)
+        assert f'{PREFIX}requests_total{{finish_reason="stop"}} 1.0' in await scraped(running)
+
+    serve(body)
+    assert not request_lines(log)

@@ -1,0 +1,29 @@
+"""Observations fall into the right buckets, alone and many at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from inference_svc.histogram import IDLE_BOUNDS_S, STEP_BOUNDS_S, WAIT_BOUNDS_S, Histogram
+
+
+@pytest.mark.parametrize("bounds", [STEP_BOUNDS_S, WAIT_BOUNDS_S, IDLE_BOUNDS_S])
+def test_every_observation_is_in_the_bucket_of_the_first_bound_that_holds_it(
+    bounds: tuple[float, ...],
+) -> None:
+    assert all(low < high for low, high in itertools.pairwise(bounds))
+    for index, bound in enumerate(bounds):
+        for seconds, expected in ((bound, index), (bound * 1.001, index + 1)):
+            histogram = Histogram(bounds)
+            histogram.observe(seconds)
+            assert histogram.state.counts.index(1) == expected
+
+
+def test_many_at_once_count_as_many_one_by_one() -> None:
+    together, single = Histogram(), Histogram()
+    together.observe(0.25, 64)
+    for _ in range(64):
+        single.observe(0.25)
+    assert together.state == single.state

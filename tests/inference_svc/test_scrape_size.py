@@ -1,0 +1,73 @@
+"""However many adapters there are, a scrape stays small, and right."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from inference_svc.access import OPEN
+from inference_svc.core import ResidentAdapter, Timings, Usage
+from inference_svc.metrics import MAX_ADAPTERS, RequestEnd
+from tests.inference_svc.directories import UPPER, A, make, run
+from tests.inference_svc.serving import Running
+
+NUM_ADAPTERS = 10_000
+MAX_SERIES = 5_000
+PREFIX = "loadout_inference_"
+
+
+def read(text: str) -> tuple[int, dict[str, float]]:
+    """How many series, and the requests by adapter."""
+    num_series, requests = 0, {}
+    for family in text_string_to_metric_families(text):
+        num_series += len(family.samples)
+        if family.name == f"{PREFIX}adapter_requests":
+            requests = {sample.labels["adapter"]: sample.value for sample in family.samples}
+    return num_series, requests
+
+
+def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
+    """All resident in the host tier, and each used by a request."""
+    for number in range(NUM_ADAPTERS):
+        digest = f"sha256:{number:064}"
+        engine.resident[digest] = ResidentAdapter(digest, "host", 640, 8, False, 0, 1.0, 0.25)
+
+    async def body(running: Running) -> None:
+        metrics = running.server._metrics
+        end = RequestEnd("stop", "", 3, 1.0, Usage(3, 0, 3), Timings(0.1, 0.0, 0.2))
+        for number in range(NUM_ADAPTERS):
+            metrics.count_request(replace(end, adapter=f"team-{number % 100}/a{number}"))
+        num_series, requests = read(await asyncio.to_thread(running.scrape))
+        assert num_series < MAX_SERIES
+        assert len(requests) == MAX_ADAPTERS + len(("base", "other", "former"))
+        assert sum(requests.values()) == NUM_ADAPTERS
+        assert requests["other"] == NUM_ADAPTERS - MAX_ADAPTERS
+
+    serve(body)
+
+
+def test_as_many_as_a_setting_says_have_series_of_their_own(serve: Any) -> None:
+    async def body(running: Running) -> None:
+        for number in range(10):
+            running.server._metrics.count_request(RequestEnd("error", f"t/a{number}", 0, 1.0))
+        _, requests = read(await asyncio.to_thread(running.scrape))
+        assert requests == {"t/a0": 1, "t/a1": 1, "base": 0, "other": 8, "former": 0}
+
+    serve(body, metrics_adapters=2)
+
+
+def test_of_an_adapter_of_many_names_a_few_are_shown() -> None:
+    catalog, directory, _ = make()
+    names = [f"default/n{number:03}" for number in range(200)]
+    catalog.records |= {name: replace(UPPER, name=name) for name in names}
+
+    async def body() -> None:
+        for name in names:
+            await directory.resolve(OPEN, name)
+        assert directory.names_of(OPEN, A) == names
+        assert directory.names_of(OPEN, A, 3) == names[:3]
+
+    run(body)
