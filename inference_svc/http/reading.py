@@ -28,7 +28,7 @@ MAX_NAME_CHARS = 100
 
 class Body(BaseModel):
     """Of a request: nothing is converted, nothing is passed over. Unknown fields are looked for
-    afterwards, and lists are `FailFast`: an error for each would take gigabytes of a body of
+    afterwards, and lists are `fail_fast`: an error for each would take gigabytes of a body of
     nothing else."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
