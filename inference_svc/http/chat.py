@@ -60,7 +60,7 @@ class ResponseFormat(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True), Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -68,7 +68,7 @@ class ChatBody(GenerationBody):
     # Taken where they ask for nothing that we do not do.
     store: Literal[False] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     tools: _Nothing | None = None
     functions: _Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None

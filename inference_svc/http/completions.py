@@ -30,10 +30,12 @@ def _to_prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if all(isinstance(each, str) for each in value):
-            return tuple(value)
         if _are_ids(value):
             return (tuple(value),)
+        if len(value) > MAX_CHOICES:
+            raise ValueError(f"has {len(value)} prompts; at most {MAX_CHOICES} choices are made")
+        if all(isinstance(each, str) for each in value):
+            return tuple(value)
         if all(map(_are_ids, value)):
             return tuple(map(tuple, value))
     raise ValueError("must be a text, a list of token ids, or a list of one of these")

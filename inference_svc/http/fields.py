@@ -36,7 +36,12 @@ class GenerationBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_to_list), Field(max_length=MAX_STOPS)] | None = None
+    stop: (
+        Annotated[
+            list[str], Field(fail_fast=True), Field(max_length=MAX_STOPS), BeforeValidator(_to_list)
+        ]
+        | None
+    ) = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -45,7 +50,9 @@ class GenerationBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
@@ -57,7 +64,7 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
 
     # Taken where they ask for nothing that we do not do.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None

@@ -22,17 +22,16 @@ BODY_SECONDS = 60.0
 REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_WORDS = {
-    "missing": "is missing",
-    "extra_forbidden": "is not known here",
-}
-"""Pydantic's problems, where ours says it better."""
+MAX_NAME_CHARS = 100
+"""Of a field that the caller made up."""
 
 
 class Body(BaseModel):
-    """Of a request: nothing is converted, nothing is passed over."""
+    """Of a request: nothing is converted, nothing is passed over. Unknown fields are looked for
+    afterwards, and lists are `fail_fast`: an error for each would take gigabytes of a body of
+    nothing else."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 B = TypeVar("B", bound=Body)
@@ -66,9 +65,26 @@ async def read_body(request: Request, kind: type[B]) -> B:
     data = await _read(request)
     set_read(request)
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         raise _to_invalid_request(error) from None
+    unknown = find_unknown(body)
+    if unknown is not None:
+        field = _path(unknown)
+        raise InvalidRequest(f"{field}: is not known here", subject=field)
+    return body
+
+
+def find_unknown(body: Body) -> tuple[int | str, ...] | None:
+    """Where the first field is that there is not."""
+    for name in body.model_extra or ():
+        return (name,)
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        for index, each in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(each, Body) and (found := find_unknown(each)) is not None:
+                return (name, *((index,) if isinstance(value, list) else ()), *found)
+    return None
 
 
 async def _read(request: Request) -> bytes:
@@ -91,12 +107,15 @@ async def _read(request: Request) -> bytes:
 def _to_invalid_request(error: ValidationError) -> InvalidRequest:
     """The first problem."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    kind, field = problem["type"], _path(problem["loc"])
-    text = _WORDS.get(kind) or problem["msg"].removeprefix("Value error, ")
+    field, text = _path(problem["loc"]), problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        text = "is missing"
     return InvalidRequest(f"{field or 'the body'}: {text}", subject=field)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
     """messages[0].role"""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    parts = [
+        f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in location
+    ]
     return "".join(parts).removeprefix(".")

@@ -8,9 +8,12 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from inference_svc import errors
-from inference_svc.http.reading import MAX_BODY_BYTES
+from inference_svc.http.chat import ChatBody
+from inference_svc.http.completions import CompletionBody
+from inference_svc.http.reading import MAX_BODY_BYTES, Body
 from inference_svc.http.statuses import ANSWERS, error_object
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import digest_of, until
@@ -222,3 +225,19 @@ def test_bugs_are_not_told() -> None:
             "code": "internal_error",
         }
     }
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_many_mistakes_cost_as_much_as_one(kind: type[Body]) -> None:
+    """An error for each, of a body of nothing else, would take minutes, and gigabytes."""
+    many: dict[str, Any] = {
+        "messages": [{}] * 1000,
+        "prompt": [[]] * 1000,
+        "stop": [5] * 1000,
+        "stop_token_ids": ["x"] * 1000,
+        "modalities": [5] * 1000,
+        **{f"unknown{index}": 1 for index in range(1000)},
+    }
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(many))
+    assert caught.value.error_count() < 10
