@@ -1,0 +1,117 @@
+"""The C modules through which Triton launches our kernels, compiled ahead for machines that have no
+C compiler.
+
+Triton compiles kernels with tools that it brings along, but the module that hands the arguments of
+a launch to the driver, one for each list of argument types, with the system's compiler. Where there
+is none, Triton takes the modules from its cache: `python -m kernels.triton_launchers` fills the one
+that TRITON_CACHE_DIR names. Neither a GPU nor its driver is needed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triton.backends.nvidia import driver
+from triton.runtime import JITFunction
+from triton.runtime.build import compile_module_from_src, platform_key
+from triton.runtime.cache import get_cache_manager
+
+from kernels.attention import triton_kernels as attention
+from kernels.lora import triton_kernels as lora
+
+POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
+"""Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
+
+INTEGERS = {*attention.VARYING, *lora.VARYING}
+NUMBERS = {"eps", "scale"}
+OPTIONAL = {"y", "token_ids", "q_norm", "k_norm", "parts", "lses"}
+MAYBE_ONE = {"table_stride"}
+"""Strides that are 1 for some settings: a page table has one column if a page holds a sequence."""
+
+STUB = "void loadout_stub(void) {}\n"
+
+
+def kernels() -> list[Any]:
+    """Whatever is launched."""
+    found = [*vars(lora).values(), *vars(attention).values()]
+    return [k for k in found if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")]
+
+
+def signatures(kernel: Any) -> Iterator[dict[str, str]]:
+    """The types of the arguments in every launch that our operations can make."""
+    names = [parameter.name for parameter in kernel.params]
+    types = [_types(parameter) for parameter in kernel.params]
+    for chosen in itertools.product(*types):
+        yield dict(zip(names, chosen, strict=True))
+
+
+def _types(parameter: Any) -> tuple[str, ...]:
+    if parameter.is_constexpr:
+        return (ABSENT,)
+    name = parameter.name
+    if name in NUMBERS:
+        return (NUMBER,)
+    if name in INTEGERS or name.endswith("_stride"):
+        return (INTEGER, ABSENT) if name in MAYBE_ONE else (INTEGER,)
+    return (POINTER, ABSENT) if name in OPTIONAL else (POINTER,)
+
+
+def modules() -> dict[str, str]:
+    """C source and name of every module, Triton's access to the driver among them."""
+    driver_c = Path(driver.dirname, "driver.c").read_text()
+    launchers = (
+        driver.make_launcher({}, signature, None)
+        for kernel in kernels()
+        for signature in signatures(kernel)
+    )
+    return {driver_c: "cuda_utils", **dict.fromkeys(launchers, "__triton_launcher")}
+
+
+def is_cached(source: str, name: str) -> bool:
+    """Whether Triton finds the module compiled."""
+    key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return get_cache_manager(key).get_file(f"{name}{suffix}") is not None
+
+
+def compile_modules() -> int:
+    """Fills Triton's cache; how many modules it then has. Raises RuntimeError without a compiler,
+    and CalledProcessError where it fails."""
+    wanted = modules()
+    with tempfile.TemporaryDirectory(prefix="loadout-triton-") as folder:
+        _make_stub(Path(folder))
+        for source, name in wanted.items():
+            # It loads what it has compiled and cached, which only works beside a real driver.
+            with contextlib.suppress(ImportError):
+                compile_module_from_src(
+                    src=source,
+                    name=name,
+                    library_dirs=[driver.libdevice_dir, folder],
+                    include_dirs=driver.include_dirs,
+                    libraries=driver.libraries,
+                )
+    missing = [name for source, name in wanted.items() if not is_cached(source, name)]
+    if missing:
+        raise RuntimeError(f"not compiled: {', '.join(missing)}")
+    return len(wanted)
+
+
+def _make_stub(folder: Path) -> None:
+    """What stands for the GPU's driver while modules are linked: its name is all that counts."""
+    [library] = driver.libraries
+    source = folder / "stub.c"
+    source.write_text(STUB)
+    command = ["cc", "-shared", f"-Wl,-soname,{library}", "-o", str(folder / library), str(source)]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    print(f"{compile_modules()} modules compiled")
