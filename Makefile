@@ -8,7 +8,7 @@ PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
 
-.PHONY: demo up test check format lint-protos bench bench-peers soak fuzz clean
+.PHONY: demo up test check format lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -31,6 +31,15 @@ lint-protos: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# Both container images, upon what versions.env pins. The tag is the project's version.
+IMAGE_BUILD = docker build --file deploy/images/Dockerfile \
+	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
+IMAGE_TAG = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+images:
+	$(IMAGE_BUILD) --target cpu --tag loadout-cpu:$(IMAGE_TAG) .
+	$(IMAGE_BUILD) --target cuda --tag loadout-cuda:$(IMAGE_TAG) .
 
 # A million executions of what reads strangers' bytes; FUZZ=--help tells how to run less or more.
 fuzz: $(VENV)/.installed-fuzz

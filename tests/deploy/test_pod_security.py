@@ -1,4 +1,4 @@
-"""Pods may do nothing that they need not: the profile "restricted", and a root that is read-only."""
+"""Pods may do nothing that they need not: the profile "restricted", and a read-only root."""
 
 from __future__ import annotations
 
