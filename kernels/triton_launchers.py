@@ -1,10 +1,11 @@
 """The C modules through which Triton launches our kernels, compiled ahead for machines that have no
 C compiler.
 
-Triton compiles kernels with tools that it brings along, but the module that hands the arguments of
-a launch to the driver, one for each list of argument types, with the system's compiler. Where there
-is none, Triton takes the modules from its cache: `python -m kernels.triton_launchers` fills the one
-that TRITON_CACHE_DIR names. Neither a GPU nor its driver is needed for that.
+Triton compiles kernels with tools that it brings along, but what hands them to the GPU's driver
+with the system's compiler: one module, and before Triton 3.7 one more for each list of argument
+types. Where there is no compiler, Triton takes the modules from its cache: `python -m
+kernels.triton_launchers` fills the one that TRITON_CACHE_DIR names. Neither a GPU nor its driver is
+needed for that.
 """
 
 from __future__ import annotations
@@ -65,14 +66,18 @@ def _types(parameter: Any) -> tuple[str, ...]:
 
 
 def modules() -> dict[str, str]:
-    """C source and name of every module, Triton's access to the driver among them."""
-    driver_c = Path(driver.dirname, "driver.c").read_text()
-    launchers = (
-        driver.make_launcher({}, signature, None)
-        for kernel in kernels()
-        for signature in signatures(kernel)
-    )
-    return {driver_c: "cuda_utils", **dict.fromkeys(launchers, "__triton_launcher")}
+    """C source and name of every module."""
+    found = {Path(driver.dirname, "driver.c").read_text(): "cuda_utils"}
+    for kernel in kernels():
+        for signature in signatures(kernel):
+            found |= launcher(signature)
+    return found
+
+
+def launcher(signature: dict[str, str]) -> dict[str, str]:
+    """The module of a launch with arguments of these types; none where Triton needs none."""
+    make = getattr(driver, "make_launcher", None)
+    return {} if make is None else {make({}, signature, None): "__triton_launcher"}
 
 
 def is_cached(source: str, name: str) -> bool:

@@ -74,14 +74,11 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
 
 def missing_modules() -> list[tuple[str, dict[str, str]]]:
     """The launches whose C module Triton would have to compile."""
-    from triton.backends.nvidia import driver
-
     return [
         (kernel, signature)
         for kernel, signature in launched_signatures()
-        if not triton_launchers.is_cached(
-            driver.make_launcher({}, signature, None), "__triton_launcher"
-        )
+        for source, name in triton_launchers.launcher(signature).items()
+        if not triton_launchers.is_cached(source, name)
     ]
 
 
