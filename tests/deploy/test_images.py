@@ -164,6 +164,19 @@ def test_tritons_modules_are_copied_to_where_it_may_write(tmp_path):
     )
 
 
+def test_make_builds_what_is_pinned():
+    done = subprocess.run(
+        ["make", "--dry-run", "images"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    commands = [line for line in done.stdout.splitlines() if line.startswith("docker build")]
+    assert [line.partition("--target ")[2].split()[0] for line in commands] == list(TARGETS)
+    tag = PYPROJECT["project"]["version"]
+    for target, command in zip(TARGETS, commands, strict=True):
+        for name in (*IMAGES.arguments, "CPU_TORCH_INDEX"):
+            assert f"--build-arg {name}={versions()[name]}" in command
+        assert f"--tag loadout-{target}:{tag} ." in command
+
+
 def test_entry_points_take_a_command():
     assert json.loads(IMAGES.stages["cuda"].last("ENTRYPOINT")) == ["with-triton-cache"]
     assert not IMAGES.stages["cpu"].all("ENTRYPOINT")

@@ -15,7 +15,7 @@ from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of
 from tests.deploy.manifests import ROOT, Manifests, overlay
 from tests.deploy.pods import Places, Pod
-from tests.deploy.test_scaling import METRIC
+from tests.deploy.test_scaling import targets
 
 ASSETS = ROOT / "loadout" / "demo" / "assets"
 IMAGE = {"/opt/loadout/demo": ASSETS, "/models/base": ASSETS / "model"}
@@ -143,6 +143,6 @@ def test_production(run, tmp_path):
         chunks = client.generate("hello=", adapter="shout", temperature=0, max_tokens=8)
         assert "".join(chunk.text for chunk in chunks).startswith("HELLO")
     [autoscaler] = manifests.of_kind("HorizontalPodAutoscaler")
-    for metric in METRIC.findall(str(autoscaler)):
+    for metric in targets(autoscaler):
         assert re.search(rf"^{metric} \d", served(inference), re.MULTILINE)
     check_life([store, inference])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from inference_svc.config import Config
 from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import matches
 
@@ -57,13 +58,34 @@ def test_one_autoscaler_scales_inference_where_there_are_gpus(manifests):
         assert 2 <= least < most
 
 
+def targets(autoscaler: Object) -> dict[str, int]:
+    """Metric -> how much of it a replica is to have."""
+    if autoscaler["kind"] == "ScaledObject":
+        pairs = [
+            (METRIC.findall(trigger["metadata"]["query"]), trigger["metadata"]["threshold"])
+            for trigger in autoscaler["spec"]["triggers"]
+        ]
+    else:
+        pods = [metric["pods"] for metric in autoscaler["spec"]["metrics"]]
+        pairs = [([each["metric"]["name"]], each["target"]["averageValue"]) for each in pods]
+    return {metric: int(value) for [metric], value in pairs}
+
+
 @pytest.mark.parametrize("name", ["production", "production-keda", "node-local-store"])
 def test_autoscalers_watch_metrics_that_are_exported(name):
     [found] = autoscalers(overlay(name))
-    metrics = set(METRIC.findall(yaml.safe_dump(found)))
-    assert metrics
-    assert metrics <= exported("inference_svc")
-    assert all("waiting" in metric for metric in metrics)
+    metrics = targets(found)
+    assert metrics == targets(autoscalers(overlay("production"))[0]), "all scale alike"
+    assert metrics.keys() <= exported("inference_svc")
+    assert "loadout_inference_requests_waiting" in metrics
+
+
+def test_a_busy_system_is_not_scaled_down_because_nobody_waits():
+    """With a queue alone, replicas that have emptied it would go again."""
+    [found] = autoscalers(overlay("production"))
+    running = targets(found)["loadout_inference_requests_running"]
+    most = Config.model_fields["max_sequences"].default
+    assert most / 2 <= running < most
 
 
 def test_the_keda_overlay_has_no_other_autoscaler():
@@ -75,22 +97,22 @@ def test_what_the_code_does_not_export_is_noticed():
     assert "loadout_store_pulls" in exported("adapter_store")
 
 
-def test_the_prometheus_adapter_offers_the_autoscalers_metric():
+def test_the_prometheus_adapter_offers_the_autoscalers_metrics():
     values = yaml.safe_load((KUBERNETES / "components/hpa/prometheus-adapter.yaml").read_text())
     [rule] = values["rules"]["custom"]
     [autoscaler] = autoscalers(overlay("production"))
-    [metric] = autoscaler["spec"]["metrics"]
-    name = metric["pods"]["metric"]["name"]
-    assert rule["name"]["as"] == name
-    assert re.search(rule["name"]["matches"], name)
-    assert rule["seriesQuery"].startswith(name + "{")
+    [series] = re.findall(r'__name__=~"(.*?)"', rule["seriesQuery"])
+    for metric in targets(autoscaler):
+        assert re.fullmatch(series, metric)
+        assert re.fullmatch(rule["name"]["matches"], metric)[1] == metric
+    assert rule["name"]["as"] == "$1"
 
 
 def test_keda_asks_about_its_own_namespace():
     manifests = overlay("production-keda")
     [scaled] = manifests.of_kind("ScaledObject")
-    [trigger] = scaled["spec"]["triggers"]
-    assert f'namespace="{scaled["metadata"]["namespace"]}"' in trigger["metadata"]["query"]
+    for trigger in scaled["spec"]["triggers"]:
+        assert f'namespace="{scaled["metadata"]["namespace"]}"' in trigger["metadata"]["query"]
 
 
 def test_every_pod_is_scraped_once(manifests):
