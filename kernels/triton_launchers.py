@@ -17,6 +17,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,16 @@ POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 
 INTEGERS = {*attention.VARYING, *lora.VARYING}
 NUMBERS = {"eps", "scale"}
-OPTIONAL = {"y", "token_ids", "q_norm", "k_norm", "parts", "lses"}
+MAYBE_NONE: dict[str, list[set[str]]] = {
+    "expand_kernel": [{"token_ids"}, {"y"}],
+    "store_kernel": [set(), {"q_norm", "k_norm"}],
+    "decode_kernel": [set(), {"parts", "lses"}],
+}
+"""What is None together in launches of a kernel; of the others, nothing."""
 MAYBE_ONE = {"table_stride"}
 """Strides that are 1 for some settings: a page table has one column if a page holds a sequence."""
+LINKAGES = ("", "ELF")
+"""Triton's key of a module has what `file` says of Python: nothing where there is no `file`."""
 
 STUB = "void loadout_stub(void) {}\n"
 
@@ -49,20 +57,21 @@ def kernels() -> list[Any]:
 def signatures(kernel: Any) -> Iterator[dict[str, str]]:
     """The types of the arguments in every launch that our operations can make."""
     names = [parameter.name for parameter in kernel.params]
-    types = [_types(parameter) for parameter in kernel.params]
-    for chosen in itertools.product(*types):
-        yield dict(zip(names, chosen, strict=True))
+    for absent in MAYBE_NONE.get(kernel.__name__, [set()]):
+        types = [_types(parameter, absent) for parameter in kernel.params]
+        for chosen in itertools.product(*types):
+            yield dict(zip(names, chosen, strict=True))
 
 
-def _types(parameter: Any) -> tuple[str, ...]:
-    if parameter.is_constexpr:
-        return (ABSENT,)
+def _types(parameter: Any, absent: set[str]) -> tuple[str, ...]:
     name = parameter.name
+    if parameter.is_constexpr or name in absent:
+        return (ABSENT,)
     if name in NUMBERS:
         return (NUMBER,)
     if name in INTEGERS or name.endswith("_stride"):
         return (INTEGER, ABSENT) if name in MAYBE_ONE else (INTEGER,)
-    return (POINTER, ABSENT) if name in OPTIONAL else (POINTER,)
+    return (POINTER,)
 
 
 def modules() -> dict[str, str]:
@@ -82,9 +91,7 @@ def launcher(signature: dict[str, str]) -> dict[str, str]:
 
 def is_cached(source: str, name: str) -> bool:
     """Whether Triton finds the module compiled."""
-    key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return get_cache_manager(key).get_file(f"{name}{suffix}") is not None
+    return _cached_file(_key(source, platform_key()), name) is not None
 
 
 def compile_modules() -> int:
@@ -93,20 +100,41 @@ def compile_modules() -> int:
     wanted = modules()
     with tempfile.TemporaryDirectory(prefix="loadout-triton-") as folder:
         _make_stub(Path(folder))
-        for source, name in wanted.items():
-            # It loads what it has compiled and cached, which only works beside a real driver.
-            with contextlib.suppress(ImportError):
-                compile_module_from_src(
-                    src=source,
-                    name=name,
-                    library_dirs=[driver.libdevice_dir, folder],
-                    include_dirs=driver.include_dirs,
-                    libraries=driver.libraries,
-                )
-    missing = [name for source, name in wanted.items() if not is_cached(source, name)]
-    if missing:
-        raise RuntimeError(f"not compiled: {', '.join(missing)}")
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda item: _compile(*item, folder), wanted.items()))
     return len(wanted)
+
+
+def _compile(source: str, name: str, folder: str) -> None:
+    # It loads what it has compiled and cached, which only works beside a real driver.
+    with contextlib.suppress(ImportError):
+        compile_module_from_src(
+            src=source,
+            name=name,
+            library_dirs=[driver.libdevice_dir, folder],
+            include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )
+    path = _cached_file(_key(source, platform_key()), name)
+    if path is None:
+        raise RuntimeError(f"Triton has not kept {name}")
+    machine, system, bits, _ = platform_key().split(",")
+    for linkage in LINKAGES:
+        key = _key(source, ",".join((machine, system, bits, linkage)))
+        get_cache_manager(key).put(Path(path).read_bytes(), _file_name(name), binary=True)
+
+
+def _key(source: str, platform: str) -> str:
+    return hashlib.sha256((source + platform).encode()).hexdigest()
+
+
+def _cached_file(key: str, name: str) -> str | None:
+    found: str | None = get_cache_manager(key).get_file(_file_name(name))
+    return found
+
+
+def _file_name(name: str) -> str:
+    return f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def _make_stub(folder: Path) -> None:

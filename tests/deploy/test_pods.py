@@ -75,6 +75,7 @@ def check_life(pods: list[Pod]) -> None:
         assert pod.probe("readiness").returncode == 1
 
 
+@pytest.mark.slow
 def test_dev(run):
     manifests = overlay("dev")
     store = run(manifests, "adapter-store", {}, SMALL_STORE)
@@ -124,6 +125,7 @@ def mounted(manifests: Manifests, name: str, found: dict[str, Path]) -> dict[str
     }
 
 
+@pytest.mark.slow
 def test_production(run, tmp_path):
     """With tokens and TLS; on CPU, and over SQLite."""
     manifests = overlay("production")
