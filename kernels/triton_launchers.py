@@ -101,7 +101,7 @@ def compile_modules() -> int:
     with tempfile.TemporaryDirectory(prefix="loadout-triton-") as folder:
         _make_stub(Path(folder))
         with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda item: _compile(*item, folder), wanted.items()))
+            list(threads.map(lambda source: _compile(source, wanted[source], folder), wanted))
     return len(wanted)
 
 

@@ -19,7 +19,7 @@ def is_serving(
     `ca` None: no TLS. `server_name`: whom the certificate must be for, if not the address's host.
     Raises grpc.RpcError where nobody answers, or nobody knows the service.
     """
-    options = [("grpc.enable_http_proxy", 0)]
+    options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
     if ca is None:
