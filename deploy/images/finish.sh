@@ -7,5 +7,5 @@ python -m pip uninstall --yes --quiet pip
 rm -rf "$packages/torch/include" "$packages/torch/share/cmake" "$packages/torch/test"
 find "$packages" -name '*.a' -delete
 ln -s "$packages/loadout/demo/assets" /opt/loadout/demo
-python -m compileall -q "$packages" || true # some packages carry templates that are no Python
+python -m compileall -qq "$packages" || true # some packages carry templates that are no Python
 chmod -R a+rX /opt/loadout
