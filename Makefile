@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz setup.py
+SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz deploy setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
