@@ -45,7 +45,9 @@ def ask(error: BaseException | None) -> tuple[list[grpc.aio.AioRpcError], list[t
     ends: list[tuple[str, str]] = []
 
     async def body() -> list[grpc.aio.AioRpcError]:
-        interceptor = StatusInterceptor(lambda method, code: ends.append((method, code)))
+        interceptor = StatusInterceptor(
+            lambda method, code: ends.append((method, code)), lambda: "TEXT load"
+        )
         server = grpc.aio.server(interceptors=[interceptor])
         pb_grpc.add_InferenceServiceServicer_to_server(Raising(error), server)
         port = server.add_insecure_port("127.0.0.1:0")
