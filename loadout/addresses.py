@@ -75,10 +75,16 @@ class Resolver:
     `first` is done when the name was resolved for the first time, or could not be.
     """
 
-    def __init__(self, target: str, on_change: Callable[[list[Endpoint]], None]) -> None:
+    def __init__(
+        self,
+        target: str,
+        on_change: Callable[[list[Endpoint]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.first: Future[None] = Future()
         self._target = target
         self._on_change = on_change
+        self._clock = clock
         self._lock = threading.Lock()
         self._is_running = False
         self._asked_s = float("-inf")
@@ -86,7 +92,7 @@ class Resolver:
 
     def refresh(self) -> None:
         """Resolves again if that was long ago; returns at once."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         with self._lock:
             if self._is_running or now_s - self._asked_s < RESOLVE_S:
                 return

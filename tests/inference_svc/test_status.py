@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.load import LOAD_HEADER
 from inference_svc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -92,6 +93,7 @@ def test_every_error_has_its_status_unary_and_streamed(
     assert ends == [("GetServerInfo", code.name), ("Generate", code.name)]
     for error in seen:
         assert error.code() is code
+        assert (LOAD_HEADER, "TEXT load") in tuple(error.trailing_metadata())
         if code is grpc.StatusCode.INTERNAL:
             assert error.details() == INTERNAL_MESSAGE
             continue
