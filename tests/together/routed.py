@@ -20,13 +20,14 @@ from bench.trace import Traffic
 from loadout import AsyncClient, Client
 from loadout.demo.process import Process
 from loadout.errors import Unavailable
-from loadout.prometheus import scrape
+from loadout.prometheus import Metrics, scrape
 from tests.together.services import GRACE_S, READY_S
 from tests.together.zoo import Zoo
 
 MAX_LORAS = 32
 """Of each replica, as in W4."""
 NUM_CALLERS = 4
+NUM_WARM, NUM_COUNTED = 200, 500
 PROMPT = [ord(char) for char in "a prompt"]
 
 
@@ -113,6 +114,9 @@ class Routed:
         hits = self._counts("loadout_inference_slot_hits_total").total()
         return hits, hits + self._counts("loadout_inference_slot_misses_total").total()
 
+    def scrapes(self) -> list[Metrics]:
+        return [scrape(address) for address in self._metrics.values()]
+
     def _counts(self, name: str) -> Counter[str]:
         found: Counter[str] = Counter()
         for address, metrics_address in self._metrics.items():
@@ -131,10 +135,20 @@ def ask(client: Client, name: str) -> None:
     assert len(done.token_ids) == 1
 
 
-def adapters_of_w4(names: Sequence[str], count: int, alpha: float, seed: int) -> list[str]:
-    """The adapters that W4's traffic asks for, one after the other."""
-    arrivals = islice(Traffic(len(names), alpha).arrivals(seed), count)
+def adapters_of_w4(names: Sequence[str], alpha: float, seed: int = 5) -> list[str]:
+    """The adapters that W4's traffic asks for, one after the other: a warm-up, and what counts."""
+    arrivals = islice(Traffic(len(names), alpha).arrivals(seed), NUM_WARM + NUM_COUNTED)
     return [names[arrival.adapter] for arrival in arrivals if arrival.adapter is not None]
+
+
+def hit_share(system: Routed, addresses: str | Sequence[str], wanted: Sequence[str]) -> float:
+    """The share of requests whose adapter was on the device, after the warm-up."""
+    play(addresses, wanted[:NUM_WARM])
+    hits_before, total_before = system.hits()
+    play(addresses, wanted[NUM_WARM:])
+    hits, total = system.hits()
+    assert total - total_before == NUM_COUNTED
+    return (hits - hits_before) / NUM_COUNTED
 
 
 def play(addresses: str | Sequence[str], wanted: Iterable[str]) -> None:

@@ -3,10 +3,12 @@ adapters stay with their replica, and a replica that is killed takes along only 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +18,14 @@ from loadout.replicas import rank
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
 from tests.together.envoy import Envoy, round_robin
-from tests.together.routed import PROMPT, Routed, adapters_of_w4, ask, play
+from tests.together.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share
 from tests.together.zoo import Zoo
 
 NUM_ADAPTERS = 200
-NUM_WARM, NUM_COUNTED = 200, 500
 NUM_KEYS = 24
 LONG_TOKENS = 450
+GATEWAY = Path(__file__).parents[2] / "deploy" / "gateway"
+VLLM = re.compile(r"vllm:\w+")
 ONCE = RetryPolicy(max_attempts=1)
 
 
@@ -45,15 +48,11 @@ def envoy(system: Routed) -> Iterator[Envoy]:
         yield made
 
 
-def hit_share(system: Routed, addresses: str | Sequence[str], names: list[str]) -> float:
-    """Of W4's traffic, after a warm-up."""
-    wanted = adapters_of_w4(names, NUM_WARM + NUM_COUNTED, alpha=1.0, seed=5)
-    play(addresses, wanted[:NUM_WARM])
-    hits_before, total_before = system.hits()
-    play(addresses, wanted[NUM_WARM:])
-    hits, total = system.hits()
-    assert total - total_before == NUM_COUNTED
-    return (hits - hits_before) / NUM_COUNTED
+def test_what_the_gateway_s_picker_reads_is_exported(system: Routed) -> None:
+    named = {name for file in GATEWAY.iterdir() for name in VLLM.findall(file.read_text())}
+    assert len(named) >= 4
+    for metrics in system.scrapes():
+        assert named <= {sample.name for sample in metrics.samples}
 
 
 @pytest.mark.slow
@@ -61,12 +60,13 @@ def test_adapters_stay_with_their_replica_and_are_found_there(
     system: Routed, names: list[str], envoy: Envoy
 ) -> None:
     replicas = list(system.replicas)
+    wanted = adapters_of_w4(names, alpha=1.0)
     with Envoy(system.folder / "round-robin", replicas, round_robin) as plain:
-        blind = hit_share(system, plain.address, names)
+        blind = hit_share(system, plain.address, wanted)
 
-    by_envoy = hit_share(system, envoy.address, names)
+    by_envoy = hit_share(system, envoy.address, wanted)
     assert by_envoy >= 1.5 * blind, (by_envoy, blind)
-    envoy.wait(lambda: len(envoy.served()) >= NUM_WARM + NUM_COUNTED)
+    envoy.wait(lambda: len(envoy.served()) >= len(wanted))
     served = envoy.served()
     homes: dict[str, Counter[str]] = {}
     for key, replica in served:
@@ -76,9 +76,8 @@ def test_adapters_stay_with_their_replica_and_are_found_there(
     assert {replica for _, replica in served} == set(replicas)
 
     before = system.generated()
-    by_client = hit_share(system, replicas, names)
+    by_client = hit_share(system, replicas, wanted)
     assert by_client >= 1.5 * blind, (by_client, blind)
-    wanted = adapters_of_w4(names, NUM_WARM + NUM_COUNTED, alpha=1.0, seed=5)
     expected = Counter(home(replicas, name)[0] for name in wanted)
     assert system.generated() - before == expected, "every one at its first choice"
 
