@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -60,10 +59,9 @@ class Fleet(ABC):
         self._api = api
         self._security = security
         self._options = options
-        # Reentrant, as that of Replicas.
-        self._lock = threading.RLock()
         self._lines: dict[Endpoint, Line] = {}
         self.replicas = Replicas(map(Endpoint, targets))
+        self._lock = self.replicas.lock
         self._resolver: Resolver | None = None
         if len(targets) == 1 and is_name(targets[0]):
             self._resolver = Resolver(targets[0], self.replicas.replace)

@@ -81,7 +81,10 @@ def _score(address: str, key: str) -> bytes:
 
 
 class Replicas:
-    """The replicas there are, how busy they are, and which of them are out of order."""
+    """The replicas there are, how busy they are, and which of them are out of order.
+
+    `lock` is for whoever keeps something beside them: two locks would be taken in both orders.
+    """
 
     def __init__(
         self,
@@ -92,18 +95,18 @@ class Replicas:
         self._clock = clock
         self._dice = dice
         # Reentrant: a stream that is collected ends its call, also in the middle of this.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._replicas: dict[str, _Replica] = {}
         self.replace(endpoints)
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        with self._lock:
+        with self.lock:
             return [replica.endpoint for replica in self._replicas.values()]
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
         """From now on these, at least one. What is known of those that stay is kept."""
-        with self._lock:
+        with self.lock:
             known = self._replicas
             self._replicas = {
                 endpoint.address: known.get(endpoint.address) or _Replica(endpoint)
@@ -116,19 +119,19 @@ class Replicas:
         Calls without a key go to the least loaded one. Those in `avoid`, and those out of order,
         are asked only when no other is left.
         """
-        with self._lock:
+        with self.lock:
             replica = self._choose(key, avoid, may_spill)
             replica.num_own += 1
             return replica.endpoint
 
     def end(self, address: str) -> None:
-        with self._lock:
+        with self.lock:
             if replica := self._replicas.get(address):
                 replica.num_own = max(0, replica.num_own - 1)
 
     def has_other(self, avoid: Collection[str]) -> bool:
         """Whether one that is in order is not in `avoid`."""
-        with self._lock:
+        with self.lock:
             return any(
                 replica.is_in and address not in avoid
                 for address, replica in self._replicas.items()
@@ -136,7 +139,7 @@ class Replicas:
 
     def told(self, address: str, load: Load | None) -> None:
         """What it published, of which the calls of this client in progress are a part."""
-        with self._lock:
+        with self.lock:
             replica = self._replicas.get(address)
             if replica is not None and load is not None:
                 replica.num_others = max(0, load.num_requests - replica.num_own)
@@ -145,7 +148,7 @@ class Replicas:
 
     def failed(self, address: str) -> None:
         """It cannot be reached, or serves nobody: out until a probe finds it well."""
-        with self._lock:
+        with self.lock:
             if replica := self._replicas.get(address):
                 replica.is_in = False
                 replica.failed_s = self._clock()
@@ -153,7 +156,7 @@ class Replicas:
     def take_due(self) -> list[Endpoint]:
         """Those to be probed now; each ends with `probed`. None while there is no choice."""
         now_s = self._clock()
-        with self._lock:
+        with self.lock:
             if len(self._replicas) < 2:
                 return []
             due = [
@@ -167,7 +170,7 @@ class Replicas:
         return [replica.endpoint for replica in due]
 
     def probed(self, address: str, is_well: bool, load: Load | None = None) -> None:
-        with self._lock:
+        with self.lock:
             replica = self._replicas.get(address)
             if replica is None:
                 return
@@ -179,7 +182,7 @@ class Replicas:
 
     def statuses(self) -> tuple[Replica, ...]:
         now_s = self._clock()
-        with self._lock:
+        with self.lock:
             return tuple(
                 Replica(address, each.is_in, each.num_requests(now_s), each.max_sequences)
                 for address, each in self._replicas.items()

@@ -18,7 +18,7 @@ from loadout.replicas import rank
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
 from tests.together.envoy import Envoy, round_robin
-from tests.together.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share
+from tests.together.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
 from tests.together.zoo import Zoo
 
 NUM_ADAPTERS = 200
@@ -48,7 +48,8 @@ def envoy(system: Routed) -> Iterator[Envoy]:
         yield made
 
 
-def test_what_the_gateway_s_picker_reads_is_exported(system: Routed) -> None:
+def test_what_the_gateway_s_picker_reads_is_exported(system: Routed, names: list[str]) -> None:
+    play(list(system.replicas), names[:30])
     named = {name for file in GATEWAY.iterdir() for name in VLLM.findall(file.read_text())}
     assert len(named) >= 4
     for metrics in system.scrapes():
@@ -63,23 +64,28 @@ def test_adapters_stay_with_their_replica_and_are_found_there(
     wanted = adapters_of_w4(names, alpha=1.0)
     with Envoy(system.folder / "round-robin", replicas, round_robin) as plain:
         blind = hit_share(system, plain.address, wanted)
+        assert share_at_home(plain, len(wanted)) < 0.8
 
     by_envoy = hit_share(system, envoy.address, wanted)
     assert by_envoy >= 1.5 * blind, (by_envoy, blind)
-    envoy.wait(lambda: len(envoy.served()) >= len(wanted))
-    served = envoy.served()
-    homes: dict[str, Counter[str]] = {}
-    for key, replica in served:
-        homes.setdefault(key, Counter())[replica] += 1
-    num_at_home = sum(max(counts.values()) for counts in homes.values())
-    assert num_at_home >= 0.99 * len(served)
-    assert {replica for _, replica in served} == set(replicas)
+    assert share_at_home(envoy, len(wanted)) >= 0.99
+    assert {replica for _, replica in envoy.served()} == set(replicas)
 
     before = system.generated()
     by_client = hit_share(system, replicas, wanted)
     assert by_client >= 1.5 * blind, (by_client, blind)
     expected = Counter(home(replicas, name)[0] for name in wanted)
     assert system.generated() - before == expected, "every one at its first choice"
+
+
+def share_at_home(envoy: Envoy, num_calls: int) -> float:
+    """Of the requests of adapters with several, those that went where most of the adapter's did."""
+    envoy.wait(lambda: len(envoy.served()) >= num_calls)
+    counts: dict[str, Counter[str]] = {}
+    for key, replica in envoy.served():
+        counts.setdefault(key, Counter())[replica] += 1
+    several = [each for each in counts.values() if each.total() > 1]
+    return sum(max(each.values()) for each in several) / sum(each.total() for each in several)
 
 
 @dataclass
@@ -116,6 +122,36 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "nothing happened"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_hot_adapter_spills_over(system: Routed, names: list[str], envoy: Envoy) -> None:
+    hot, replicas = names[0], list(system.replicas)
+    with Client(inference=envoy.address) as client:
+        start = len(envoy.served())
+        running = [begin(client, hot) for _ in range(10)]
+        assert all(each.finish() for each in running)
+        envoy.wait(lambda: len(envoy.served()) == start + 10)
+        counts = Counter(replica for _, replica in envoy.served()[start:])
+        assert len(counts) == 2
+        assert max(counts.values()) < 10 * 0.75
+
+    first, second, _ = home(replicas, hot)
+    with Client(inference=replicas) as busy:
+        running = [begin(busy, hot) for _ in range(12)]
+        assert load_of(busy) == {first: 8, second: 4}
+        # Another client knows of it by what the replicas publish.
+        with Client(inference=replicas) as other:
+            until(lambda: load_of(other) == {first: 8, second: 4})
+            found = begin(other, hot)
+            assert load_of(other) == {first: 8, second: 5}
+            assert found.finish()
+        assert all(each.finish() for each in running)
+
+
+def load_of(client: Client) -> dict[str, int]:
+    """Of the replicas that have any."""
+    return {each.address: each.num_requests for each in client.replicas() if each.num_requests}
 
 
 def lose_one(
