@@ -52,7 +52,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        for channel in self._stubs.stop():
+        await self._stubs.end_probes()
+        for channel in self._stubs.open_channels():
             await channel.close()
 
     async def __aenter__(self) -> Self:

@@ -92,9 +92,14 @@ class Stubs:
             self._store = store_grpc.AdapterStoreServiceStub(channel)
         return Direct(self._security.sign(getattr(self._store, rpc)))
 
-    def stop(self) -> list[Any]:
-        """The channels, which the caller is to close: nothing can be called any more."""
-        fleet = [] if self._fleet is None else self._fleet.stop()
+    async def end_probes(self) -> None:
+        """For `grpc.aio`, before the channels are closed."""
+        if isinstance(self._fleet, AsyncFleet):
+            await self._fleet.end_probes()
+
+    def open_channels(self) -> list[Any]:
+        """For the caller to close: nothing can be called then."""
+        fleet = [] if self._fleet is None else self._fleet.open_channels()
         return [*self._store_channels, *fleet]
 
 

@@ -65,7 +65,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        for channel in self._stubs.stop():
+        for channel in self._stubs.open_channels():
             channel.close()
 
     def __enter__(self) -> Self:

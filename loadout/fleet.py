@@ -97,8 +97,8 @@ class Fleet(ABC):
                 line = self._line(endpoint)
             self._probe(line)
 
-    def stop(self) -> list[Any]:
-        """The channels, which the caller is to close: nothing can be called any more."""
+    def open_channels(self) -> list[Any]:
+        """For the caller to close: nothing can be called then."""
         with self._lock:
             return [line.channel for line in self._lines.values()]
 
@@ -183,10 +183,12 @@ class AsyncFleet(Fleet):
         first = asyncio.wrap_future(self._resolver.first)
         await asyncio.wait([first], timeout=FIRST_RESOLVE_S)
 
-    def stop(self) -> list[Any]:
-        for task in self._tasks:
+    async def end_probes(self) -> None:
+        """Before the channels are closed: what still runs then outlives the loop."""
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        return super().stop()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _probe(self, line: Line) -> None:
         self._start(self._ask(line))
