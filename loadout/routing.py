@@ -61,7 +61,7 @@ def read_load(metadata: Iterable[tuple[str, str | bytes]] | None) -> Load | None
     """The load in an answer's metadata; None if it has none, or none that makes sense."""
     for key, value in metadata or ():
         if key == LOAD_HEADER and isinstance(value, str) and value.startswith("TEXT "):
-            numbers = dict(entry.partition("=")[::2] for entry in value[5:].split(","))
+            numbers = dict(entry.strip().partition("=")[::2] for entry in value[5:].split(","))
             num_requests = _count(numbers.get("named_metrics.num_requests", ""))
             max_sequences = _count(numbers.get("named_metrics.max_sequences", ""))
             if num_requests is not None and max_sequences:
