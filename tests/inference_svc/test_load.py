@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -31,7 +30,7 @@ def test_every_answer_tells_the_load(serve) -> None:
         return read_load(tuple(await call.trailing_metadata()))
 
     async def body(running: Running) -> None:
-        limit = Config(model=Path()).max_sequences
+        limit = Config.model_fields["max_sequences"].default
         running.engine.hold.set()
         held = running.stub.Generate(pb.GenerateRequest(text="held"))
         await until(lambda: running.engine.num_running == 1)
