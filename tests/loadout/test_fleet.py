@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -154,6 +155,27 @@ def test_a_replica_that_drains_loses_its_keys_and_keeps_its_streams(fleet, conne
     until(client, lambda known: not known[first].is_in)
     fleet[first].hold.set()
     client.finish(stream)
+
+
+def test_a_replica_that_is_silent_is_out_until_it_speaks(fleet, connect, monkeypatch):
+    monkeypatch.setattr("loadout.fleet.PROBE_TIMEOUT_S", 0.1)
+    first, second, _ = home(fleet, "a1")
+    speaks = threading.Event()
+    check = fleet[first].health.Check
+
+    def silent(request, context):
+        speaks.wait(5)
+        return check(request, context)
+
+    monkeypatch.setattr(fleet[first].health, "Check", silent)
+    fleet[first].kill()
+    fleet[first].start()
+    client = connect()
+    until(client, lambda known: not known[first].is_in)
+    assert ask(client, "a1") == second
+    speaks.set()
+    until(client, lambda known: known[first].is_in)
+    assert ask(client, "a1") == first
 
 
 def test_what_is_full_sends_on_at_once_and_stays_in(fleet, connect, fail):
