@@ -3,12 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz tools setup.py
+SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz tools deploy setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
 
-.PHONY: demo up test check format docs lint-protos bench bench-peers soak fuzz clean
+.PHONY: demo up test check format docs lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -35,6 +35,15 @@ format: $(VENV)/.installed-dev
 # What is written from the code: tests compare.
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
+
+# Both container images, upon what versions.env pins. The tag is the project's version.
+IMAGE_BUILD = docker build --file deploy/images/Dockerfile \
+	$(foreach pin,$(shell sed -n 's/^\(PYTHON_IMAGE\|PYTHON_DIGEST\|CPU_TORCH_INDEX\)=/&/p' deploy/images/versions.env),--build-arg $(pin))
+IMAGE_TAG = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+images:
+	$(IMAGE_BUILD) --target cpu --tag loadout-cpu:$(IMAGE_TAG) .
+	$(IMAGE_BUILD) --target cuda --tag loadout-cuda:$(IMAGE_TAG) .
 
 # A million executions of what reads strangers' bytes; FUZZ=--help tells how to run less or more.
 fuzz: $(VENV)/.installed-fuzz

@@ -62,6 +62,11 @@ class Frontend:
 
     # --- requests -------------------------------------------------------------------------------
 
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting, at this moment."""
+        return len(self._running_ids)
+
     async def generate(self, request: Request, tenant: str = "") -> AsyncGenerator[Delta, None]:
         """The request's deltas; the last one has a finish reason. Its id is one of `tenant`'s:
         nobody meets, or guesses, what others run.

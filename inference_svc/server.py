@@ -21,6 +21,7 @@ from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
+from inference_svc.load import load_report
 from inference_svc.metrics import Metrics
 from inference_svc.metrics_server import MetricsServer
 from inference_svc.names import Directory, Servable
@@ -30,7 +31,7 @@ from inference_svc.replicas import Replicas
 from inference_svc.service import ServerFacts, Service
 from inference_svc.servicer import InferenceServicer
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import StatusInterceptor, TokenGuard, code_of
+from inference_svc.status import Health, StatusInterceptor, TokenGuard, code_of
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
@@ -95,8 +96,8 @@ class InferenceServer:
         host, port = split_address(config.metrics_listen)
         self._metrics_server = MetricsServer(self._metrics.registry, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
-        self._health = health.aio.HealthServicer()
-        self._calls = StatusInterceptor(self._metrics.count_rpc)
+        self._health = Health(self._load)
+        self._calls = StatusInterceptor(self._metrics.count_rpc, self._load)
         interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
@@ -188,6 +189,11 @@ class InferenceServer:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
+
+    def _load(self) -> str:
+        """Told with every answer."""
+        num_requests = 0 if self._frontend is None else self._frontend.num_requests
+        return load_report(num_requests, self._config.max_sequences, self._config.max_queue)
 
     def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
         """Of a call of which nothing was read."""

@@ -11,10 +11,12 @@ from typing import Any
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
 from inference_svc.gate import Gate
+from inference_svc.load import LOAD_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -93,18 +95,39 @@ def _reason_of(error: Exception) -> str:
 
 
 Handler = Callable[[Any, Any], Awaitable[Any]]
+Load = Callable[[], str]
+"""The value of LOAD_HEADER, now."""
+
+
+class Health(health.aio.HealthServicer):
+    """Tells those who check the load, too."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self._load = load
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        context.set_trailing_metadata(_trailers(self._load))
+        return await super().Check(request, context)
+
+
+def _trailers(load: Load) -> tuple[tuple[str, str], ...]:
+    return ((LOAD_HEADER, load()),)
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Answers every error of our services with its status.
+    """Answers every error of our services with its status, and every call with the load.
 
     `on_end(method, code, reason)` is told how each call ended ("OK", "NOT_FOUND", ...), with the
     error's reason, "" where there was none. Our streaming handlers are coroutines that write, so
     that one wrapper serves unary and streaming.
     """
 
-    def __init__(self, on_end: Callable[[str, str, str], None]) -> None:
+    def __init__(self, on_end: Callable[[str, str, str], None], load: Load) -> None:
         self._on_end = on_end
+        self._load = load
         self._running = 0
         self._last_end = -QUIET_SECONDS
 
@@ -143,7 +166,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             code, reason = "OK", ""
             self._running += 1
             try:
-                return await inner(request, context)
+                answer = await inner(request, context)
+                context.set_trailing_metadata(_trailers(self._load))
+                return answer
             except grpc.aio.AbortError:
                 code = context.code().name
                 raise
@@ -158,7 +183,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 code, reason = _code_name(status.code), _reason_of(error)
                 if code == "INTERNAL":
                     log.exception("%s failed", name)
-                await context.abort_with_status(rpc_status.to_status(status))
+                refusal = rpc_status.to_status(status)
+                trailers = (*refusal.trailing_metadata, *_trailers(self._load))
+                await context.abort(refusal.code, refusal.details, trailers)
             finally:
                 self._running -= 1
                 self._last_end = time.monotonic()

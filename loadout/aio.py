@@ -16,10 +16,12 @@ import grpc
 import grpc.aio
 
 from loadout import calls, convert, status, types
-from loadout.calls import Call, Prompt, Service
-from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
+from loadout.calls import Call, Prompt
+from loadout.channel import DEFAULT_TIMEOUT_S, Address, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.route import Route
+from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import AsyncStream
 from loadout.upload import Progress, Upload, is_uri, open_folder
@@ -33,7 +35,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        inference: str | None = None,
+        inference: Address | None = None,
         store: str | None = None,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
@@ -41,16 +43,17 @@ class AsyncClient:
         token: str | None = None,
         tls: TlsConfig | bool | None = None,
         allow_insecure_token: bool = False,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
-        addresses = {Service.INFERENCE: inference, Service.STORE: store}
         security = Security(token, tls, allow_insecure_token)
-        self._stubs = Stubs(grpc.aio, addresses, security)
+        self._stubs = Stubs(grpc.aio, inference, store, security, tenant)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
     async def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        for channel in self._stubs.channels:
+        await self._stubs.end_probes()
+        for channel in self._stubs.open_channels():
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -60,25 +63,38 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        method = self._stubs.method(call.service, call.rpc)
+        route = self._stubs.route(call)
+        await route.ready()
         answer = await self._attempt(
-            lambda timeout: method(call.request, timeout=timeout), call.repeatable, timeout_s
+            route,
+            lambda timeout: route.send(call.request, timeout),
+            repeatable=call.repeatable,
+            timeout_s=timeout_s,
         )
         return call.convert(answer)
 
     async def _attempt(
-        self, send: Callable[[float | None], Any], repeatable: bool, timeout_s: float | None
+        self,
+        route: Route,
+        send: Callable[[float | None], Any],
+        *,
+        repeatable: bool,
+        timeout_s: float | None,
     ) -> Any:
         attempts = self._attempts(timeout_s)
-        while True:
-            try:
-                return await send(attempts.remaining_s)
-            except grpc.RpcError as error:
-                failure = status.from_rpc_error(error)
-                delay = attempts.delay_s(failure, repeatable=repeatable)
-                if delay is None:
-                    raise failure from error
-            await asyncio.sleep(delay)
+        try:
+            while True:
+                try:
+                    return await send(attempts.remaining_s)
+                except grpc.RpcError as error:
+                    failure = status.from_rpc_error(error)
+                    elsewhere = route.failed(failure, error.trailing_metadata())
+                    delay = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
+                    if delay is None:
+                        raise failure from error
+                await asyncio.sleep(delay)
+        finally:
+            route.done()
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
@@ -130,17 +146,18 @@ class AsyncClient:
         return await self._upload(upload, timeout_s)
 
     async def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        method = self._stubs.method(Service.STORE, "UploadAdapter")
+        route = self._stubs.to_store("UploadAdapter")
 
         async def send(timeout: float | None) -> Any:
             try:
-                return await method(_in_thread(upload), timeout=timeout)
+                return await route.send(_in_thread(upload), timeout)
             except (grpc.RpcError, asyncio.CancelledError):
                 if upload.failure is not None:
                     raise upload.failure from None
                 raise
 
-        return convert.registration(await self._attempt(send, upload.repeatable, timeout_s))
+        answer = await self._attempt(route, send, repeatable=upload.repeatable, timeout_s=timeout_s)
+        return convert.registration(answer)
 
     async def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         return await self._call(calls.get(ref), timeout_s)
@@ -214,8 +231,7 @@ class AsyncClient:
         self, since_revision: int = 0, *, timeout_s: float | None = None
     ) -> AsyncStream[types.AdapterEvent]:
         call = calls.watch(since_revision)
-        method = self._stubs.method(call.service, call.rpc)
-        return AsyncStream(method, call, Attempts(self._retry, timeout_s))
+        return AsyncStream(self._stubs.route(call), call, Attempts(self._retry, timeout_s))
 
     async def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return await self._call(calls.store_status(), timeout_s)
@@ -237,8 +253,7 @@ class AsyncClient:
         call = calls.generate(
             prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
         )
-        method = self._stubs.method(call.service, call.rpc)
-        return AsyncStream(method, call, self._attempts(timeout_s))
+        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
 
     async def complete(
         self,
@@ -292,6 +307,13 @@ class AsyncClient:
 
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)
+
+    def replicas(self) -> tuple[types.Replica, ...]:
+        """The replicas of the inference service as they are known now; asks again, without waiting
+        for it, those of which there is no recent news."""
+        fleet = self._stubs.fleet
+        fleet.look_after()
+        return fleet.replicas.statuses()
 
 
 async def _in_thread(upload: Upload) -> AsyncIterator[Any]:

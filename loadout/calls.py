@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 
 from google.protobuf.message import Message
 
@@ -33,13 +33,19 @@ class Service(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One unary RPC. `repeatable`: executing it twice does no more than executing it once."""
+    """One unary RPC. `repeatable`: executing it twice does no more than executing it once.
+
+    `adapter` is the reference by which a replica of the inference service is chosen.
+    """
 
     service: Service
     rpc: str
     request: Message
     convert: Callable[[Any], T]
     repeatable: bool = True
+    adapter: str = ""
+    may_spill: ClassVar[bool] = False
+    """What is done to an adapter is done where its requests go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,8 @@ class StreamCall(Generic[T]):
     """One RPC that answers with a stream.
 
     `resume(last)` is the request that goes on after the item seen last (None: nothing was seen
-    yet), or None if the stream cannot go on.
+    yet), or None if the stream cannot go on. `adapter` is the reference by which a replica of the
+    inference service is chosen.
     """
 
     service: Service
@@ -55,6 +62,9 @@ class StreamCall(Generic[T]):
     request: Message
     convert: Callable[[Any], T]
     resume: Callable[[T | None], Message | None]
+    adapter: str = ""
+    may_spill: ClassVar[bool] = True
+    """Another replica takes what the adapter's own has no room for."""
 
 
 def build(kind: type[Message], field: str = "", **values: Any) -> Any:
@@ -210,6 +220,7 @@ def generate(
         request,
         convert.chunk,
         lambda last: request if last is None else None,
+        adapter=adapter,
     )
 
 
@@ -241,23 +252,30 @@ def _sampling(values: Mapping[str, Any]) -> inference_pb.SamplingParams:
 
 def load(ref: str, pin: bool) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.LoadAdapterRequest, ref=ref, pin=pin)
-    return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident)
+    return Call(Service.INFERENCE, "LoadAdapter", request, convert.only_resident, adapter=ref)
 
 
 def unload(ref: str) -> Call[int]:
     request = build(inference_pb.UnloadAdapterRequest, ref=ref)
     # The second execution would have nothing left to free, and say so.
-    return Call(Service.INFERENCE, "UnloadAdapter", request, convert.freed_bytes, repeatable=False)
+    return Call(
+        Service.INFERENCE,
+        "UnloadAdapter",
+        request,
+        convert.freed_bytes,
+        repeatable=False,
+        adapter=ref,
+    )
 
 
 def pin_resident(ref: str) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.PinAdapterRequest, ref=ref)
-    return Call(Service.INFERENCE, "PinAdapter", request, convert.only_resident)
+    return Call(Service.INFERENCE, "PinAdapter", request, convert.only_resident, adapter=ref)
 
 
 def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
     request = build(inference_pb.UnpinAdapterRequest, ref=ref)
-    return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident)
+    return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident, adapter=ref)
 
 
 def residents() -> Call[tuple[types.ResidentAdapter, ...]]:

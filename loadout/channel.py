@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
+import grpc
+
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
-from loadout.calls import Service
+from loadout.addresses import split
+from loadout.calls import Call, Service, StreamCall
 from loadout.errors import InvalidArgument
-from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
+from loadout.fleet import AsyncFleet, BlockingFleet, Fleet
+from loadout.route import Direct, Route, Routed
+from loadout.routing import adapter_key, check_tenant
 from loadout.security import Security
+
+Address = str | Sequence[str]
+"""One gRPC target, several with commas between them, or a sequence of them."""
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -26,48 +34,79 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-STUBS = MappingProxyType(
-    {
-        Service.STORE: store_grpc.AdapterStoreServiceStub,
-        Service.INFERENCE: inference_grpc.InferenceServiceStub,
-    }
-)
-
 
 class Stubs:
-    """The stubs of the services this client has an address for, made on first use.
+    """The ways to the services that this client has an address for; channels are opened on first
+    use.
 
-    `api` is `grpc` or `grpc.aio`. Raises as Security.check.
+    `api` is `grpc` or `grpc.aio`; `tenant` is whose an adapter's name without one is. Raises as
+    Security.check, addresses.split and routing.check_tenant.
     """
 
-    def __init__(self, api: Any, addresses: dict[Service, str | None], security: Security) -> None:
-        for service, address in addresses.items():
-            if address:
-                security.check(service.value, address)
+    def __init__(
+        self,
+        api: Any,
+        inference: Address | None,
+        store: str | None,
+        security: Security,
+        tenant: str,
+    ) -> None:
+        check_tenant(tenant)
         self._api = api
-        self._addresses = addresses
         self._security = security
-        self._stubs: dict[Service, Any] = {}
-        self.channels: list[Any] = []
+        self._tenant = tenant
+        self._store_address = store
+        if store:
+            security.check("store", store)
+        self._store: Any = None
+        self._store_channels: list[Any] = []
+        self._fleet: Fleet | None = None
+        if inference:
+            targets = split("inference", inference)
+            for target in targets:
+                security.check("inference", target)
+            kind = BlockingFleet if api is grpc else AsyncFleet
+            self._fleet = kind(api, targets, security, OPTIONS)
 
-    def method(self, service: Service, rpc: str) -> Any:
+    @property
+    def fleet(self) -> Fleet:
         """Raises InvalidArgument if the client was made without this service's address."""
-        if service not in self._stubs:
-            self._stubs[service] = STUBS[service](self._channel(service))
-        return self._security.sign(getattr(self._stubs[service], rpc))
+        if self._fleet is None:
+            raise _no_address(Service.INFERENCE)
+        return self._fleet
 
-    def _channel(self, service: Service) -> Any:
-        address = self._addresses[service]
-        if not address:
-            raise InvalidArgument(
-                f"{rpc_owner(service)} has no address: pass {service.value}='host:port'",
-                code="INVALID_ARGUMENT",
-                subject=service.value,
-            )
-        channel = self._security.open_channel(self._api, address, OPTIONS)
-        self.channels.append(channel)
-        return channel
+    def route(self, call: Call[Any] | StreamCall[Any]) -> Route:
+        """Raises InvalidArgument if the client was made without this service's address."""
+        if call.service is Service.STORE:
+            return self.to_store(call.rpc)
+        key = adapter_key(call.adapter, self._tenant)
+        return Routed(self.fleet, self._security, call.rpc, key, may_spill=call.may_spill)
+
+    def to_store(self, rpc: str) -> Route:
+        """Raises InvalidArgument if the client was made without the store's address."""
+        if self._store is None:
+            if not self._store_address:
+                raise _no_address(Service.STORE)
+            channel = self._security.open_channel(self._api, self._store_address, OPTIONS)
+            self._store_channels.append(channel)
+            self._store = store_grpc.AdapterStoreServiceStub(channel)
+        return Direct(self._security.sign(getattr(self._store, rpc)))
+
+    async def end_probes(self) -> None:
+        """For `grpc.aio`, before the channels are closed."""
+        if isinstance(self._fleet, AsyncFleet):
+            await self._fleet.end_probes()
+
+    def open_channels(self) -> list[Any]:
+        """For the caller to close: nothing can be called then."""
+        fleet = [] if self._fleet is None else self._fleet.open_channels()
+        return [*self._store_channels, *fleet]
 
 
-def rpc_owner(service: Service) -> str:
-    return "the adapter store" if service is Service.STORE else "the inference service"
+def _no_address(service: Service) -> InvalidArgument:
+    owner = "the adapter store" if service is Service.STORE else "the inference service"
+    return InvalidArgument(
+        f"{owner} has no address: pass {service.value}='host:port'",
+        code="INVALID_ARGUMENT",
+        subject=service.value,
+    )

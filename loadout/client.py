@@ -17,10 +17,12 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from loadout import calls, convert, status, types
-from loadout.calls import Call, Prompt, Service
-from loadout.channel import DEFAULT_TIMEOUT_S, Stubs
+from loadout.calls import Call, Prompt
+from loadout.channel import DEFAULT_TIMEOUT_S, Address, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
+from loadout.route import Route
+from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import Stream
 from loadout.upload import Progress, Upload, is_uri, open_folder
@@ -31,6 +33,12 @@ T = TypeVar("T")
 class Client:
     """Blocking client of one or both services; safe to share between threads.
 
+    `inference` may be several addresses, with commas or as a sequence, or a name that stands for
+    several: replicas. An adapter's calls go to the replica that its key belongs to, past those that
+    are out of order; its generations also past those that have more than their share; what has no
+    adapter goes to the least loaded. `tenant` is whose an adapter's name without one is: that of
+    the token, so that all callers agree on the key.
+
     `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
     (None: no deadline). `token` is shown to the services with every call. `tls=True` trusts the
     public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
@@ -40,7 +48,7 @@ class Client:
 
     def __init__(
         self,
-        inference: str | None = None,
+        inference: Address | None = None,
         store: str | None = None,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
@@ -48,16 +56,16 @@ class Client:
         token: str | None = None,
         tls: TlsConfig | bool | None = None,
         allow_insecure_token: bool = False,
+        tenant: str = DEFAULT_TENANT,
     ) -> None:
-        addresses = {Service.INFERENCE: inference, Service.STORE: store}
         security = Security(token, tls, allow_insecure_token)
-        self._stubs = Stubs(grpc, addresses, security)
+        self._stubs = Stubs(grpc, inference, store, security, tenant)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
     def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        for channel in self._stubs.channels:
+        for channel in self._stubs.open_channels():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -72,25 +80,37 @@ class Client:
         self.close()
 
     def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        method = self._stubs.method(call.service, call.rpc)
+        route = self._stubs.route(call)
         answer = self._attempt(
-            lambda timeout: method(call.request, timeout=timeout), call.repeatable, timeout_s
+            route,
+            lambda timeout: route.send(call.request, timeout),
+            repeatable=call.repeatable,
+            timeout_s=timeout_s,
         )
         return call.convert(answer)
 
     def _attempt(
-        self, send: Callable[[float | None], Any], repeatable: bool, timeout_s: float | None
+        self,
+        route: Route,
+        send: Callable[[float | None], Any],
+        *,
+        repeatable: bool,
+        timeout_s: float | None,
     ) -> Any:
         attempts = self._attempts(timeout_s)
-        while True:
-            try:
-                return send(attempts.remaining_s)
-            except grpc.RpcError as error:
-                failure = status.from_rpc_error(error)
-                delay = attempts.delay_s(failure, repeatable=repeatable)
-                if delay is None:
-                    raise failure from error
-            time.sleep(delay)
+        try:
+            while True:
+                try:
+                    return send(attempts.remaining_s)
+                except grpc.RpcError as error:
+                    failure = status.from_rpc_error(error)
+                    elsewhere = route.failed(failure, error.trailing_metadata())
+                    delay = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
+                    if delay is None:
+                        raise failure from error
+                time.sleep(delay)
+        finally:
+            route.done()
 
     def _attempts(self, timeout_s: float | None) -> Attempts:
         return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
@@ -148,17 +168,18 @@ class Client:
         return self._upload(upload, timeout_s)
 
     def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        method = self._stubs.method(Service.STORE, "UploadAdapter")
+        route = self._stubs.to_store("UploadAdapter")
 
         def send(timeout: float | None) -> Any:
             try:
-                return method(upload.messages(), timeout=timeout)
+                return route.send(upload.messages(), timeout)
             except grpc.RpcError:
                 if upload.failure is not None:
                     raise upload.failure from None
                 raise
 
-        return convert.registration(self._attempt(send, upload.repeatable, timeout_s))
+        answer = self._attempt(route, send, repeatable=upload.repeatable, timeout_s=timeout_s)
+        return convert.registration(answer)
 
     def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         return self._call(calls.get(ref), timeout_s)
@@ -243,8 +264,7 @@ class Client:
         again. Without `timeout_s` it never ends by itself.
         """
         call = calls.watch(since_revision)
-        method = self._stubs.method(call.service, call.rpc)
-        return Stream(method, call, Attempts(self._retry, timeout_s))
+        return Stream(self._stubs.route(call), call, Attempts(self._retry, timeout_s))
 
     def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return self._call(calls.store_status(), timeout_s)
@@ -271,8 +291,7 @@ class Client:
         call = calls.generate(
             prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
         )
-        method = self._stubs.method(call.service, call.rpc)
-        return Stream(method, call, self._attempts(timeout_s))
+        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
 
     def complete(
         self,
@@ -324,3 +343,10 @@ class Client:
 
     def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return self._call(calls.server_info(), timeout_s)
+
+    def replicas(self) -> tuple[types.Replica, ...]:
+        """The replicas of the inference service as they are known now; asks again, without waiting
+        for it, those of which there is no recent news."""
+        fleet = self._stubs.fleet
+        fleet.look_after()
+        return fleet.replicas.statuses()

@@ -59,30 +59,37 @@ class Attempts:
         """Starts counting anew: a stream that resumes is worth the same patience as a fresh one."""
         self._num_failed = 0
 
-    def delay_s(self, error: LoadoutError, *, repeatable: bool) -> float | None:
+    def delay_s(
+        self, error: LoadoutError, *, repeatable: bool, elsewhere: bool = False
+    ) -> float | None:
         """Counts a failed attempt: seconds to wait before the next one, None to give up.
 
         `repeatable` says that a second execution does no harm. A refusal with RetryInfo is tried
-        again either way, since the service did nothing.
+        again either way, since the service did nothing. `elsewhere` says that the next attempt asks
+        another replica, for which there is nothing to wait.
         """
         self._num_failed += 1
         if self._num_failed >= self._policy.max_attempts:
             return None
-        delay = self._wanted_delay_s(error, repeatable)
+        delay = self._wanted_delay_s(error, repeatable, elsewhere)
         remaining = self.remaining_s
         if delay is None or (remaining is not None and delay >= remaining):
             return None
         return delay
 
-    def _wanted_delay_s(self, error: LoadoutError, repeatable: bool) -> float | None:
+    def _wanted_delay_s(
+        self, error: LoadoutError, repeatable: bool, elsewhere: bool
+    ) -> float | None:
         if isinstance(error, ResourceExhausted | Unavailable) and error.retry_after_s is not None:
+            if elsewhere:
+                return 0.0
             patient = error.retry_after_s <= self._policy.max_retry_after_s
             # Clients that were refused together must not come back together.
             return error.retry_after_s * (1 + 0.1 * self._dice()) if patient else None
         if not repeatable:
             return None
         if isinstance(error, StreamLost) or error.reason == DRAINING:
-            return self._backoff_s()
+            return 0.0 if elsewhere else self._backoff_s()
         return None
 
     def _backoff_s(self) -> float:

@@ -56,19 +56,24 @@ class Security:
                 f"{address} would be sent the token without TLS: use TLS, or allow_insecure_token",
             )
 
-    def open_channel(self, api: Any, address: str, options: tuple[tuple[str, Any], ...]) -> Any:
-        """A channel of `grpc` or `grpc.aio`."""
+    def open_channel(
+        self, api: Any, address: str, options: tuple[tuple[str, Any], ...], server_name: str = ""
+    ) -> Any:
+        """A channel of `grpc` or `grpc.aio`. `server_name` is whose certificate is expected, where
+        that is not the address's own host."""
         if self._credentials is not None:
+            if server_name:
+                options = (*options, ("grpc.ssl_target_name_override", server_name))
             return api.secure_channel(address, self._credentials, options=options)
         if self._metadata is not None:
             # A proxy of the environment would read the token on its way, to loopback, too.
             options = (*options, ("grpc.enable_http_proxy", 0))
         return api.insecure_channel(address, options=options)
 
-    def sign(self, method: Any) -> Any:
-        """`method` of a stub, showing the token."""
-        metadata = self._metadata
-        if metadata is None:
+    def sign(self, method: Any, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
+        """`method` of a stub, showing the token, and with further `metadata`."""
+        metadata = (*(self._metadata or ()), *metadata)
+        if not metadata:
             return method
 
         def call(request: Any, timeout: float | None = None) -> Any:

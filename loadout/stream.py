@@ -15,6 +15,7 @@ import grpc.aio
 from loadout import status
 from loadout.calls import StreamCall
 from loadout.retry import Attempts
+from loadout.route import Route
 
 T = TypeVar("T")
 
@@ -22,18 +23,20 @@ T = TypeVar("T")
 class _Stream(Generic[T]):
     """What both kinds share: the RPC that runs, the item seen last, and what follows a failure."""
 
-    def __init__(self, method: Any, call: StreamCall[T], attempts: Attempts) -> None:
-        self._method = method
+    def __init__(self, route: Route, call: StreamCall[T], attempts: Attempts) -> None:
+        self._route = route
         self._spec = call
         self._attempts = attempts
         self._last: T | None = None
         self._rpc: Any = None
         self._closed = False
-        self._open(call.request)
+        if route.is_ready:
+            self._open(call.request)
 
     def close(self) -> None:
         """Cancels the RPC; the iteration ends. Does nothing the second time."""
         self._closed = True
+        self._route.done()
         if self._rpc is not None:
             self._rpc.cancel()
 
@@ -43,7 +46,7 @@ class _Stream(Generic[T]):
     def _open(self, request: Any) -> None:
         """Does nothing if the stream was closed while it waited for this attempt."""
         if not self._closed:
-            self._rpc = self._method(request, timeout=self._attempts.remaining_s)
+            self._rpc = self._route.send(request, self._attempts.remaining_s)
 
     def _accept(self, message: Any) -> T:
         self._attempts.succeeded()
@@ -58,8 +61,11 @@ class _Stream(Generic[T]):
         if self._closed:
             return None
         failure = status.from_rpc_error(error)
+        elsewhere = self._route.failed(failure, error.trailing_metadata())
         request = self._spec.resume(self._last)
-        delay = self._attempts.delay_s(failure, repeatable=True) if request is not None else None
+        delay = None
+        if request is not None:
+            delay = self._attempts.delay_s(failure, repeatable=True, elsewhere=elsewhere)
         if delay is None:
             self.close()
             raise failure from error
@@ -81,6 +87,7 @@ class Stream(_Stream[T]):
             try:
                 return self._accept(next(self._rpc))
             except StopIteration:
+                self._route.done(self._rpc.trailing_metadata())
                 self.close()
             except grpc.RpcError as error:
                 if again := self._next_attempt(error):
@@ -105,6 +112,10 @@ class AsyncStream(_Stream[T]):
     async def __anext__(self) -> T:
         while not self._closed:
             try:
+                if self._rpc is None:
+                    await self._route.ready()
+                    self._open(self._spec.request)
+                    continue  # it may have been closed meanwhile
                 message = await self._rpc.read()
             except grpc.RpcError as error:
                 if again := self._next_attempt(error):
@@ -119,6 +130,7 @@ class AsyncStream(_Stream[T]):
             else:
                 if message is not grpc.aio.EOF:
                     return self._accept(message)
+                self._route.done(await self._rpc.trailing_metadata())
                 self.close()
         raise StopAsyncIteration
 

@@ -287,6 +287,17 @@ class ResidentAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """One of several replicas, as this client knows it. `is_in` if it takes calls; `num_requests`
+    run or wait there, `max_sequences` may run at once, 0 if it has not said so."""
+
+    address: str
+    is_in: bool
+    num_requests: int
+    max_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryUse:
     name: str
     used_bytes: int

@@ -14,6 +14,7 @@ import typer
 from loadout.cli.config import environment_token
 from loadout.cli.failure import CommandFailed
 from loadout.client import Client
+from loadout.routing import DEFAULT_TENANT
 from loadout.security import TlsConfig
 
 
@@ -21,6 +22,7 @@ from loadout.security import TlsConfig
 class Connection:
     """The options' values. TLS is used as soon as one of its options is given."""
 
+    tenant: str = DEFAULT_TENANT
     token_file: Path | None = None
     tls: bool = False
     tls_ca: Path | None = None
@@ -37,6 +39,7 @@ class Connection:
             token=self._token(),
             tls=TlsConfig(*files) if uses_tls else None,
             allow_insecure_token=self.allow_insecure_token,
+            tenant=self.tenant,
             **arguments,
         )
 
@@ -55,6 +58,15 @@ class Connection:
 
 
 _OPTIONS: dict[str, Any] = {
+    "tenant": Annotated[
+        str,
+        typer.Option(
+            envvar="LOADOUT_TENANT",
+            metavar="TENANT",
+            help="Whose an adapter's name without a tenant is, for the choice of a replica: the "
+            "first tenant of the token.",
+        ),
+    ],
     "token_file": Annotated[
         Path | None,
         typer.Option(

@@ -18,6 +18,8 @@ Store = Annotated[
 Inference = Annotated[
     str,
     typer.Option(
-        envvar="LOADOUT_INFERENCE", metavar="ADDR", help="Address of the inference service."
+        envvar="LOADOUT_INFERENCE",
+        metavar="ADDR",
+        help="Address of the inference service; several replicas are separated by commas.",
     ),
 ]

@@ -30,10 +30,10 @@ class Authority:
     def pem(self) -> bytes:
         return self.path.read_bytes()
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """Gives the files of a certificate and its key."""
+    def issue(self, name: str, *dns_names: str) -> tuple[Path, Path]:
+        """Gives the files of a certificate, also for `dns_names`, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._build(_name(name), key.public_key(), is_ca=False)
+        certificate = self._build(_name(name), key.public_key(), *dns_names, is_ca=False)
         key_path = self.folder / f"{name}.key"
         key_path.write_bytes(
             key.private_bytes(
@@ -45,11 +45,18 @@ class Authority:
         return self._write(f"{name}.pem", certificate), key_path
 
     def _build(
-        self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey, *, is_ca: bool
+        self,
+        subject: x509.Name,
+        public_key: ec.EllipticCurvePublicKey,
+        *dns_names: str,
+        is_ca: bool,
     ) -> x509.Certificate:
         now = datetime.now(UTC)
         names = x509.SubjectAlternativeName(
-            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+            [
+                *(x509.DNSName(name) for name in ("localhost", *dns_names)),
+                x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+            ]
         )
         return (
             x509.CertificateBuilder()

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.load import LOAD_HEADER
 from inference_svc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -47,7 +48,7 @@ def ask(
     ends: list[tuple[str, str, str]] = []
 
     async def body() -> list[grpc.aio.AioRpcError]:
-        interceptor = StatusInterceptor(lambda *end: ends.append(end))
+        interceptor = StatusInterceptor(lambda *end: ends.append(end), lambda: "TEXT load")
         server = grpc.aio.server(interceptors=[interceptor])
         pb_grpc.add_InferenceServiceServicer_to_server(Raising(error), server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -92,6 +93,7 @@ def test_every_error_has_its_status_unary_and_streamed(
     assert ends == [(method, code.name, kind.reason) for method in ("GetServerInfo", "Generate")]
     for error in seen:
         assert error.code() is code
+        assert (LOAD_HEADER, "TEXT load") in tuple(error.trailing_metadata())
         if code is grpc.StatusCode.INTERNAL:
             assert error.details() == INTERNAL_MESSAGE
             continue

@@ -112,3 +112,23 @@ def test_success_restores_patience():
 def test_policy_needs_an_attempt():
     with pytest.raises(ValueError, match="max_attempts"):
         RetryPolicy(max_attempts=0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LOST,
+        errors.Unavailable("stopping", reason="DRAINING", retry_after_s=1.0),
+        errors.ResourceExhausted("full", retry_after_s=3600.0),
+    ],
+)
+def test_there_is_nothing_to_wait_for_elsewhere(error):
+    tries, _ = attempts(max_attempts=3)
+    assert [tries.delay_s(error, repeatable=True, elsewhere=True) for _ in range(3)] == [0, 0, None]
+
+
+def test_elsewhere_makes_nothing_repeatable():
+    tries, _ = attempts()
+    assert tries.delay_s(LOST, repeatable=False, elsewhere=True) is None
+    missing = errors.NotFound("no such adapter")
+    assert tries.delay_s(missing, repeatable=True, elsewhere=True) is None

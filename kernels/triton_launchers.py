@@ -1,0 +1,150 @@
+"""The C modules through which Triton launches our kernels, compiled ahead for machines that have no
+C compiler.
+
+Triton compiles kernels with tools that it brings along, but what hands them to the GPU's driver
+with the system's compiler: one module, and before Triton 3.7 one more for each list of argument
+types. Where there is no compiler, Triton takes the modules from its cache: `python -m
+kernels.triton_launchers` fills the one that TRITON_CACHE_DIR names. Neither a GPU nor its driver is
+needed for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from triton.backends.nvidia import driver
+from triton.runtime import JITFunction
+from triton.runtime.build import compile_module_from_src, platform_key
+from triton.runtime.cache import get_cache_manager
+
+from kernels.attention import triton_kernels as attention
+from kernels.lora import triton_kernels as lora
+
+POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
+"""Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
+
+INTEGERS = {*attention.VARYING, *lora.VARYING}
+NUMBERS = {"eps", "scale"}
+MAYBE_NONE: dict[str, list[set[str]]] = {
+    "expand_kernel": [{"token_ids"}, {"y"}],
+    "store_kernel": [set(), {"q_norm", "k_norm"}],
+    "decode_kernel": [set(), {"parts", "lses"}],
+}
+"""What is None together in launches of a kernel; of the others, nothing."""
+MAYBE_ONE = {"table_stride"}
+"""Strides that are 1 for some settings: a page table has one column if a page holds a sequence."""
+LINKAGES = ("", "ELF")
+"""Triton's key of a module has what `file` says of Python: nothing where there is no `file`."""
+
+STUB = "void loadout_stub(void) {}\n"
+
+
+def kernels() -> list[Any]:
+    """Whatever is launched."""
+    found = [*vars(lora).values(), *vars(attention).values()]
+    return [k for k in found if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")]
+
+
+def signatures(kernel: Any) -> Iterator[dict[str, str]]:
+    """The types of the arguments in every launch that our operations can make."""
+    names = [parameter.name for parameter in kernel.params]
+    for absent in MAYBE_NONE.get(kernel.__name__, [set()]):
+        types = [_types(parameter, absent) for parameter in kernel.params]
+        for chosen in itertools.product(*types):
+            yield dict(zip(names, chosen, strict=True))
+
+
+def _types(parameter: Any, absent: set[str]) -> tuple[str, ...]:
+    name = parameter.name
+    if parameter.is_constexpr or name in absent:
+        return (ABSENT,)
+    if name in NUMBERS:
+        return (NUMBER,)
+    if name in INTEGERS or name.endswith("_stride"):
+        return (INTEGER, ABSENT) if name in MAYBE_ONE else (INTEGER,)
+    return (POINTER,)
+
+
+def modules() -> dict[str, str]:
+    """C source and name of every module."""
+    found = {Path(driver.dirname, "driver.c").read_text(): "cuda_utils"}
+    for kernel in kernels():
+        for signature in signatures(kernel):
+            found |= launcher(signature)
+    return found
+
+
+def launcher(signature: dict[str, str]) -> dict[str, str]:
+    """The module of a launch with arguments of these types; none where Triton needs none."""
+    make = getattr(driver, "make_launcher", None)
+    return {} if make is None else {make({}, signature, None): "__triton_launcher"}
+
+
+def is_cached(source: str, name: str) -> bool:
+    """Whether Triton finds the module compiled."""
+    return _cached_file(_key(source, platform_key()), name) is not None
+
+
+def compile_modules() -> int:
+    """Fills Triton's cache; how many modules it then has. Raises RuntimeError without a compiler,
+    and CalledProcessError where it fails."""
+    wanted = modules()
+    with tempfile.TemporaryDirectory(prefix="loadout-triton-") as folder:
+        _make_stub(Path(folder))
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda source: _compile(source, wanted[source], folder), wanted))
+    return len(wanted)
+
+
+def _compile(source: str, name: str, folder: str) -> None:
+    # It loads what it has compiled and cached, which only works beside a real driver.
+    with contextlib.suppress(ImportError):
+        compile_module_from_src(
+            src=source,
+            name=name,
+            library_dirs=[driver.libdevice_dir, folder],
+            include_dirs=driver.include_dirs,
+            libraries=driver.libraries,
+        )
+    path = _cached_file(_key(source, platform_key()), name)
+    if path is None:
+        raise RuntimeError(f"Triton has not kept {name}")
+    machine, system, bits, _ = platform_key().split(",")
+    for linkage in LINKAGES:
+        key = _key(source, ",".join((machine, system, bits, linkage)))
+        get_cache_manager(key).put(Path(path).read_bytes(), _file_name(name), binary=True)
+
+
+def _key(source: str, platform: str) -> str:
+    return hashlib.sha256((source + platform).encode()).hexdigest()
+
+
+def _cached_file(key: str, name: str) -> str | None:
+    found: str | None = get_cache_manager(key).get_file(_file_name(name))
+    return found
+
+
+def _file_name(name: str) -> str:
+    return f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _make_stub(folder: Path) -> None:
+    """What stands for the GPU's driver while modules are linked: its name is all that counts."""
+    [library] = driver.libraries
+    source = folder / "stub.c"
+    source.write_text(STUB)
+    command = ["cc", "-shared", f"-Wl,-soname,{library}", "-o", str(folder / library), str(source)]
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    print(f"{compile_modules()} modules compiled")

@@ -1,0 +1,102 @@
+"""One call's way to a service, over all of its attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
+from loadout.fleet import AsyncFleet, Fleet, Line
+from loadout.retry import DRAINING
+from loadout.routing import ADAPTER_HEADER
+from loadout.security import Security
+
+Trailers = Iterable[tuple[str, str | bytes]] | None
+
+
+class Route(Protocol):
+    """`send` begins an attempt, `failed` or `done` ends it; `done` may be called at any time."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `send` may be called; otherwise `ready` has to be awaited first."""
+
+    async def ready(self) -> None: ...
+    def send(self, request: Any, timeout: float | None) -> Any: ...
+    def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
+        """Whether the next attempt will ask another replica, which is known to be well."""
+
+    def done(self, trailers: Trailers = None) -> None:
+        """`trailers` are the answer's, if there was one."""
+
+
+class Direct:
+    """To a service that has one address."""
+
+    is_ready = True
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    async def ready(self) -> None:
+        pass
+
+    def send(self, request: Any, timeout: float | None) -> Any:
+        return self._method(request, timeout=timeout)
+
+    def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
+        return False
+
+    def done(self, trailers: Trailers = None) -> None:
+        pass
+
+
+class Routed:
+    """To the replica of the inference service that `key` belongs to, or, once that one has failed
+    this call, to the next."""
+
+    def __init__(
+        self, fleet: Fleet, security: Security, rpc: str, key: str, *, may_spill: bool
+    ) -> None:
+        self._fleet = fleet
+        self._security = security
+        self._rpc = rpc
+        self._key = key
+        self._may_spill = may_spill
+        self._line: Line | None = None
+        self._tried: set[str] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._fleet.is_resolved or not isinstance(self._fleet, AsyncFleet)
+
+    async def ready(self) -> None:
+        if isinstance(self._fleet, AsyncFleet):
+            await self._fleet.resolved()
+
+    def send(self, request: Any, timeout: float | None) -> Any:
+        self._line = self._fleet.begin(self._key, self._tried, may_spill=self._may_spill)
+        metadata = ((ADAPTER_HEADER, self._key),) if self._key else ()
+        method = self._security.sign(getattr(self._line.stub, self._rpc), metadata)
+        return method(request, timeout=timeout)
+
+    def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
+        line = self._line
+        self.done(trailers)
+        if line is None:
+            return False
+        if isinstance(failure, StreamLost) or failure.reason == DRAINING:
+            self._fleet.replicas.failed(line.address)
+        elif not isinstance(failure, ResourceExhausted):
+            return False
+        self._tried.add(line.address)
+        if self._fleet.replicas.has_other(self._tried):
+            return True
+        # All have been asked: after a while any of them may answer.
+        self._tried.clear()
+        return False
+
+    def done(self, trailers: Trailers = None) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            self._fleet.end(line, trailers)

@@ -1,0 +1,172 @@
+"""What `kubectl kustomize` makes of our folders, and the questions that tests ask of it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
+
+Object = dict[str, Any]
+Labels = dict[str, str]
+
+
+def kustomize(folder: Path) -> list[Object]:
+    """The objects that a kustomization stands for. Fails where there is no kubectl, and where it
+    warns: of something that a later one refuses."""
+    kubectl = shutil.which("kubectl")
+    assert kubectl, "these tests need kubectl: what it builds is what is deployed"
+    done = subprocess.run(
+        [kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What runs pods: a Deployment, StatefulSet or DaemonSet. Each has one container."""
+
+    object: Object
+    manifests: Manifests
+
+    @property
+    def name(self) -> str:
+        return str(self.object["metadata"]["name"])
+
+    @property
+    def spec(self) -> Object:
+        return dict(self.object["spec"])
+
+    @property
+    def labels(self) -> Labels:
+        return dict(self.spec["template"]["metadata"]["labels"])
+
+    @property
+    def pod(self) -> Object:
+        return dict(self.spec["template"]["spec"])
+
+    @property
+    def container(self) -> Object:
+        [container] = self.pod["containers"]
+        return dict(container)
+
+    @property
+    def module(self) -> str:
+        """The Python package that runs, "adapter_store" or "inference_svc"."""
+        return str(self.container["args"][-1])
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+
+    @property
+    def probes(self) -> dict[str, Object]:
+        return {
+            kind: self.container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables whose values are known here: of config maps, then of the container itself."""
+        found: dict[str, str] = {}
+        for source in self.container.get("envFrom", []):
+            if "configMapRef" in source:
+                found |= self.manifests.named("ConfigMap", source["configMapRef"]["name"])["data"]
+        for variable in self.container.get("env", []):
+            if "value" in variable:
+                found[variable["name"]] = variable["value"]
+        return found
+
+    @property
+    def secret_variables(self) -> dict[str, tuple[str, str]]:
+        """Variable -> (Secret, key)."""
+        references = {
+            variable["name"]: variable["valueFrom"]["secretKeyRef"]
+            for variable in self.container.get("env", [])
+            if "valueFrom" in variable
+        }
+        return {name: (ref["name"], ref["key"]) for name, ref in references.items()}
+
+    @property
+    def secrets(self) -> set[str]:
+        """Every Secret that the pod is given."""
+        found = {secret for secret, _ in self.secret_variables.values()}
+        for source in self.container.get("envFrom", []):
+            if "secretRef" in source:
+                found.add(source["secretRef"]["name"])
+        found |= {v["secret"]["secretName"] for v in self.pod["volumes"] if "secret" in v}
+        return found
+
+    @property
+    def mounts(self) -> dict[str, Object]:
+        """Path in the container -> the volume there, with its mount as "mount"."""
+        volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
+        for claim in self.spec.get("volumeClaimTemplates", []):
+            volumes[claim["metadata"]["name"]] = {"claim": claim["spec"]}
+        return {
+            mount["mountPath"]: {**volumes[mount["name"]], "mount": mount}
+            for mount in self.container["volumeMounts"]
+        }
+
+    def mount_of(self, path: str) -> Object:
+        """The mount that a path of the container lies on. Raises KeyError if it is the image's."""
+        parents = [Path(path), *Path(path).parents]
+        return next(self.mounts[str(each)] for each in parents if str(each) in self.mounts)
+
+
+@dataclass(frozen=True)
+class Manifests:
+    """The objects of one kustomization."""
+
+    objects: tuple[Object, ...]
+
+    @classmethod
+    def build(cls, folder: Path) -> Manifests:
+        return cls(tuple(kustomize(folder)))
+
+    def of_kind(self, *kinds: str) -> list[Object]:
+        return [each for each in self.objects if each["kind"] in kinds]
+
+    def named(self, kind: str, name: str) -> Object:
+        found = [each for each in self.of_kind(kind) if each["metadata"]["name"] == name]
+        assert len(found) == 1, f"{len(found)} objects {kind}/{name}"
+        return found[0]
+
+    @property
+    def workloads(self) -> list[Workload]:
+        kinds = ("Deployment", "StatefulSet", "DaemonSet")
+        return [Workload(each, self) for each in self.of_kind(*kinds)]
+
+    def workloads_with(self, labels: Labels) -> list[Workload]:
+        """Those whose pods carry the labels."""
+        return [each for each in self.workloads if labels.items() <= each.labels.items()]
+
+
+@cache
+def overlay(name: str) -> Manifests:
+    return Manifests.build(KUBERNETES / "overlays" / name)
+
+
+def all_workloads() -> Iterator[tuple[str, Workload]]:
+    """(overlay, workload) of all overlays."""
+    for name in OVERLAYS:
+        for workload in overlay(name).workloads:
+            yield name, workload
+
+
+def gibibytes(quantity: str) -> float:
+    """A quantity of Kubernetes such as 512Mi or 16Gi. Raises KeyError for another unit."""
+    units = {"Mi": 1 / 1024, "Gi": 1.0, "Ti": 1024.0}
+    return float(quantity[:-2]) * units[quantity[-2:]]

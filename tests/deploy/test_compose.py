@@ -1,0 +1,138 @@
+"""The compose file: real settings, pinned images, closed to other machines, scraped."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from adapter_store import tls as store_tls
+from inference_svc import tls as inference_tls
+from loadout.health.__main__ import parse_arguments
+from tests.deploy import dockerfile
+from tests.deploy.manifests import ROOT
+from tests.deploy.test_images import versions
+from tests.deploy.test_probes import END_SECONDS, LAST_SECONDS, SERVICES
+from tests.deploy.test_settings import CLASSES, DEMO_MODEL
+
+FOLDER = ROOT / "deploy" / "compose"
+SERVICES_OF_OURS = {"adapter-store": "adapter_store", "inference": "inference_svc"}
+VARIABLE = re.compile(r"\$\{(\w+)")
+
+
+class Loader(yaml.SafeLoader):
+    """Compose's own tags, such as !override, say how files are merged; values are plain."""
+
+
+Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node))
+
+
+def read(name: str) -> dict[str, Any]:
+    return dict(yaml.load((FOLDER / name).read_text(), Loader))
+
+
+COMPOSE, CUDA = read("compose.yaml"), read("compose.cuda.yaml")
+
+
+@pytest.fixture(params=SERVICES_OF_OURS)
+def service(request):
+    return COMPOSE["services"][request.param]
+
+
+def environment_of(name: str) -> dict[str, str]:
+    changed = CUDA["services"].get(name, {}).get("environment", {})
+    return {**COMPOSE["services"][name]["environment"], **changed}
+
+
+@pytest.mark.parametrize("name", SERVICES_OF_OURS)
+def test_settings_are_real_and_understood(name, monkeypatch, tmp_path):
+    module = SERVICES_OF_OURS[name]
+    prefix, kind = CLASSES[module]
+    environment = environment_of(name)
+    for variable in environment:
+        assert variable.removeprefix(prefix).lower() in kind.model_fields
+    (tmp_path / "config.json").write_text("{}")
+    values = dict(COMPOSE["services"][name]["environment"])
+    if module == "inference_svc":
+        assert values["LOADOUT_INFERENCE_MODEL"] == DEMO_MODEL
+        values["LOADOUT_INFERENCE_MODEL"] = str(tmp_path)
+    for variable, value in values.items():
+        monkeypatch.setenv(variable, value)
+    settings = kind()
+    assert len(settings.model_fields_set) == len(values)
+    {"adapter_store": store_tls, "inference_svc": inference_tls}[module].check_exposure(settings)
+    grace = int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s"))
+    assert grace >= settings.grace_seconds + LAST_SECONDS[module] + END_SECONDS
+
+
+def test_only_this_machine_gets_in():
+    for service in COMPOSE["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_images_are_pinned_by_variables_that_there_are():
+    names = set(VARIABLE.findall((FOLDER / "compose.yaml").read_text()))
+    assert names <= versions().keys()
+    for name, service in COMPOSE["services"].items():
+        if name in SERVICES_OF_OURS:
+            assert set(service["build"]["args"]) == versions().keys() & names - {
+                each for each in names if each.startswith(("PROMETHEUS", "GRAFANA"))
+            }
+        else:
+            assert re.fullmatch(r"\$\{(\w+)_IMAGE:\?\}@\$\{\1_DIGEST:\?\}", service["image"])
+
+
+def test_images_are_targets_of_the_dockerfile():
+    images = dockerfile.parse(ROOT / "deploy/images/Dockerfile")
+    for service in (COMPOSE["services"]["inference"], CUDA["services"]["inference"]):
+        target = service["build"]["target"]
+        assert target in images.stages
+        assert service["image"].startswith(f"loadout-{target}:")
+    arguments = set(images.arguments) | {"CPU_TORCH_INDEX"}
+    assert set(COMPOSE["services"]["inference"]["build"]["args"]) == arguments
+
+
+def test_services_have_no_more_rights_than_in_a_cluster(service):
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["tmpfs"] == ["/tmp"]
+
+
+@pytest.mark.parametrize("name", SERVICES_OF_OURS)
+def test_health_is_what_is_served(name):
+    service = COMPOSE["services"][name]
+    kind, *command = service["healthcheck"]["test"]
+    assert kind == "CMD"
+    assert command[:3] == ["python", "-m", "loadout.health"]
+    wanted = parse_arguments(command[3:])
+    assert wanted.service == SERVICES[SERVICES_OF_OURS[name]]
+    [listen] = [v for k, v in service["environment"].items() if k.endswith("E_LISTEN")]
+    assert wanted.address.rpartition(":")[2] == listen.rpartition(":")[2]
+
+
+def test_prometheus_scrapes_both_services():
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    scraped = {
+        each["job_name"]: each["static_configs"][0]["targets"] for each in config["scrape_configs"]
+    }
+    expected = {}
+    for name in SERVICES_OF_OURS:
+        [address] = [v for k, v in environment_of(name).items() if k.endswith("METRICS_LISTEN")]
+        expected[name] = [f"{name}:{address.rpartition(':')[2]}"]
+    assert scraped == expected
+
+
+def test_inference_finds_the_store():
+    host, _, port = environment_of("inference")["LOADOUT_INFERENCE_STORE"].partition(":")
+    assert environment_of(host)["LOADOUT_STORE_LISTEN"].endswith(f":{port}")
+
+
+def test_named_volumes_are_declared():
+    for service in COMPOSE["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            assert source.startswith(".") or source in COMPOSE["volumes"]
+    assert (FOLDER / "prometheus.yml").is_file()

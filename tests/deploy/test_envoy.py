@@ -1,0 +1,102 @@
+"""The Envoy configuration that we ship: Envoy takes it, and it says what our own code says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from loadout.inference.v1 import inference_pb2
+from loadout.routing import ADAPTER_HEADER
+from tests.together.envoy import CONFIG, configuration, round_robin, validate
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+RESOURCES: dict[str, Any] = yaml.safe_load(CONFIG.read_text())["static_resources"]
+CLUSTERS = {cluster["name"]: cluster for cluster in RESOURCES["clusters"]}
+
+
+def manager() -> dict[str, Any]:
+    [listener] = RESOURCES["listeners"]
+    [chain] = listener["filter_chains"]
+    [found] = chain["filters"]
+    config: dict[str, Any] = found["typed_config"]
+    return config
+
+
+def routes() -> Iterator[dict[str, Any]]:
+    [host] = manager()["route_config"]["virtual_hosts"]
+    yield from host["routes"]
+
+
+def test_envoy_takes_it() -> None:
+    done = validate(CONFIG)
+    assert done.returncode == 0, done.stderr
+    assert "OK" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("change", [None, round_robin])
+def test_envoy_takes_what_the_tests_make_of_it(change: Any, tmp_path: Path) -> None:
+    path = tmp_path / "envoy.yaml"
+    path.write_text(yaml.safe_dump(configuration(["127.0.0.1:7080"], change)))
+    done = validate(path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_envoy_refuses_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "envoy.yaml"
+    path.write_text(CONFIG.read_text().replace("lb_policy: MAGLEV", "lb_policy: MAGLEFF"))
+    assert validate(path).returncode != 0
+
+
+def test_calls_with_an_adapter_are_hashed_by_it_and_others_are_not() -> None:
+    for route in routes():
+        headers = [header["name"] for header in route["match"].get("headers", ())]
+        target = route["route"]
+        if headers:
+            assert headers == [ADAPTER_HEADER]
+            assert target["hash_policy"] == [{"header": {"header_name": ADAPTER_HEADER}}]
+            assert CLUSTERS[target["cluster"]]["lb_policy"] == "MAGLEV"
+        else:
+            assert CLUSTERS[target["cluster"]]["lb_policy"] == "LEAST_REQUEST"
+
+
+def test_no_stream_times_out() -> None:
+    assert manager()["stream_idle_timeout"] == "0s"
+    assert all(route["route"]["timeout"] == "0s" for route in routes())
+
+
+def test_retries_avoid_the_host_that_failed() -> None:
+    for route in routes():
+        policy = route["route"]["retry_policy"]
+        [predicate] = policy["retry_host_predicate"]
+        assert predicate["name"] == "envoy.retry_host_predicates.previous_hosts"
+        assert policy["host_selection_retry_max_attempts"] > policy["num_retries"]
+
+
+def test_what_may_not_be_repeated_is_sent_again_only_if_it_never_arrived() -> None:
+    [path] = [route["match"]["path"] for route in routes() if "path" in route["match"]]
+    assert path == f"/{SERVICE.full_name}/{SERVICE.methods_by_name['UnloadAdapter'].name}"
+    first = next(routes())
+    assert first["match"]["path"] == path, "it comes before what matches everything"
+    assert set(first["route"]["retry_policy"]["retry_on"].split(",")) == {
+        "connect-failure",
+        "refused-stream",
+        "reset-before-request",
+    }
+
+
+def test_health_is_that_of_our_service() -> None:
+    for cluster in CLUSTERS.values():
+        [check] = cluster["health_checks"]
+        assert check["grpc_health_check"] == {"service_name": SERVICE.full_name}
+
+
+def test_an_answer_of_the_service_ejects_nobody() -> None:
+    for cluster in CLUSTERS.values():
+        outliers = cluster["outlier_detection"]
+        assert outliers["split_external_local_origin_errors"]
+        assert outliers["enforcing_consecutive_5xx"] == 0
+        assert outliers["enforcing_consecutive_gateway_failure"] == 0

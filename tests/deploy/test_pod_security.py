@@ -1,0 +1,81 @@
+"""Pods may do nothing that they need not: the profile "restricted", and a read-only root."""
+
+from __future__ import annotations
+
+from tests.deploy import dockerfile
+from tests.deploy.manifests import ROOT
+
+ALLOWED_VOLUMES = {"emptyDir", "secret", "configMap", "persistentVolumeClaim"}
+HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC", "hostUsers", "shareProcessNamespace")
+
+
+def test_nobody_is_root(workload):
+    context = workload.pod["securityContext"]
+    image = dockerfile.parse(ROOT / "deploy/images/Dockerfile").stages["runtime"]
+    uid, _, gid = image.last("USER").partition(":")
+    assert context["runAsNonRoot"] is True
+    assert (context["runAsUser"], context["runAsGroup"]) == (int(uid), int(gid))
+    assert context["fsGroup"] == int(gid), "volumes are to be written, Secrets to be read"
+    assert int(uid) > 0
+
+
+def test_nothing_is_gained(workload):
+    assert workload.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    context = workload.container["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context.get("privileged", False) is False
+    assert not [field for field in HOST_FIELDS if workload.pod.get(field)]
+    assert not [port for port in workload.container["ports"] if "hostPort" in port]
+    for volume in workload.pod["volumes"]:
+        assert volume.keys() - {"name"} <= ALLOWED_VOLUMES
+
+
+def test_only_named_folders_can_be_written(workload):
+    assert workload.container["securityContext"]["readOnlyRootFilesystem"] is True
+    writable = {
+        path: volume
+        for path, volume in workload.mounts.items()
+        if not volume["mount"].get("readOnly")
+    }
+    data_dir = workload.environment.get("LOADOUT_STORE_DATA_DIR")
+    assert set(writable) == {"/tmp", data_dir} - {None}
+    assert "sizeLimit" in writable["/tmp"]["emptyDir"]
+
+
+def test_the_images_caches_lie_in_folders_that_can_be_written(workload):
+    """Of the variables that name folders in the image, none is beside /tmp and what only it has."""
+    image = dockerfile.parse(ROOT / "deploy/images/Dockerfile")
+    for target in ("cpu", "cuda"):
+        folders = {
+            name: value
+            for name, value in image.environment(target).items()
+            if name in ("HOME", "HF_HOME", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
+        }
+        assert folders
+        for path in folders.values():
+            assert "emptyDir" in workload.mount_of(path)
+
+
+def test_services_add_no_variables(workload):
+    """A Service of the name loadout-store would add LOADOUT_STORE_PORT, and the like."""
+    assert workload.pod["enableServiceLinks"] is False
+
+
+def test_pods_ask_for_what_they_use(workload):
+    resources = workload.container["resources"]
+    assert {"cpu", "memory", "ephemeral-storage"} <= resources["requests"].keys()
+    # More than was asked for is what the kernel kills first.
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+
+
+def test_a_gpu_is_asked_for_where_one_computes(workload):
+    if workload.module == "adapter_store":
+        assert workload.container["image"].startswith("loadout-cpu:")
+        return
+    has_gpu = "nvidia.com/gpu" in workload.container["resources"]["limits"]
+    assert has_gpu == (workload.environment["LOADOUT_INFERENCE_DEVICE"] == "cuda")
+    assert has_gpu == workload.container["image"].startswith("loadout-cuda:")
+    assert has_gpu == ("nvidia.com/gpu.present" in workload.pod.get("nodeSelector", {}))
+    if has_gpu:
+        assert "nvidia.com/gpu" in [each["key"] for each in workload.pod["tolerations"]]

@@ -1,0 +1,90 @@
+"""Probes ask what is served, in time; and who is to end may finish."""
+
+from __future__ import annotations
+
+import pytest
+
+from adapter_store import server as store_server
+from adapter_store import status as store_status
+from inference_svc import server as inference_server
+from inference_svc import status as inference_status
+from loadout.health.__main__ import parse_arguments
+from tests.deploy.manifests import Object, Workload
+from tests.deploy.test_settings import settings  # noqa: F401 (a fixture)
+
+SERVICES = {"adapter_store": store_server.SERVICE, "inference_svc": inference_server.SERVICE}
+LAST_SECONDS = {
+    "adapter_store": store_status.QUIET_LIMIT_SECONDS + store_server.ANSWER_SECONDS,
+    "inference_svc": inference_status.QUIET_LIMIT_SECONDS + inference_server.ANSWER_SECONDS,
+}
+"""What a drain takes besides its grace."""
+END_SECONDS = 5.0
+"""To end threads and processes, and to free the device."""
+START_SECONDS = 1.0
+"""Of a probe that starts a process."""
+
+
+def asked(probe: Object) -> tuple[int, str]:
+    """(port, service) that a probe asks for."""
+    if "grpc" in probe:
+        return probe["grpc"]["port"], probe["grpc"].get("service", "")
+    wanted = parse_arguments(probe["exec"]["command"][3:])
+    host, _, port = wanted.address.partition(":")
+    assert host == "127.0.0.1"
+    return int(port), wanted.service
+
+
+def test_probes_ask_for_a_service_that_is_served(workload):
+    for kind, probe in workload.probes.items():
+        port, service = asked(probe)
+        assert port == workload.ports["grpc"]
+        allowed = {SERVICES[workload.module]}
+        if kind == "liveness":
+            allowed.add("")
+        assert service in allowed
+
+
+def test_probes_speak_tls_where_the_service_does(workload, settings):  # noqa: F811
+    """The kubelet's own do not, in any version but the newest behind a gate."""
+    for probe in workload.probes.values():
+        if settings.tls_cert_file is None:
+            assert "grpc" in probe
+            continue
+        wanted = parse_arguments(probe["exec"]["command"][3:])
+        assert wanted.ca.parent == settings.tls_cert_file.parent
+        assert wanted.server_name == workload.name, "of the Service that the certificate is for"
+
+
+def test_a_process_has_time_to_start(workload):
+    for probe in workload.probes.values():
+        if "exec" in probe:
+            wanted = parse_arguments(probe["exec"]["command"][3:])
+            assert probe["timeoutSeconds"] >= wanted.timeout + START_SECONDS
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("startup", 300), ("liveness", 60)])
+def test_probes_are_patient(workload, kind, seconds):
+    """A model is large, a busy loop is not a dead one; but who is not ready goes at once."""
+    probe = workload.probes[kind]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= seconds
+    ready = workload.probes["readiness"]
+    assert ready["periodSeconds"] * ready["failureThreshold"] <= 20
+
+
+def test_the_grace_period_holds_the_drain(workload, settings):  # noqa: F811
+    sleep = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    ready = workload.probes["readiness"]
+    assert sleep >= ready["periodSeconds"], "until nobody is sent here any more"
+    needed = sleep + settings.grace_seconds + LAST_SECONDS[workload.module] + END_SECONDS
+    assert workload.pod["terminationGracePeriodSeconds"] >= needed
+
+
+def test_a_rollout_leaves_somebody_serving(workload: Workload):
+    spec, kind = workload.spec, workload.object["kind"]
+    if kind == "Deployment":
+        update = spec["strategy"]["rollingUpdate"]
+        assert update["maxSurge"] + update["maxUnavailable"] == 1
+    elif kind == "DaemonSet":
+        assert spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == 1
+    else:
+        assert spec["podManagementPolicy"] == "Parallel", "they wait for no other to start"

@@ -1,0 +1,122 @@
+"""What points at something points at something that is there: labels, ports, config, addresses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.deploy.manifests import ROOT, Labels, Manifests, Object, Workload, all_workloads
+
+DOCS = (ROOT / "docs" / "kubernetes.md").read_text()
+DOCUMENTED = set(re.findall(r"^\| `([a-z0-9-]+)` \| (?:Secret|PersistentVolumeClaim)", DOCS, re.M))
+"""What the overlays expect to be there: the first column of the page's table."""
+
+
+def matches(selector: Object, labels: Labels) -> bool:
+    """As Kubernetes decides; of the operators only In, the one that we use."""
+    wanted = selector.get("matchLabels", {})
+    expressions = selector.get("matchExpressions", [])
+    assert all(each["operator"] == "In" for each in expressions)
+    return wanted.items() <= labels.items() and all(
+        labels.get(each["key"]) in each["values"] for each in expressions
+    )
+
+
+def pods_of(manifests: Manifests, selector: Object) -> list[Workload]:
+    return [each for each in manifests.workloads if matches(selector, each.labels)]
+
+
+def test_workloads_select_their_own_pods(manifests):
+    for workload in manifests.workloads:
+        assert pods_of(manifests, workload.spec["selector"]) == [workload]
+        for spread in workload.pod.get("topologySpreadConstraints", []):
+            assert matches(spread["labelSelector"], workload.labels)
+
+
+def test_services_have_pods_with_their_ports(manifests):
+    for service in manifests.of_kind("Service"):
+        [workload] = manifests.workloads_with(service["spec"]["selector"])
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] == port["name"], "ports have one name everywhere"
+            assert workload.ports[port["name"]] == port["port"]
+
+
+def test_a_stateful_set_has_its_service(manifests):
+    for each in manifests.of_kind("StatefulSet"):
+        service = manifests.named("Service", each["spec"]["serviceName"])
+        assert service["spec"]["clusterIP"] == "None"
+
+
+def test_disruption_budgets_hold_up_no_drain(manifests):
+    budgets = manifests.of_kind("PodDisruptionBudget")
+    covered = []
+    for budget in budgets:
+        [workload] = pods_of(manifests, budget["spec"]["selector"])
+        assert budget["spec"]["maxUnavailable"] == 1
+        covered.append(workload.name)
+    # A drain passes the pods of a DaemonSet over.
+    drained = [each for each in manifests.workloads if each.object["kind"] != "DaemonSet"]
+    assert sorted(covered) == sorted(each.name for each in drained)
+
+
+def test_service_accounts_are_there_and_mount_no_token(manifests):
+    for workload in manifests.workloads:
+        account = manifests.named("ServiceAccount", workload.pod["serviceAccountName"])
+        assert account["automountServiceAccountToken"] is False
+        assert workload.pod["automountServiceAccountToken"] is False
+
+
+def test_config_maps_are_there_and_roll_the_pods(workload):
+    names = [
+        source["configMapRef"]["name"]
+        for source in workload.container["envFrom"]
+        if "configMapRef" in source
+    ]
+    assert names
+    for name in names:
+        workload.manifests.named("ConfigMap", name)
+        assert re.search(r"-[a-z0-9]{10}$", name), "a change of content changes the name"
+
+
+def test_secrets_and_volumes_are_made_by_nobody_and_documented(workload):
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in workload.pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert not workload.manifests.of_kind("Secret"), "secrets do not lie in a repository"
+    assert (workload.secrets | claims) <= DOCUMENTED
+
+
+def test_nothing_else_is_documented_as_needed():
+    used = {name for _, workload in all_workloads() for name in workload.secrets}
+    assert used | {"base-model"} == DOCUMENTED
+
+
+def test_listening_ports_are_the_containers(workload):
+    prefix = {"adapter_store": "LOADOUT_STORE", "inference_svc": "LOADOUT_INFERENCE"}
+    for name, setting in (("grpc", "LISTEN"), ("metrics", "METRICS_LISTEN")):
+        address = workload.environment[f"{prefix[workload.module]}_{setting}"]
+        assert address == f"0.0.0.0:{workload.ports[name]}"
+
+
+def test_inference_finds_a_store(manifests):
+    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
+    host, _, port = inference.environment["LOADOUT_INFERENCE_STORE"].partition(":")
+    service = manifests.named("Service", host)
+    [store] = manifests.workloads_with(service["spec"]["selector"])
+    assert store.module == "adapter_store"
+    assert int(port) == store.ports["grpc"]
+    is_local = service["spec"].get("internalTrafficPolicy") == "Local"
+    if is_local:
+        assert store.object["kind"] == "DaemonSet"
+        for field in ("nodeSelector", "tolerations"):
+            assert store.pod[field] == inference.pod[field], "on the same nodes"
+    else:
+        assert service["spec"]["clusterIP"] == "None", "every replica by its own address"
+
+
+@pytest.mark.parametrize("port", ["grpc", "metrics"])
+def test_ports_are_named(workload, port):
+    assert port in workload.ports

@@ -1,0 +1,151 @@
+"""Autoscalers and monitors watch what is there: pods, ports, metrics that the code exports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from inference_svc.config import Config
+from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
+from tests.deploy.test_references import matches
+
+METRIC = re.compile(r"\b(?:loadout_(?:store|inference)_|vllm:)\w+")
+PREFIXES = {"adapter_store": "loadout_store_", "inference_svc": "loadout_inference_"}
+
+
+def exported(module: str) -> set[str]:
+    """Names of metrics that a service's code defines: whole, or what follows its prefix."""
+    found = set()
+    for path in (ROOT / module).rglob("*.py"):
+        text = path.read_text()
+        if PREFIXES[module] not in text:
+            continue
+        literals = {
+            node.value
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        names = {literal for literal in literals if re.fullmatch(r"[a-z][a-z0-9_:]*", literal)}
+        found |= names | {PREFIXES[module] + name for name in names}
+    return found
+
+
+def scaled_replicas(thing: Object) -> tuple[int, int]:
+    spec = thing["spec"]
+    if thing["kind"] == "ScaledObject":
+        return spec["minReplicaCount"], spec["maxReplicaCount"]
+    return spec["minReplicas"], spec["maxReplicas"]
+
+
+def autoscalers(manifests: Manifests) -> list[Object]:
+    return manifests.of_kind("HorizontalPodAutoscaler", "ScaledObject")
+
+
+def test_one_autoscaler_scales_inference_where_there_are_gpus(manifests):
+    found = autoscalers(manifests)
+    [inference] = [each for each in manifests.workloads if each.module == "inference_svc"]
+    assert len(found) == (inference.environment["LOADOUT_INFERENCE_DEVICE"] == "cuda")
+    for each in found:
+        reference = each["spec"]["scaleTargetRef"]
+        target = manifests.named(reference["kind"], reference["name"])
+        assert target["apiVersion"] == reference["apiVersion"]
+        assert "replicas" not in target["spec"], "an apply would undo the autoscaler's decision"
+        least, most = scaled_replicas(each)
+        assert 2 <= least < most
+
+
+def targets(autoscaler: Object) -> dict[str, int]:
+    """Metric -> how much of it a replica is to have."""
+    if autoscaler["kind"] == "ScaledObject":
+        pairs = [
+            (METRIC.findall(trigger["metadata"]["query"]), trigger["metadata"]["threshold"])
+            for trigger in autoscaler["spec"]["triggers"]
+        ]
+    else:
+        pods = [metric["pods"] for metric in autoscaler["spec"]["metrics"]]
+        pairs = [([each["metric"]["name"]], each["target"]["averageValue"]) for each in pods]
+    return {metric: int(value) for [metric], value in pairs}
+
+
+@pytest.mark.parametrize("name", ["production", "production-keda", "node-local-store"])
+def test_autoscalers_watch_metrics_that_are_exported(name):
+    [found] = autoscalers(overlay(name))
+    metrics = targets(found)
+    assert metrics == targets(autoscalers(overlay("production"))[0]), "all scale alike"
+    assert metrics.keys() <= exported("inference_svc")
+    assert "loadout_inference_requests_waiting" in metrics
+
+
+def test_a_busy_system_is_not_scaled_down_because_nobody_waits():
+    """With a queue alone, replicas that have emptied it would go again."""
+    [found] = autoscalers(overlay("production"))
+    running = targets(found)["loadout_inference_requests_running"]
+    most = Config.model_fields["max_sequences"].default
+    assert most / 2 <= running < most
+
+
+def test_the_keda_overlay_has_no_other_autoscaler():
+    assert [each["kind"] for each in autoscalers(overlay("production-keda"))] == ["ScaledObject"]
+
+
+def test_what_the_code_does_not_export_is_noticed():
+    assert "loadout_inference_requests_waited" not in exported("inference_svc")
+    assert "loadout_store_pulls" in exported("adapter_store")
+
+
+def test_the_prometheus_adapter_offers_the_autoscalers_metrics():
+    values = yaml.safe_load((KUBERNETES / "components/hpa/prometheus-adapter.yaml").read_text())
+    [rule] = values["rules"]["custom"]
+    [autoscaler] = autoscalers(overlay("production"))
+    [series] = re.findall(r'__name__=~"(.*?)"', rule["seriesQuery"])
+    for metric in targets(autoscaler):
+        assert re.fullmatch(series, metric)
+        assert re.fullmatch(rule["name"]["matches"], metric)[1] == metric
+    assert rule["name"]["as"] == "$1"
+
+
+def test_keda_asks_about_its_own_namespace():
+    manifests = overlay("production-keda")
+    [scaled] = manifests.of_kind("ScaledObject")
+    for trigger in scaled["spec"]["triggers"]:
+        assert f'namespace="{scaled["metadata"]["namespace"]}"' in trigger["metadata"]["query"]
+
+
+def test_every_pod_is_scraped_once(manifests):
+    monitors = manifests.of_kind("ServiceMonitor")
+    if not monitors:
+        assert manifests is overlay("dev")
+        return
+    scraped = []
+    for monitor in monitors:
+        for service in manifests.of_kind("Service"):
+            if not matches(monitor["spec"]["selector"], service["metadata"]["labels"]):
+                continue
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert {each["port"] for each in monitor["spec"]["endpoints"]} <= ports
+            scraped += manifests.workloads_with(service["spec"]["selector"])
+    assert sorted(each.name for each in scraped) == sorted(e.name for e in manifests.workloads)
+
+
+def test_scrapes_end_before_the_next_begins(manifests):
+    for monitor in manifests.of_kind("ServiceMonitor"):
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert int(endpoint["scrapeTimeout"][:-1]) < int(endpoint["interval"][:-1])
+
+
+def test_jobs_are_named_as_compose_names_them():
+    config = yaml.safe_load(Path(ROOT, "deploy/compose/prometheus.yml").read_text())
+    named = {each["job_name"] for each in config["scrape_configs"]}
+    [*monitors] = overlay("production").of_kind("ServiceMonitor")
+    replaced = {
+        rule["replacement"]
+        for monitor in monitors
+        for endpoint in monitor["spec"]["endpoints"]
+        for rule in endpoint["relabelings"]
+        if rule["targetLabel"] == "job"
+    }
+    assert replaced == named

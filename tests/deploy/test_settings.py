@@ -1,0 +1,134 @@
+"""What pods are told is what the services understand: variables, values, flags, files."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from adapter_store import tls as store_tls
+from adapter_store.config import Settings
+from inference_svc import tls as inference_tls
+from inference_svc.config import Config
+from loadout.health.__main__ import parse_arguments
+from tests.deploy.manifests import ROOT, Workload, gibibytes
+
+CLASSES = {
+    "adapter_store": ("LOADOUT_STORE_", Settings),
+    "inference_svc": ("LOADOUT_INFERENCE_", Config),
+}
+DEMO_MODEL = "/opt/loadout/demo/model"
+"""Where the images have the demo's model; see finish.sh."""
+SAMPLE_SECRETS = {"LOADOUT_STORE_CATALOG_DSN": "postgresql+psycopg://loadout:x@postgres/loadout"}
+GIB = 1 << 30
+
+
+@pytest.fixture
+def settings(workload, monkeypatch, tmp_path):
+    """The pod's settings as its service reads them."""
+    for name in [each for each in os.environ if each.startswith("LOADOUT_")]:
+        monkeypatch.delenv(name)
+    environment = dict(workload.environment)
+    environment |= {name: SAMPLE_SECRETS[name] for name in workload.secret_variables}
+    if workload.module == "inference_svc":
+        # The service looks whether there is a model.
+        (tmp_path / "config.json").write_text("{}")
+        environment["LOADOUT_INFERENCE_MODEL"] = str(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return CLASSES[workload.module][1]()
+
+
+def test_every_variable_is_a_setting(workload):
+    prefix, kind = CLASSES[workload.module]
+    names = {*workload.environment, *workload.secret_variables}
+    assert names
+    for name in names:
+        assert name.startswith(prefix)
+        assert name.removeprefix(prefix).lower() in kind.model_fields
+
+
+def test_every_value_is_understood(workload, settings):
+    prefix, _ = CLASSES[workload.module]
+    names = {*workload.environment, *workload.secret_variables}
+    given = {name.removeprefix(prefix).lower() for name in names}
+    assert settings.model_fields_set == given
+
+
+def test_nobody_is_let_in_unasked(workload, settings):
+    """The service itself refuses to start otherwise."""
+    modules = {"adapter_store": store_tls, "inference_svc": inference_tls}
+    modules[workload.module].check_exposure(settings)
+    is_open = settings.allow_open_access
+    assert is_open == (settings.policy_file is None)
+    assert is_open == (workload.object["metadata"]["namespace"] == "loadout-dev")
+
+
+def test_a_token_travels_only_under_tls(workload, settings):
+    if settings.policy_file is not None:
+        assert settings.tls_cert_file is not None
+        assert settings.tls_key_file is not None
+    if workload.module == "inference_svc" and settings.store_token_file is not None:
+        assert settings.store_tls_ca_file is not None
+        assert not settings.store_allow_insecure_token
+
+
+def test_files_lie_on_what_is_mounted(workload, settings):
+    for name, value in settings:
+        if name.endswith("_file") and value is not None:
+            volume = workload.mount_of(str(value))
+            assert "secret" in volume
+            assert volume["mount"]["readOnly"] is True
+            assert "subPath" not in volume["mount"], "a renewed Secret would not be seen"
+            assert volume["secret"]["defaultMode"] == 0o440
+
+
+def test_the_model_is_in_the_image_or_on_a_volume(workload):
+    if workload.module == "inference_svc":
+        model = workload.environment["LOADOUT_INFERENCE_MODEL"]
+        if model != DEMO_MODEL:
+            assert workload.mount_of(model)["mount"]["readOnly"] is True
+        assert "/opt/loadout/demo" in (ROOT / "deploy/images/finish.sh").read_text()
+        assert (ROOT / "loadout/demo/assets/model/config.json").is_file()
+
+
+def test_commands_are_modules_of_ours(workload):
+    assert workload.container["args"] == ["python", "-m", workload.module]
+    assert "command" not in workload.container, "the image's entry point stays"
+    assert (ROOT / workload.module / "__main__.py").is_file()
+
+
+def test_flags_of_probes_are_real(workload):
+    for probe in workload.probes.values():
+        if "exec" in probe:
+            command = probe["exec"]["command"]
+            assert command[:3] == ["python", "-m", "loadout.health"]
+            parse_arguments(command[3:])  # ends the test where it does not understand
+
+
+def test_tiers_fit_what_the_pod_has(workload, settings):
+    memory = gibibytes(workload.container["resources"]["limits"]["memory"])
+    if workload.module == "inference_svc":
+        host_memory = settings.host_memory or 0
+        assert host_memory / GIB <= 0.5 * memory, "the model passes through the rest"
+        return
+    assert settings.memory_bytes / GIB <= 0.7 * memory
+    kept = (settings.disk_cache_bytes + settings.fetched_bytes) / GIB
+    assert kept <= 0.9 * data_gibibytes(workload)
+
+
+def data_gibibytes(workload: Workload) -> float:
+    """What the store's folder may hold, on a volume or beside the container."""
+    volume = workload.mount_of(workload.environment["LOADOUT_STORE_DATA_DIR"])
+    if "claim" in volume:
+        return gibibytes(volume["claim"]["resources"]["requests"]["storage"])
+    size = gibibytes(volume["emptyDir"]["sizeLimit"])
+    assert size <= gibibytes(workload.container["resources"]["requests"]["ephemeral-storage"])
+    return size
+
+
+def test_replicas_share_a_catalog_and_a_bucket(workload, settings):
+    if workload.module == "adapter_store":
+        is_alone = workload.spec.get("replicas", 2) == 1
+        assert is_alone == (settings.catalog_dsn is None)
+        assert is_alone == (settings.shared_s3 == "")

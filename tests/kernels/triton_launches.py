@@ -1,0 +1,95 @@
+"""What our operations launch, as worker.py runs them: without a GPU, and nothing is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from worker import NoDevice
+
+from kernels import triton_launchers
+from kernels.attention import AttentionPlan, KVCache
+from kernels.attention import triton_ops as attention_ops
+from kernels.lora import LoraGroup, LoraPlan, LoraTable
+from kernels.lora import triton_ops as lora_ops
+
+MANY = 300
+"""Tokens that are launched as a long prompt is."""
+
+
+def launch_lora(row_lengths: list[int]) -> None:
+    arena = torch.zeros(1024, dtype=torch.bfloat16)
+    table = LoraTable.create(4, 224, arena, "cpu", max_rank=64)
+    plan = LoraPlan.build([0] * len(row_lengths), row_lengths, table, "cpu")
+    group = LoraGroup((1, 2), 512, (0, 256), (256, 128))
+    x = torch.zeros(plan.num_tokens, 512, dtype=torch.bfloat16)
+    out = torch.zeros(plan.num_tokens, group.out_end, dtype=torch.bfloat16)
+    lora_ops.add_lora(out, x, arena, table, plan, group)
+    lora_ops.add_lora_embedding(out, plan.token_slots, arena, table, plan, 0)
+
+
+def launch_attention(rows: list[tuple[int, int]], page_size: int, *, has_norms: bool) -> None:
+    """`rows`: (first position, queries)."""
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=4, page_size=page_size, num_kv_heads=2, head_dim=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    pages = [[0] * (1 + (first + count) // page_size) for first, count in rows]
+    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, page_size)
+    num_tokens = len(plan.cells)
+    qkv = torch.zeros(num_tokens, 8 * 64, dtype=torch.bfloat16)
+    angles = torch.zeros(num_tokens, 1, 64, dtype=torch.bfloat16)
+    norm = torch.ones(64, dtype=torch.bfloat16) if has_norms else None
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, angles, angles, norm, norm)
+    q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
+    attention_ops.attend(q, cache, 0, plan, scale=0.1)
+
+
+def launched_signatures() -> list[tuple[str, dict[str, str]]]:
+    """(kernel, types of its arguments) of each launch, in which Triton asks what to compile."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    found: list[tuple[str, dict[str, str]]] = []
+
+    def note(**facts: Any) -> bool:
+        found.append((facts["fn"].name, facts["compile"]["signature"]))
+        return True  # nothing is to be compiled
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        for row_lengths in ([1], [1] * 8, [100, 1], [MANY]):
+            launch_lora(row_lengths)
+        for rows in ([(5, 1)], [(5, 1)] * 8, [(0, 40), (9, 1)], [(0, MANY)]):
+            for page_size in (16, 1024):
+                for has_norms in (False, True):
+                    launch_attention(rows, page_size, has_norms=has_norms)
+        # So many rows that no context is shared out.
+        launch_attention([(5, 1)] * 1024, 16, has_norms=False)
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    return found
+
+
+def missing_modules() -> list[tuple[str, dict[str, str]]]:
+    """The launches whose C module Triton would have to compile."""
+    return [
+        (kernel, signature)
+        for kernel, signature in launched_signatures()
+        for source, name in triton_launchers.launcher(signature).items()
+        if not triton_launchers.is_cached(source, name)
+    ]
+
+
+def num_launches_by_kernel() -> dict[str, int]:
+    names = [kernel for kernel, _ in launched_signatures()]
+    return {name: names.count(name) for name in names}
+
+
+def has_driver_module() -> bool:
+    [(source, name)] = [each for each in triton_launchers.modules().items() if "cuda" in each[1]]
+    return triton_launchers.is_cached(source, name)
+
+
+OPERATIONS = {f.__name__: f for f in (missing_modules, num_launches_by_kernel, has_driver_module)}

@@ -1,0 +1,285 @@
+"""Both clients before several replicas, over real channels."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from loadout import Client, addresses, errors
+from loadout.replicas import rank
+from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
+
+NAMES = [f"a{number}" for number in range(12)]
+
+
+@pytest.fixture
+def fleet() -> Iterator[dict[str, FakeReplica]]:
+    """Three replicas by address."""
+    made = [FakeReplica() for _ in range(3)]
+    yield {each.address: each for each in made}
+    for each in made:
+        each.kill()
+
+
+@pytest.fixture(params=[Blocking, Asynchronous], ids=["blocking", "async"])
+def connect(request, fleet) -> Iterator[Callable[..., Blocking | Asynchronous]]:
+    """A client of all of them."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*targets, **options):
+            client = request.param(*(targets or fleet), **options)
+            stack.callback(client.close)
+            return client
+
+        yield make
+
+
+def home(fleet, name, tenant="default"):
+    return rank(fleet, f"{tenant}/{name}")
+
+
+def ask(client, adapter=""):
+    """Who has generated."""
+    return client.call("complete", "hi", adapter=adapter).text
+
+
+def until(client, condition):
+    deadline = time.monotonic() + 20
+    while not condition({each.address: each for each in client.replicas()}):
+        assert time.monotonic() < deadline, client.replicas()
+        client.pause()
+
+
+def test_an_adapter_stays_where_it_is_however_it_is_written(fleet, connect):
+    client = connect()
+    for name in NAMES:
+        first = home(fleet, name)[0]
+        for ref in (name, f"{name}@2", f"default/{name}"):
+            assert ask(client, ref) == first
+        client.call("load", name)
+        client.call("pin_resident", f"{name}@1")
+        client.call("unpin_resident", name)
+        assert fleet[first].keys[-6:] == [f"default/{name}"] * 6
+        client.call("unload", name)
+        assert fleet[first].service.requests["UnloadAdapter"][-1].ref == name
+
+
+def test_the_tenant_is_part_of_the_key(fleet, connect):
+    client = connect(tenant="team-a")
+    first = home(fleet, "a1", "team-a")[0]
+    assert ask(client, "a1") == ask(client, "team-a/a1") == first
+    assert fleet[first].keys == ["team-a/a1"] * 2
+
+
+def test_without_an_adapter_there_is_no_key_and_the_least_loaded_is_asked(fleet, connect):
+    client = connect()
+    busy, idle, other = fleet
+    fleet[busy].tell_load(50)
+    fleet[idle].tell_load(1)
+    fleet[other].tell_load(20)
+    until(client, lambda known: [known[each].num_requests for each in fleet] == [50, 1, 20])
+    assert ask(client) == idle
+    assert client.call("server_info").base_model == idle
+    assert fleet[idle].keys == [None, None]
+
+
+def test_a_hot_adapter_spills_over_by_published_load_and_its_operations_do_not(fleet, connect):
+    client = connect()
+    first, second, _ = home(fleet, "hot")
+    fleet[first].tell_load(60)
+    until(client, lambda known: known[first].num_requests == 60)
+    assert ask(client, "hot") == second
+    client.call("load", "hot")
+    assert fleet[first].keys == ["default/hot"]
+
+
+def test_own_calls_in_progress_count(fleet, connect):
+    client = connect()
+    for each in fleet.values():
+        each.tell_load(0, max_sequences=8)
+        each.hold.clear()
+    until(client, lambda known: all(each.max_sequences == 8 for each in known.values()))
+    first, second, _ = home(fleet, "hot")
+    started = [client.start("hot") for _ in range(6)]
+    texts = [text for _, text in started]
+    assert texts.count(first) == 3
+    assert texts.count(second) == 3
+    for each in fleet.values():
+        each.hold.set()
+    for stream, _ in started:
+        client.finish(stream)
+    until(client, lambda known: not any(each.num_requests for each in known.values()))
+
+
+def test_a_stream_that_is_left_is_not_counted_any_more(fleet, connect):
+    client = connect()
+    for each in fleet.values():
+        each.hold.clear()
+    stream, text = client.start("a1")
+    assert {each.address: each.num_requests for each in client.replicas()}[text] == 1
+    stream.close()
+    assert not any(each.num_requests for each in client.replicas())
+
+
+def test_only_the_keys_of_a_dead_replica_move_and_they_come_back(fleet, connect):
+    client = connect()
+    before = {name: ask(client, name) for name in NAMES}
+    dead = before[NAMES[0]]
+    fleet[dead].kill()
+    for name in NAMES:
+        order = home(fleet, name)
+        assert ask(client, name) == (order[1] if order[0] == dead else order[0])
+    assert {each.address for each in client.replicas() if not each.is_in} == {dead}
+    fleet[dead].start()
+    until(client, lambda known: known[dead].is_in)
+    assert {name: ask(client, name) for name in NAMES} == before
+
+
+def test_a_replica_that_drains_loses_its_keys_and_keeps_its_streams(fleet, connect, fail):
+    client = connect()
+    first, second, _ = home(fleet, "a1")
+    fleet[first].hold.clear()
+    stream, _ = client.start("a1")
+    draining = fail(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_after_s=1.0)
+    fleet[first].service.on("Generate", draining)
+    fleet[first].drain()
+    began_s = time.monotonic()
+    assert ask(client, "a1") == second
+    assert time.monotonic() - began_s < 0.9, "nothing to wait for: another one serves"
+    until(client, lambda known: not known[first].is_in)
+    fleet[first].hold.set()
+    client.finish(stream)
+
+
+def test_a_replica_that_is_silent_is_out_until_it_speaks(fleet, connect, monkeypatch):
+    monkeypatch.setattr("loadout.fleet.PROBE_TIMEOUT_S", 0.1)
+    first, second, _ = home(fleet, "a1")
+    speaks = threading.Event()
+    check = fleet[first].health.Check
+
+    def silent(request, context):
+        speaks.wait(5)
+        return check(request, context)
+
+    monkeypatch.setattr(fleet[first].health, "Check", silent)
+    fleet[first].kill()
+    fleet[first].start()
+    client = connect()
+    until(client, lambda known: not known[first].is_in)
+    assert ask(client, "a1") == second
+    speaks.set()
+    until(client, lambda known: known[first].is_in)
+    assert ask(client, "a1") == first
+
+
+def test_what_is_full_sends_on_at_once_and_stays_in(fleet, connect, fail):
+    client = connect()
+    first, second, _ = home(fleet, "a1")
+    full = fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=30.0)
+    fleet[first].service.on("Generate", full)
+    assert ask(client, "a1") == second
+    assert all(each.is_in for each in client.replicas())
+
+
+def test_when_all_are_full_the_answer_says_so(fleet, connect, fail):
+    client = connect()
+    for each in fleet.values():
+        full = fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=30.0)
+        each.service.on("Generate", full)
+    with pytest.raises(errors.ResourceExhausted):
+        ask(client, "a1")
+    assert [len(each.service.requests["Generate"]) for each in fleet.values()] == [1, 1, 1]
+
+
+def test_a_generation_that_has_begun_is_not_sent_to_another(fleet, connect):
+    client = connect()
+    first = home(fleet, "a1")[0]
+    fleet[first].hold.clear()
+    stream, _ = client.start("a1")
+    fleet[first].kill()
+    with pytest.raises(errors.StreamLost):
+        client.finish(stream)
+    assert sum(len(each.keys) for each in fleet.values()) == 1
+
+
+def test_what_may_not_be_repeated_is_not(fleet, connect, fail):
+    client = connect()
+    first = home(fleet, "a1")[0]
+    fleet[first].service.on("UnloadAdapter", fail(grpc.StatusCode.UNAVAILABLE))
+    with pytest.raises(errors.StreamLost):
+        client.call("unload", "a1")
+    others = [each for address, each in fleet.items() if address != first]
+    assert not any("UnloadAdapter" in each.service.requests for each in others)
+
+
+def test_an_answer_of_the_service_is_final(fleet, connect, fail):
+    client = connect()
+    first = home(fleet, "a1")[0]
+    missing = fail(grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND")
+    fleet[first].service.on("Generate", missing)
+    with pytest.raises(errors.NotFound):
+        ask(client, "a1")
+    assert all(each.is_in for each in client.replicas())
+
+
+def test_when_all_are_gone_the_stream_is_lost(fleet, connect):
+    client = connect()
+    for each in fleet.values():
+        each.kill()
+    with pytest.raises(errors.StreamLost):
+        ask(client, "a1")
+
+
+def test_a_name_stands_for_its_replicas(fleet, connect, monkeypatch):
+    replica = next(iter(fleet.values()))
+    port = replica.address.rpartition(":")[2]
+    second = FakeReplica(f"127.0.0.2:{port}")
+    ips = ["127.0.0.1", "127.0.0.2"]
+    monkeypatch.setattr(addresses, "look_up", lambda host, port: ips)
+    client = connect(f"replicas.example:{port}")
+    for name in NAMES:
+        ask(client, name)
+    assert {each.address for each in client.replicas()} == {f"{ip}:{port}" for ip in ips}
+    keys = {name: rank([f"{ip}:{port}" for ip in ips], f"default/{name}")[0] for name in NAMES}
+    assert Counter(keys.values())[f"127.0.0.2:{port}"] == len(second.keys)
+    second.kill()
+
+
+def test_a_name_that_is_unknown_is_a_lost_stream(connect, monkeypatch):
+    def fail(host, port):
+        raise OSError("no such name")
+
+    monkeypatch.setattr(addresses, "look_up", fail)
+    client = connect("no-such-name.invalid:7080")
+    with pytest.raises(errors.StreamLost):
+        ask(client)
+
+
+def test_one_address_is_asked_without_probes():
+    replica = FakeReplica()
+    asked = []
+    replica.health.Check = lambda request, context: asked.append(request)
+    with Client(replica.address, retry=RETRY) as client:
+        assert client.complete("hi", adapter="a1").text == replica.address
+        assert client.complete("hi").text == replica.address
+        assert [(each.address, each.is_in) for each in client.replicas()] == [
+            (replica.address, True)
+        ]
+    assert replica.keys == ["default/a1", None]
+    assert asked == []
+    replica.kill()
+
+
+def test_a_refused_argument_is_named():
+    with pytest.raises(errors.InvalidArgument, match="tenant"):
+        Client("127.0.0.1:1", tenant="No Tenant")
+    with pytest.raises(errors.InvalidArgument, match="inference"):
+        Client(["127.0.0.1:1", ""])
+    with pytest.raises(errors.InvalidArgument, match=r"b\.example:1 would be sent the token"):
+        Client("127.0.0.1:1,b.example:1", token="secret")
