@@ -136,11 +136,9 @@ class Images:
     async def close(self) -> None:
         """Finishes what is being made or written; begins nothing more."""
         self._workers.drain()
-        flights = list(self._flights.values())
-        for flight in flights:
+        for flight in self._flights.values():
             if not flight.begun.done():
                 flight.task.cancel()
-        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
         await self.settle()
 
     async def settle(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from loadout import calls, convert, status, types
+from loadout import calls, convert, types
 from loadout.calls import Call, Prompt
 from loadout.channel import DEFAULT_TIMEOUT_S, Address, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
-from loadout.route import Route
+from loadout.route import Route, delay_after
 from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import AsyncStream
@@ -87,12 +87,8 @@ class AsyncClient:
                 try:
                     return await send(attempts.remaining_s)
                 except grpc.RpcError as error:
-                    failure = status.from_rpc_error(error)
-                    elsewhere = route.failed(failure, error.trailing_metadata())
-                    delay = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
-                    if delay is None:
-                        raise failure from error
-                await asyncio.sleep(delay)
+                    delay_s = delay_after(error, route, attempts, repeatable=repeatable)
+                await asyncio.sleep(delay_s)
         finally:
             route.done()
 

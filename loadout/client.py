@@ -16,12 +16,12 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from loadout import calls, convert, status, types
+from loadout import calls, convert, types
 from loadout.calls import Call, Prompt
 from loadout.channel import DEFAULT_TIMEOUT_S, Address, Stubs
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
-from loadout.route import Route
+from loadout.route import Route, delay_after
 from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import Stream
@@ -103,12 +103,8 @@ class Client:
                 try:
                     return send(attempts.remaining_s)
                 except grpc.RpcError as error:
-                    failure = status.from_rpc_error(error)
-                    elsewhere = route.failed(failure, error.trailing_metadata())
-                    delay = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
-                    if delay is None:
-                        raise failure from error
-                time.sleep(delay)
+                    delay_s = delay_after(error, route, attempts, repeatable=repeatable)
+                time.sleep(delay_s)
         finally:
             route.done()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from loadout import status
 from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
 from loadout.fleet import AsyncFleet, Fleet, Line
-from loadout.retry import DRAINING
+from loadout.retry import DRAINING, Attempts
 from loadout.routing import ADAPTER_HEADER
 from loadout.security import Security
 
@@ -28,6 +29,17 @@ class Route(Protocol):
 
     def done(self, trailers: Trailers = None) -> None:
         """`trailers` are the answer's, if there was one."""
+
+
+def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: bool) -> float:
+    """Seconds to wait after an attempt that ended with this gRPC error. Raises the LoadoutError
+    that it stands for if there is to be no other."""
+    failure = status.from_rpc_error(error)
+    elsewhere = route.failed(failure, error.trailing_metadata())
+    delay_s = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
+    if delay_s is None:
+        raise failure from error
+    return delay_s
 
 
 class Direct:
