@@ -1,0 +1,154 @@
+"""What the code says of the calls of both services, for docs/api.md."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from google.rpc import code_pb2
+
+from adapter_store import access as store_access
+from adapter_store import errors as store_errors
+from adapter_store import status as store_status
+from inference_svc import access as inference_access
+from inference_svc import errors as inference_errors
+from inference_svc import status as inference_status
+from loadout import calls
+
+_REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the code knows of one service. `actions` and `again` have a row for each call; tests of
+    the services hold `actions` to what they answer."""
+
+    file: str
+    folder: Path
+    title: str
+    actions: Mapping[str, enum.Enum]
+    again: Mapping[str, str]
+    access: ModuleType
+    errors: ModuleType
+    codes: Mapping[Any, int]
+
+
+def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
+    """The answers for calls as their client makes them, and those for the others."""
+    return {call.rpc: "yes" if call.repeatable else "no" for call in unary} | others
+
+
+_UNLESS_CONDITIONAL = "yes, without `if_current_digest`"
+_STORE, _INFERENCE = store_access.Action, inference_access.Action
+
+SERVICES = (
+    Service(
+        "loadout/adapter_store/v1/adapter_store.proto",
+        Path(store_errors.__file__).parent,
+        "Adapter store",
+        {
+            "RegisterAdapter": _STORE.PUBLISH,
+            "UploadAdapter": _STORE.PUBLISH,
+            "GetAdapter": _STORE.READ,
+            "ListAdapters": _STORE.READ,
+            "DeleteAdapter": _STORE.PUBLISH,
+            "ListVersions": _STORE.READ,
+            "RollbackAdapter": _STORE.PUBLISH,
+            "PinAdapter": _STORE.PIN,
+            "UnpinAdapter": _STORE.PIN,
+            "RegisterLayout": _STORE.REGISTER_LAYOUT,
+            "PullAdapter": _STORE.PULL,
+            "WatchAdapters": _STORE.READ,
+            "GetStoreStatus": _STORE.STATUS,
+        },
+        _again(
+            calls.get(""),
+            calls.list_page(0, "", ""),
+            calls.delete("", 0),
+            calls.version_page("", 0, ""),
+            calls.pin(""),
+            calls.unpin(""),
+            calls.store_status(),
+            RegisterAdapter=_UNLESS_CONDITIONAL,
+            UploadAdapter=_UNLESS_CONDITIONAL,
+            RollbackAdapter=_UNLESS_CONDITIONAL,
+            RegisterLayout="yes",
+            PullAdapter="yes, from the last `end_offset`",
+            WatchAdapters="yes, from the last revision",
+        ),
+        store_access,
+        store_errors,
+        store_status.CODES,
+    ),
+    Service(
+        "loadout/inference/v1/inference.proto",
+        Path(inference_errors.__file__).parent,
+        "Inference service",
+        {
+            "Generate": _INFERENCE.GENERATE,
+            "ListResidentAdapters": _INFERENCE.OPERATE,
+            "LoadAdapter": _INFERENCE.OPERATE,
+            "UnloadAdapter": _INFERENCE.OPERATE,
+            "PinAdapter": _INFERENCE.OPERATE,
+            "UnpinAdapter": _INFERENCE.OPERATE,
+            "GetServerInfo": _INFERENCE.INFO,
+        },
+        _again(
+            calls.load("", pin=False),
+            calls.unload(""),
+            calls.pin_resident(""),
+            calls.unpin_resident(""),
+            calls.residents(),
+            calls.server_info(),
+            Generate="yes, before its first response",
+        ),
+        inference_access,
+        inference_errors,
+        {kind: code.value[0] for kind, code in inference_status.CODES.items()},
+    ),
+)
+
+
+def roles_of(access: ModuleType, action: enum.Enum) -> list[str]:
+    """The roles that may do this, as the policy file names them."""
+    everywhere = None
+    return [
+        role.value
+        for role in access.Role
+        if access.Principal("", frozenset({role}), everywhere).may(action)
+    ]
+
+
+def meanings(errors: ModuleType) -> Iterator[tuple[Any, str]]:
+    """The errors that calls end with, in the order of the tree in the module's docstring, and
+    what that says of them."""
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"[ │]+[├└]─ (\w+)\s+(.+)", line)
+        if match:
+            yield getattr(errors, match[1]), match[2]
+
+
+def code_name(kind: type[Exception], codes: Mapping[Any, int]) -> str:
+    return code_pb2.Code.Name(next(codes[base] for base in kind.__mro__ if base in codes))
+
+
+def exact_reasons(folder: Path) -> list[str]:
+    """The reasons that errors are given where they are made, in place of their class's own."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                values = [*node.args, *(keyword.value for keyword in node.keywords)]
+                found |= {value.value for value in values if _is_reason(value)}
+    return sorted(found)
+
+
+def _is_reason(value: ast.expr) -> TypeGuard[ast.Constant]:
+    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return is_text and _REASON.fullmatch(value.value) is not None

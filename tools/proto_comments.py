@@ -1,0 +1,57 @@
+"""The comments of a proto file, by what they stand above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+
+PACKAGE, MESSAGES, ENUMS, RPC_SERVICES = 2, 4, 5, 6
+"""Fields of FileDescriptorProto: a path to a declaration begins with one of them."""
+MEMBERS = 2
+"""Of a message its fields, of an enum its values, of a service its methods."""
+ONEOFS = 8
+
+
+class Comments:
+    """`file` was compiled with its source info."""
+
+    def __init__(self, file: FileDescriptorProto) -> None:
+        self._by_path = {
+            tuple(location.path): _text(location.leading_comments)
+            for location in file.source_code_info.location
+        }
+
+    @property
+    def package(self) -> str:
+        """What is said of the whole file, above `package`."""
+        return self.at(PACKAGE)
+
+    def at(self, *path: int) -> str:
+        """Above the declaration at a path of descriptor.proto; "" if there is nothing."""
+        return self._by_path.get(path, "")
+
+
+def declarations(file: FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Everything that is to have a comment: its name, and its path."""
+    yield "package", (PACKAGE,)
+    for index, message in enumerate(file.message_type):
+        yield message.name, (MESSAGES, index)
+        for place, field in enumerate(message.field):
+            yield f"{message.name}.{field.name}", (MESSAGES, index, MEMBERS, place)
+        for place, oneof in enumerate(message.oneof_decl):
+            if not oneof.name.startswith("_"):  # those are of optional fields
+                yield f"{message.name}.{oneof.name}", (MESSAGES, index, ONEOFS, place)
+    for index, enum in enumerate(file.enum_type):
+        yield enum.name, (ENUMS, index)
+        for place, value in enumerate(enum.value):
+            yield f"{enum.name}.{value.name}", (ENUMS, index, MEMBERS, place)
+    for index, service in enumerate(file.service):
+        yield service.name, (RPC_SERVICES, index)
+        for place, method in enumerate(service.method):
+            yield f"{service.name}.{method.name}", (RPC_SERVICES, index, MEMBERS, place)
+
+
+def _text(comment: str) -> str:
+    """Lines without the blank that follows the slashes."""
+    return "\n".join(line.removeprefix(" ").rstrip() for line in comment.splitlines()).strip()
