@@ -41,7 +41,7 @@ async def serve(config: Config) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     geometry = load_geometry(config.model)
-    config = resolve(config, _machine(config), _model_facts(geometry))
+    config = resolve(config, _machine(config), model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
     if config.policy_file or config.tls_cert_file or config.audit_file:
@@ -67,7 +67,7 @@ def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iter
     """The child has its own access to the store. It begins to load at once."""
     # We load our tokenizer beside the child, which checks the budget before that has ended.
     engine_config = replace(
-        _engine_config(config),
+        to_engine_config(config),
         frontend_bytes=resident_bytes(),
         tokenizer_bytes=tokenizer_bytes(config.model),
     )
@@ -83,7 +83,7 @@ def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iter
 def _in_thread(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
     images = ImageClient(replicas, access) if config.store else NoStore()
     try:
-        yield lambda: EngineThread(_engine_config(config), images)
+        yield lambda: EngineThread(to_engine_config(config), images)
     finally:
         images.close()
 
@@ -99,7 +99,7 @@ def _machine(config: Config) -> Machine:
     return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)
 
 
-def _model_facts(geometry: ModelGeometry) -> ModelFacts:
+def model_facts(geometry: ModelGeometry) -> ModelFacts:
     return ModelFacts(
         dtype=geometry.dtype,
         max_position_embeddings=geometry.max_position_embeddings,
@@ -107,7 +107,7 @@ def _model_facts(geometry: ModelGeometry) -> ModelFacts:
     )
 
 
-def _engine_config(config: Config) -> EngineConfig:
+def to_engine_config(config: Config) -> EngineConfig:
     assert config.kv_memory is not None, "the config is resolved"
     assert config.host_memory is not None, "the config is resolved"
     name, *aliases = config.base_model_names

@@ -60,6 +60,11 @@ class PostgresServer:
         arguments = ["-D", self._data, "-l", log, "-w", "-t", START_SECONDS]
         self._run("pg_ctl", "start", *arguments, "-o", options)
 
+    @property
+    def programs(self) -> Path:
+        """The folder of pg_dump and the others."""
+        return self._install / "bin"
+
     def stop(self) -> None:
         """Ends every connection."""
         self._run("pg_ctl", "stop", "-D", self._data, "-m", "immediate")

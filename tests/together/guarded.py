@@ -21,7 +21,7 @@ from inference_svc.config import Config, Machine, resolve
 from inference_svc.engine.handle import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
-from inference_svc.start import _engine_config, _facts, _model_facts
+from inference_svc.start import to_engine_config, _facts, model_facts
 from inference_svc.store_access import read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.text.tokenizer import Tokenizer
@@ -64,13 +64,13 @@ class Inference:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         geometry = load_geometry(self._config.model)
-        config = resolve(self._config, Machine(has_cuda=False), _model_facts(geometry))
+        config = resolve(self._config, Machine(has_cuda=False), model_facts(geometry))
         access = read_store_access(config)
         self.server = InferenceServer(config, access)
         images = ImageClient(self.server.replicas, access) if config.store else NoStore()
         try:
             text = Tokenizer(config.model)
-            engine = EngineThread(_engine_config(config), images)
+            engine = EngineThread(to_engine_config(config), images)
             await self.server.start(engine, text, _facts(config, geometry))
             self._ready.set()
             await self._stop.wait()

@@ -1,0 +1,67 @@
+"""The drills of docs/operations.md, as they stand there: a backup of a store that runs, and the
+restore of it into an empty place."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from adapter_store.catalog import Catalog
+from adapter_store.core import AdapterRef
+from bench import store_catalog
+from tests.adapter_store.conftest import tiny_layout
+
+PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+NUM_ADAPTERS = 10
+
+
+def run(name: str, **variables: object) -> None:
+    """A drill by its mark."""
+    found = re.search(rf"<!-- drill: {name} -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
+    assert found, name
+    environment = os.environ | {key: str(value) for key, value in variables.items()}
+    command = ["bash", "-euo", "pipefail", "-c", found[1]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sqlite_and_a_folder(serve, make_adapter, tmp_path):
+    assert shutil.which("sqlite3"), "the drill needs the program sqlite3"
+    data, backup, restored = (tmp_path / name for name in ("data", "backup", "restored"))
+    backup.mkdir()
+    served = serve(data_dir=data)
+    kept = served.client.register("kept", make_adapter("a", seed=1)).adapter
+    run("sqlite backup", DATA=data, BACKUP=backup)
+    lost = served.client.register("lost", make_adapter("b", seed=2)).adapter
+    served.stop()
+    run("sqlite restore", DATA=restored, BACKUP=backup)
+    client = serve(data_dir=restored).client
+    assert client.get("kept") == kept
+    assert client.pull(kept.digest, client.register_layout(tiny_layout())).is_whole
+    # What came after the backup is registered again.
+    again = client.register("lost", tmp_path / "b").adapter
+    assert (again.version, again.digest) == (lost.version, lost.digest)
+
+
+def test_postgresql(postgres, catalog_dsn, tmp_path):
+    catalog = Catalog(catalog_dsn, event_retention=NUM_ADAPTERS)
+    store_catalog.fill(catalog, NUM_ADAPTERS)
+    ref = AdapterRef(store_catalog.name_of(3))
+    kept = catalog.get(ref)
+    places = {"BACKUP": tmp_path, "PATH": f"{postgres.programs}:{os.environ['PATH']}"}
+    run("postgresql backup", DSN=address(catalog_dsn), **places)
+    catalog.close()
+    empty_dsn = postgres.create_database()
+    run("postgresql restore", DSN=address(empty_dsn), **places)
+    restored = Catalog(empty_dsn, event_retention=NUM_ADAPTERS)
+    assert restored.get(ref) == kept
+    restored.close()
+    postgres.drop_database(empty_dsn)
+
+
+def address(dsn: str) -> str:
+    """As PostgreSQL's own programs read it."""
+    return dsn.replace("+psycopg", "")

@@ -1,0 +1,183 @@
+"""Writes the tables of docs/operations.md, computed by the services' own code.
+
+python -m tools.sizing_docs
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from adapter_store.config import Settings
+from inference_svc.config import Config
+from inference_svc.engine.budget import human
+from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
+
+ROOT = Path(__file__).parent.parent
+PATH = ROOT / "docs" / "operations.md"
+OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+BENCH_200M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+DEVICE_BYTES = 79 << 30
+"""What a driver leaves of 80 GB."""
+USUAL = Adapters(16)
+NUM_STORES = 3
+NUM_STORED = 100_000
+CATALOG_BYTES = 2048
+"""Of one adapter with one version, indexes and its event included, at most."""
+GIGABIT_BYTES = 10**9 / 8
+SEQUENCE_TOKENS = 2048
+NAMED_TARGETS = {
+    "q, v": ("q_proj", "v_proj"),
+    "all linear layers": LINEAR,
+    "all linear layers, embedding and head": (*LINEAR, "embed_tokens", "lm_head"),
+}
+RANKS = (8, 16, 32, 64)
+ALPHAS = (1.0, 0.6, 0.3)
+
+
+def render() -> dict[str, str]:
+    """The tables by name."""
+    production = _overlay("inference.env", "LOADOUT_INFERENCE_")
+    ours = _plan(LLAMA_8B, production, DEVICE_BYTES)
+    larger = {"adapter_memory": "8GiB", "host_memory": "80GiB", "max_loras": "128"}
+    thousand = _plan(LLAMA_8B, production | larger, DEVICE_BYTES)
+    on_cpu = _plan(BENCH_200M, {"device": "cpu", "num_threads": "2"}, None)
+    return {
+        "images": _images(ours),
+        "gpu": _side_by_side({"`production`": ours, "1,000 adapters": thousand}),
+        "cpu": _side_by_side({"defaults, two cores": on_cpu}),
+        "hits": _hits(ours, 1000),
+        "store": _stores(ours),
+    }
+
+
+def replaced(page: str, tables: Mapping[str, str]) -> str:
+    """The page with these tables between their marks. Raises KeyError for a mark that is not
+    there."""
+    for name, table in tables.items():
+        mark = re.compile(rf"(<!-- sizes: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page, count = mark.subn(lambda found, text=table: f"{found[1]}{text}\n{found[2]}", page)
+        if count != 1:
+            raise KeyError(name)
+    return page
+
+
+def _overlay(file: str, prefix: str) -> dict[str, str]:
+    """An overlay's settings, by the names that they have in the code."""
+    lines = (OVERLAY / file).read_text().splitlines()
+    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {name.removeprefix(prefix).lower(): value for name, value in pairs}
+
+
+def _plan(model: Mapping[str, Any], settings: Mapping[str, str], device_bytes: int | None) -> Plan:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        return plan(Config.model_validate({**settings, "model": folder}), device_bytes)
+
+
+def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    rule = ["---"] * len(head)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def _images(planned: Plan) -> str:
+    lines = [
+        [name, *(human(image_bytes(planned.layout, Adapters(rank, targets))) for rank in RANKS)]
+        for name, targets in NAMED_TARGETS.items()
+    ]
+    return _table(["LoRA on", *(f"rank {rank}" for rank in RANKS)], lines)
+
+
+def _side_by_side(plans: Mapping[str, Plan]) -> str:
+    columns = [_rows(planned) for planned in plans.values()]
+    lines = [[name, *(column.get(name, "") for column in columns)] for name in columns[0]]
+    return _table(["", *plans], lines)
+
+
+def _rows(planned: Plan) -> dict[str, str]:
+    settings = ", ".join(
+        f"`--{name.replace('_', '-')} {human(getattr(planned.config, name)).replace(' ', '')}`"
+        for name in ("adapter_memory", "host_memory")
+    )
+    sequences = f"{planned.kv_tokens // SEQUENCE_TOKENS:,}"
+    return {
+        "set": settings,
+        **dict(rows(planned, USUAL)),
+        f"sequences of {SEQUENCE_TOKENS:,} tokens": sequences,
+    }
+
+
+def _hits(planned: Plan, num_adapters: int) -> str:
+    on_device = planned.num_adapters("arena", USUAL)
+    held = {
+        f"device ({on_device})": on_device,
+        f"device or host ({(both := planned.num_adapters('host_tier', USUAL))})": both,
+        f"device of {NUM_STORES + 1} replicas, chosen by hash": on_device * (NUM_STORES + 1),
+    }
+    lines = [
+        [name, *(f"{hit_share(count, num_adapters, alpha):.0%}" for alpha in ALPHAS)]
+        for name, count in held.items()
+    ]
+    return _table(
+        [f"of {num_adapters:,} adapters", *(f"alpha {alpha:g}" for alpha in ALPHAS)], lines
+    )
+
+
+def _stores(planned: Plan) -> str:
+    settings = Settings.model_validate(_overlay("adapter-store.env", "LOADOUT_STORE_"))
+    image = image_bytes(planned.layout, USUAL)
+    in_memory = NUM_STORES * settings.memory_bytes // image
+    on_disk = NUM_STORES * settings.disk_cache_bytes // image
+    lines = [
+        ["one image, and its source in bf16", human(image)],
+        ["kept sources, shared bucket", human(NUM_STORED * image)],
+        ["images, shared bucket, for each layout in use", human(NUM_STORED * image)],
+        ["catalog, at most", human(NUM_STORED * CATALOG_BYTES)],
+        [f"memory of {NUM_STORES} replicas", _tier(settings.memory_bytes, in_memory)],
+        [f"disks of {NUM_STORES} replicas", _tier(settings.disk_cache_bytes, on_disk)],
+        ["copies of sources, each replica", human(settings.fetched_bytes)],
+        ["cold loads that 10 Gbit/s carry", f"{10 * GIGABIT_BYTES / image:.0f} per second"],
+        ["one cold load at 10 Gbit/s, at least", f"{1e3 * image / (10 * GIGABIT_BYTES):.0f} ms"],
+    ]
+    return _table([f"{NUM_STORED:,} adapters", ""], lines)
+
+
+def _tier(replica_bytes: int, num_images: int) -> str:
+    return f"{human(NUM_STORES * replica_bytes)}: {num_images:,} images"
+
+
+def main() -> None:
+    PATH.write_text(replaced(PATH.read_text(), render()))
+
+
+if __name__ == "__main__":
+    main()
