@@ -36,6 +36,7 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
 	$(BIN)/python -m tools.api_docs
+	$(BIN)/python -m tools.sizing_docs
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \

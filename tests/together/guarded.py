@@ -21,7 +21,7 @@ from inference_svc.config import Config, Machine, resolve
 from inference_svc.engine.handle import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
-from inference_svc.start import to_engine_config, _facts, model_facts
+from inference_svc.start import _facts, model_facts, to_engine_config
 from inference_svc.store_access import read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.text.tokenizer import Tokenizer

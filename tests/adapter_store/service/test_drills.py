@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from adapter_store.catalog import Catalog
@@ -18,18 +18,19 @@ PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
 NUM_ADAPTERS = 10
 
 
-def run(name: str, **variables: object) -> None:
-    """A drill by its mark."""
+def run(name: str, *programs: Path, **variables: object) -> None:
+    """A drill by its mark; `programs` are folders of what it calls."""
     found = re.search(rf"<!-- drill: {name} -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
     assert found, name
+    folders = [Path(sys.executable).parent, *programs, os.environ["PATH"]]
     environment = os.environ | {key: str(value) for key, value in variables.items()}
+    environment["PATH"] = os.pathsep.join(map(str, folders))
     command = ["bash", "-euo", "pipefail", "-c", found[1]]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_sqlite_and_a_folder(serve, make_adapter, tmp_path):
-    assert shutil.which("sqlite3"), "the drill needs the program sqlite3"
     data, backup, restored = (tmp_path / name for name in ("data", "backup", "restored"))
     backup.mkdir()
     served = serve(data_dir=data)
@@ -51,11 +52,10 @@ def test_postgresql(postgres, catalog_dsn, tmp_path):
     store_catalog.fill(catalog, NUM_ADAPTERS)
     ref = AdapterRef(store_catalog.name_of(3))
     kept = catalog.get(ref)
-    places = {"BACKUP": tmp_path, "PATH": f"{postgres.programs}:{os.environ['PATH']}"}
-    run("postgresql backup", DSN=address(catalog_dsn), **places)
+    run("postgresql backup", postgres.programs, DSN=address(catalog_dsn), BACKUP=tmp_path)
     catalog.close()
     empty_dsn = postgres.create_database()
-    run("postgresql restore", DSN=address(empty_dsn), **places)
+    run("postgresql restore", postgres.programs, DSN=address(empty_dsn), BACKUP=tmp_path)
     restored = Catalog(empty_dsn, event_retention=NUM_ADAPTERS)
     assert restored.get(ref) == kept
     restored.close()
