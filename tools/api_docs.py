@@ -197,7 +197,7 @@ def _cell(comment: str) -> str:
 def _escape(text: str) -> str:
     """So that nothing is read as markup but what lies between backticks."""
     parts = text.split("`")
-    parts[::2] = [re.sub(r"([<*_\[])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([<*\[])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 

@@ -143,7 +143,7 @@ def exact_reasons(folder: Path) -> list[str]:
     found: set[str] = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 values = [*node.args, *(keyword.value for keyword in node.keywords)]
                 found |= {value.value for value in values if _is_reason(value)}
     return sorted(found)

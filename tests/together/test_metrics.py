@@ -4,6 +4,8 @@ what an incident needs is there."""
 from __future__ import annotations
 
 import re
+import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -105,3 +107,33 @@ def test_routers_find_their_metrics(texts: dict[str, str]) -> None:
         {"adapter_name": "measured/r16", "level": "gpu", "pinned": "false", "rank": "16"}
     ]
     assert metrics.one("vllm:lora_adapter_load_seconds_count") >= 2
+
+
+def picked(text: str) -> tuple[float, list[str]]:
+    """What a picker of endpoints takes over: requests that run, and the adapters of the newest
+    sample, which its value tells."""
+    found = {family.name: family for family in families(text)}
+    [running] = found["vllm:num_requests_running"].samples
+    newest = max(found["vllm:lora_requests_info"].samples, key=lambda sample: sample.value)
+    assert abs(newest.value - time.time()) < 60
+    assert int(newest.labels["max_lora"]) > 0
+    names = newest.labels["running_lora_adapters"].split(",")
+    return running.value, [name for name in names if name]
+
+
+def test_routers_see_what_runs(services: Services, texts: dict[str, str]) -> None:
+    ended = threading.Event()
+
+    def generate() -> None:
+        while not ended.is_set():
+            services.client.complete("abc", adapter="measured/r3", max_tokens=200, ignore_eos=True)
+
+    caller = threading.Thread(target=generate)
+    caller.start()
+    try:
+        deadline_s = time.monotonic() + 30
+        while (seen := picked(read(services.inference_metrics))) != (1, ["measured/r3"]):
+            assert time.monotonic() < deadline_s, seen
+    finally:
+        ended.set()
+        caller.join()

@@ -34,9 +34,9 @@ def test_sqlite_and_a_folder(serve, make_adapter, tmp_path):
     data, backup, restored = (tmp_path / name for name in ("data", "backup", "restored"))
     backup.mkdir()
     served = serve(data_dir=data)
-    kept = served.client.register("kept", make_adapter("a", seed=1)).adapter
+    kept = served.client.register("kept", make_adapter(folder="a", seed=1)).adapter
     run("sqlite backup", DATA=data, BACKUP=backup)
-    lost = served.client.register("lost", make_adapter("b", seed=2)).adapter
+    lost = served.client.register("lost", make_adapter(folder="b", seed=2)).adapter
     served.stop()
     run("sqlite restore", DATA=restored, BACKUP=backup)
     client = serve(data_dir=restored).client
