@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from google.rpc import code_pb2
 
@@ -145,10 +145,6 @@ def exact_reasons(folder: Path) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 values = [*node.args, *(keyword.value for keyword in node.keywords)]
-                found |= {value.value for value in values if _is_reason(value)}
+                texts = [value.value for value in values if isinstance(value, ast.Constant)]
+                found.update(filter(_REASON.fullmatch, (t for t in texts if isinstance(t, str))))
     return sorted(found)
-
-
-def _is_reason(value: ast.expr) -> TypeGuard[ast.Constant]:
-    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-    return is_text and _REASON.fullmatch(value.value) is not None

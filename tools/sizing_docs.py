@@ -83,8 +83,8 @@ def replaced(page: str, tables: Mapping[str, str]) -> str:
     """The page with these tables between their marks. Raises KeyError for a mark that is not
     there."""
     for name, table in tables.items():
-        mark = re.compile(rf"(<!-- sizes: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page, count = mark.subn(lambda found, text=table: f"{found[1]}{text}\n{found[2]}", page)
+        mark = rf"(?<=<!-- sizes: {name} -->\n)(?:.*?\n)??(?=<!-- end -->)"
+        page, count = re.subn(mark, table.replace("\\", r"\\") + "\n", page, flags=re.DOTALL)
         if count != 1:
             raise KeyError(name)
     return page
