@@ -32,8 +32,8 @@ everybody may do everything. Health (`grpc.health.v1`) is for all, reflection fo
 
 **Again**: whether a call of which the outcome is not known (`UNAVAILABLE` of a connection that
 broke, or what proxies make of it: `INTERNAL`, `UNKNOWN`) may be sent again. "yes": executing it
-twice does no more than executing it once. A refusal with `RetryInfo`, and one for the reason
-`DRAINING`, did nothing, and may always be sent again.
+twice does no more than executing it once. Of a call that was refused with `RetryInfo`, or for the
+reason `DRAINING`, nothing was done, unless responses had come before: it may always be sent again.
 
 **Errors** carry a `google.rpc.Status` in their trailers, with an `ErrorInfo`: its `reason` is a
 stable word for programs, its metadata `subject` names the culprit (a field, file, tensor or key).
