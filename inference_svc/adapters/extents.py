@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 GRANULE_BYTES = 256
@@ -37,6 +37,20 @@ class ExtentAllocator:
         self.capacity = capacity // GRANULE_BYTES * GRANULE_BYTES
         self._starts: list[int] = [0] if self.capacity else []
         self._sizes: list[int] = [self.capacity] if self.capacity else []
+
+    @classmethod
+    def around(cls, capacity: int, taken: Iterable[Extent]) -> ExtentAllocator:
+        """A memory in which only these are taken; they do not overlap."""
+        made = cls(capacity)
+        made._starts, made._sizes = [], []
+        position = 0
+        ends = [(extent.start, extent.end) for extent in taken]
+        for start, end in (*sorted(ends), (made.capacity, made.capacity)):
+            if start > position:
+                made._starts.append(position)
+                made._sizes.append(start - position)
+            position = end
+        return made
 
     @property
     def free_bytes(self) -> int:

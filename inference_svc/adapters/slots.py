@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from inference_svc.adapters.extents import Extent, ExtentAllocator, round_up
 from inference_svc.adapters.store import ImageHeader
@@ -97,6 +98,7 @@ class Slots:
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
         self._free_slots = list(range(max_images - 1, -1, -1))
         self.evictions: Counter[EvictionReason] = Counter()
+        self._pinned: dict[str, Resident] = {}
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._by_digest
@@ -110,13 +112,17 @@ class Slots:
     def residents(self) -> list[Resident]:
         return list(self._by_digest.values())
 
+    def last_used_first(self) -> Iterator[Resident]:
+        """To be read before anything changes."""
+        return reversed(self._by_digest.values())
+
     @property
     def num_evictions(self) -> int:
         return self.evictions.total()
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(r.num_bytes for r in self._by_digest.values() if r.pinned)
+        return sum(resident.num_bytes for resident in self._pinned.values())
 
     @property
     def capacity(self) -> int:
@@ -130,13 +136,10 @@ class Slots:
         """Whether the image can be loaded once nothing runs: beside what is pinned."""
         return self._beside_pins().allocate(header.total_bytes, target_cuts(header)) is not None
 
-    def _beside_pins(self, pinned_too: Resident | None = None) -> ExtentAllocator:
-        """The memory with only pinned images in it."""
-        left = self.extents.copy()
-        for resident in self._by_digest.values():
-            if not resident.pinned and resident is not pinned_too:
-                left.free(resident.extents)
-        return left
+    def _beside_pins(self, *more: Resident) -> ExtentAllocator:
+        """The memory with only pinned images in it, and these."""
+        pinned = (resident.extents for resident in (*self._pinned.values(), *more))
+        return ExtentAllocator.around(self.capacity, chain.from_iterable(pinned))
 
     def reserve(
         self,
@@ -173,24 +176,32 @@ class Slots:
     def _victims(
         self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]
     ) -> list[Resident] | None:
-        """The images whose eviction makes room; None if no eviction does."""
-        evictable = [r for r in self._by_digest.values() if self.may_evict(r, keep)]
-        evictable.sort(key=lambda resident: resident.digest in wanted)
+        """The images whose eviction makes room; None if no eviction does. Of thousands only those
+        are looked at that come first."""
+        evictable = (
+            resident
+            for is_wanted in (False, True)
+            for resident in self._by_digest.values()
+            if (resident.digest in wanted) == is_wanted and self.may_evict(resident, keep)
+        )
         return self._until_room(num_bytes, cuts, evictable)
 
     def _until_room(
-        self, num_bytes: int, cuts: list[int], evictable: list[Resident]
+        self, num_bytes: int, cuts: list[int], evictable: Iterable[Resident]
     ) -> list[Resident] | None:
         """The first of `evictable` whose eviction makes room; None if that of all does not."""
-        planned = self.extents.copy()
-        for num_victims in range(len(evictable) + 1):
-            if num_victims:
-                planned.free(evictable[num_victims - 1].extents)
+        planned, victims = self.extents.copy(), list[Resident]()
+        candidates = iter(evictable)
+        while True:
             # `planned` changes only when it fits, and then it has served its purpose.
-            has_row = bool(self._free_slots or num_victims)
+            has_row = bool(self._free_slots or victims)
             if has_row and planned.allocate(num_bytes, cuts) is not None:
-                return evictable[:num_victims]
-        return None
+                return victims
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            planned.free(victim.extents)
+            victims.append(victim)
 
     def may_leave(self, keep: Collection[str]) -> set[str] | None:
         """What might be evicted for one more image; None while there is room for any that is known
@@ -209,6 +220,7 @@ class Slots:
         """Frees the image's row and bytes; nobody may be using it."""
         resident = self._by_digest.pop(digest)
         assert resident.users == 0, "freed while in use"
+        self._pinned.pop(digest, None)
         self.extents.free(resident.extents)
         self._free_slots.append(resident.slot)
         return resident
@@ -233,13 +245,13 @@ class Slots:
         resident = self._by_digest[digest]
         if resident.pinned:
             return resident
-        if sum(r.pinned for r in self._by_digest.values()) + 1 >= self.max_images:
+        if len(self._pinned) + 1 >= self.max_images:
             raise NoRoom(
                 f"pinning would take the last of {self.max_images} rows; raise max_loras or "
                 "unpin another adapter",
                 subject="max_loras",
             )
-        left = self._beside_pins(pinned_too=resident)
+        left = self._beside_pins(resident)
         if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
             raise NoRoom(
                 f"pinning {resident.num_bytes} bytes would leave no room for the largest "
@@ -248,11 +260,13 @@ class Slots:
                 subject="adapter_memory",
             )
         resident.pinned = True
+        self._pinned[digest] = resident
         return resident
 
     def unpin(self, digest: str) -> Resident:
         resident = self._by_digest[digest]
         resident.pinned = False
+        self._pinned.pop(digest, None)
         return resident
 
     def check_integrity(self) -> None:
@@ -261,6 +275,7 @@ class Slots:
         self.extents.check_integrity(used)
         slots = [r.slot for r in self._by_digest.values()] + self._free_slots
         assert sorted(slots) == list(range(self.max_images)), "a row is lost or held twice"
+        assert set(self._pinned) == {r.digest for r in self._by_digest.values() if r.pinned}
         for digest, resident in self._by_digest.items():
             assert resident.digest == digest
             assert resident.users >= 0

@@ -60,7 +60,7 @@ class Commands:
         ready = (
             _view(resident, tier)
             for tier, slots in tiers
-            for resident in reversed(slots.residents())
+            for resident in slots.last_used_first()
             if resident.ready
         )
         return tuple(islice(ready, limit) if limit else ready)
