@@ -73,7 +73,7 @@ def test_it_is_less_than_a_scrape_may_have() -> None:
             metrics.count_http(route, answer)
         for reason in reasons:
             metrics.count_http(route, 500, reason)
-    text = metrics.exposition("text/plain")[0].decode()
+    text = metrics.exposition()[0].decode()
     sizes = Counter({f.name: len(f.samples) for f in text_string_to_metric_families(text)})
     assert sizes["vllm:lora_adapter_loaded"] > 1000
     assert sizes["loadout_inference_adapter_requests"] > most
