@@ -37,6 +37,7 @@ format: $(VENV)/.installed-dev
 # What is written from the code: tests compare.
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
+	$(BIN)/python -m tools.prometheus_rule
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \

@@ -220,7 +220,6 @@ class Trainer(Role):
         wrong: Sequence[dict[str, Any]] = (
             {"source": content.as_uri(), "expected_digest": WRONG_DIGEST},
             {"source": content.as_uri(), "if_current_digest": WRONG_DIGEST},
-            {"source": content.as_uri(), "base_model": "another-model"},
             {"source": content.parent.as_uri()},  # holds no adapter, only folders of some
             {"source": "file:///etc"},
             {"source": missing},

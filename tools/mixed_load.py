@@ -27,7 +27,7 @@ from tools.load_roles import BASE_MODEL, MISFIT, Caller, Operator, Role, Scene, 
 NUM_ADAPTERS = 32
 NUM_CONTENTS = 8
 """Of further contents, to which names are pointed."""
-NUM_CALLERS = 4
+NUM_CALLERS = 5
 RANKS = (4, 8, 16)
 NUM_LAYERS = 4
 SHAPES: Shapes = {
@@ -37,7 +37,7 @@ SHAPES: Shapes = {
 }
 """Of the demo's model."""
 MISFIT_SHAPES: Shapes = {"self_attn.q_proj": (64, 64)}
-CALLER_PAUSE_S, OTHER_PAUSE_S = 0.03, 0.2
+CALLER_PAUSE_S, OTHER_PAUSE_S = 0.05, 0.2
 TOUR_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 90.0
 POLL_S = 0.1
@@ -49,7 +49,7 @@ STORE_FLAGS = (
 INFERENCE_FLAGS = (
     *("--http", "127.0.0.1:0", "--num-threads", "1", "--device", "cpu", "--max-sequences", "8"),
     *("--adapter-memory", "1536KiB", "--host-memory", "2MiB", "--max-lora-rank", "16"),
-    *("--kv-memory", "1MiB", "--max-model-len", "512", "--adapter-wait-seconds", "60"),
+    *("--kv-memory", "512KiB", "--max-model-len", "512", "--adapter-wait-seconds", "60"),
     *("--metrics-adapters", "10", "--log-level", "warning"),
 )
 

@@ -17,10 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / ".tools" / "prometheus"
 PACKAGE = "prometheus"
-WHAT_TO_DO = (
-    "run `python -m tools.prometheus_package`, or install Prometheus 2.42 or newer with promtool so that both "
-    "are on PATH"
-)
+INSTALL = "install Prometheus 2.42 or newer, with promtool, so that both are on PATH"
 
 
 class ProgramMissing(Exception):
@@ -46,7 +43,10 @@ def _find(name: str, folder: Path) -> Path:
         return unpacked
     installed = shutil.which(name)
     if installed is None:
-        raise ProgramMissing(f"{name} is neither in {folder} nor on PATH: {WHAT_TO_DO}")
+        raise ProgramMissing(
+            f"{name} is neither in {folder} nor on PATH: "
+            f"run `python -m tools.prometheus_package`, or {INSTALL}"
+        )
     return Path(installed)
 
 
@@ -54,7 +54,7 @@ def fetch(folder: Path = FOLDER) -> None:
     """Unpacks Debian's package into `folder`, which appears when it is whole. Raises
     ProgramMissing."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise ProgramMissing(f"this machine has no packages of Debian: {WHAT_TO_DO}")
+        raise ProgramMissing(f"this machine has no packages of Debian: {INSTALL}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="prometheus-") as work:
         package = _download(Path(work))
@@ -90,10 +90,8 @@ def _own_lists(work: Path) -> list[str]:
 def _run(*command: str, folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ProgramMissing(
-            f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}\n"
-            f"Without it {WHAT_TO_DO.partition(', or ')[2]}"
-        )
+        said = done.stderr.strip() or done.stdout.strip()
+        raise ProgramMissing(f"`{' '.join(command)}` failed: {said}\n{INSTALL}")
 
 
 def main() -> int:
