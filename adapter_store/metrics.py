@@ -68,6 +68,8 @@ class Metrics:
             self.damaged_files.labels(kind)
         for result in ("ready", "incompatible", "failed"):
             self.compiles.labels(result)
+        for result in ("ok", "digest_mismatch"):
+            self.registrations.labels(result)
         ProcessCollector(registry=self.registry)
 
     def describe_store(self, version: str, compiler: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from inference_svc import histogram
@@ -100,11 +100,9 @@ class Metrics:
         built_of = (versions.get("loadout", ""), platform.python_version())
         self._build_info.labels(*built_of, versions.get("torch", "")).set(1)
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """What a scraper gets that accepts these media types, and its type. From any thread but
-        the event loop's."""
-        encode, media_type = choose_encoder(accept)
-        return encode(self.registry), media_type
+    def exposition(self) -> tuple[bytes, str]:
+        """What a scraper gets, and its media type. From any thread but the event loop's."""
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def count_http(self, route: str, status: int, reason: str = "") -> None:
         """A request to the HTTP front has ended; `reason` is the error's, "" if there was none."""

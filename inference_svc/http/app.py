@@ -45,8 +45,7 @@ class Operations:
             raise PermissionDenied(
                 f"the token {who.name!r} is not for all tenants, of which the metrics tell"
             )
-        accept = request.headers.get("accept", "")
-        text, media_type = await asyncio.to_thread(self._metrics.exposition, accept)
+        text, media_type = await asyncio.to_thread(self._metrics.exposition)
         return Response(text, headers={"content-type": media_type})
 
 

@@ -63,6 +63,7 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     found = read_metrics(store)
     assert found["registrations_total", "ok"] == 1
     assert found["registrations_total", "source_not_found"] == 1
+    assert found["registrations_total", "digest_mismatch"] == 0, "so that the first is an increase"
     assert found["requests_total", "NOT_FOUND", "RegisterAdapter"] == 1
     assert found["rejections_total", "RegisterAdapter", "SOURCE_NOT_FOUND"] == 1
     assert found["rejections_total", "GetAdapter", "INVALID_ARGUMENT"] == 1
@@ -82,6 +83,7 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert found["tier_used_bytes", "memory"] == len(image.data)
     assert found["tier_images", "disk"] == 1
     assert (found["adapters",], found["layouts",], found["revision",]) == (1, 1, 1)
+    assert 0 < found["volume_free_bytes",] < found["volume_capacity_bytes",]
 
 
 def test_an_address_that_is_taken_is_an_error(serve, client, tmp_path):
