@@ -60,14 +60,16 @@ class Prometheus:
         folder: Path,
         targets: Mapping[str, Sequence[str]],
         *,
+        labels: Mapping[str, str] | None = None,
         interval_s: float = 1.0,
         rule_files: Sequence[Path] = (),
         flags: Sequence[str] = (),
     ) -> None:
-        """`interval_s` is between scrapes and between evaluations of rules."""
+        """`labels` are given to all that is scraped; `interval_s` is between scrapes and between
+        evaluations of rules."""
         self._folder = folder
         self._log_path = folder / "prometheus.log"
-        self._configuration = _configuration(targets, interval_s, rule_files)
+        self._configuration = _configuration(targets, labels or {}, interval_s, rule_files)
         self._flags = flags
         self.url = ""
 
@@ -196,7 +198,10 @@ class Prometheus:
 
 
 def _configuration(
-    targets: Mapping[str, Sequence[str]], interval_s: float, rule_files: Sequence[Path]
+    targets: Mapping[str, Sequence[str]],
+    labels: Mapping[str, str],
+    interval_s: float,
+    rule_files: Sequence[Path],
 ) -> dict[str, Any]:
     interval = f"{round(interval_s * 1000)}ms"
     return {
@@ -207,7 +212,10 @@ def _configuration(
         },
         "rule_files": [str(path.resolve()) for path in rule_files],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": list(addresses)}]}
+            {
+                "job_name": job,
+                "static_configs": [{"targets": list(addresses), "labels": dict(labels)}],
+            }
             for job, addresses in targets.items()
         ],
     }

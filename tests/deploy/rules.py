@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import yaml
@@ -15,10 +16,11 @@ Rule = dict[str, Any]
 UNIT_TESTS = sorted((ROOT / "tests" / "deploy" / "prometheus").glob("*.test.yml"))
 
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?")
-_OURS = re.compile(r"(instance|instance_tier|job):loadout_|loadout_|vllm:|process_|up$")
+_OURS = re.compile(r"(instance|instance_tier):loadout_|loadout_|vllm:|process_|up$")
 _STRING = re.compile(r'"[^"]*"')
 
 
+@cache
 def groups() -> list[dict[str, Any]]:
     """Of all files."""
     return [each for path in rule_files() for each in yaml.safe_load(path.read_text())["groups"]]
@@ -32,6 +34,7 @@ def rules(kind: str) -> dict[str, Rule]:
     return by_name
 
 
+@cache
 def unit_tests() -> list[dict[str, Any]]:
     """Of all files."""
     return [test for path in UNIT_TESTS for test in yaml.safe_load(path.read_text())["tests"]]

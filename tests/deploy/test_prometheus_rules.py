@@ -135,13 +135,24 @@ def test_every_alert_has_its_paragraph_and_no_other_has():
 def test_recorded_names_say_what_they_are(name):
     """level:metric:operations, of a metric that there is."""
     level, base, operations = name.split(":")
-    assert level in ("instance", "instance_tier", "job")
-    assert re.fullmatch(r"(p99_)?(ratio_)?rate5m|ratio", operations)
+    assert level in ("instance", "instance_tier")
+    assert re.fullmatch(r"((ratio|p99)_)?rate5m|ratio", operations)
     words = RECORDS[name]["expr"]
     sources = {SUFFIXES.sub("", metric(each)).removesuffix("_total") for each in selectors(words)}
     stem = re.match(r"loadout_(inference|store)_", base)
     assert stem, base
     assert all(stem[0] in source for source in sources)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_is_recorded_is_used(name):
+    others = [rule["expr"] for rule in (*ALERTS.values(), *RECORDS.values())]
+    assert any(name in selectors(expression) for expression in map(bare, others))
+
+
+def bare(expression: str) -> str:
+    """Without matchers."""
+    return re.sub(r"\{[^}]*\}", "", expression)
 
 
 def known_metrics() -> set[str]:
