@@ -156,9 +156,14 @@ class Caller(Role):
             next(stream)
 
     def _be_late(self) -> None:
-        prompt, long = self._prompt(), {"max_tokens": 200, "ignore_eos": True}
         with suppress(DeadlineExceeded):  # its first tokens may have come: then it is aborted
-            self.client.complete(prompt, adapter=self.adapter(), timeout_s=0.15, **long)
+            self.client.complete(
+                self._prompt(),
+                adapter=self.adapter(),
+                timeout_s=0.15,
+                max_tokens=200,
+                ignore_eos=True,
+            )
 
     def _ask_for_unknown(self) -> None:
         refused(NotFound, self.client.complete, self._prompt(), adapter=UNKNOWN)
