@@ -3,6 +3,7 @@ everywhere."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from tools.prometheus_package import programs
 ALERTS, RECORDS = rules("alert"), rules("record")
 COMPOSE = ROOT / "deploy" / "compose"
 MOUNTED = "/etc/prometheus/rules"
+GRAFANA = ROOT / "deploy" / "grafana" / "dashboards"
 RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")
 
@@ -119,16 +121,31 @@ def test_an_alert_says_what_is_needed(alert: Rule):
     assert (page, anchor) == ("docs/operations.md", name.lower())
 
 
-def test_every_alert_has_its_paragraph_and_no_other_has():
+def paragraphs() -> dict[str, str]:
+    """Of the runbook, by alert."""
     [chapter] = re.findall(r"^## Alerts$(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL)
     _, *parts = re.split(r"^### ", chapter, flags=re.MULTILINE)
-    paragraphs = dict(part.split("\n", 1) for part in parts)
-    assert list(paragraphs) == list(ALERTS)
-    for name, text in paragraphs.items():
+    return dict(part.split("\n", 1) for part in parts)
+
+
+def test_every_alert_has_its_paragraph_and_no_other_has():
+    assert list(paragraphs()) == list(ALERTS)
+    for name, text in paragraphs().items():
         assert len(text.split()) > 50, name
-        assert "*" in text, f"{name}: not a word of what the dashboards show"
         for other in re.findall(r"\bLoadout[A-Z]\w+", text):
             assert other in ALERTS, f"{name} points to {other}"
+
+
+def test_every_paragraph_names_panels_that_there_are():
+    """In italics: a panel, and before or after it the dashboard that it is on."""
+    boards = [json.loads(path.read_text()) for path in GRAFANA.glob("*.json")]
+    titles = {board["title"].removeprefix("Loadout: ") for board in boards}
+    panels = {panel["title"] for board in boards for panel in board["panels"]}
+    for name, text in paragraphs().items():
+        named = {" ".join(each.split()) for each in re.findall(r"\*([^*`]+)\*", text)}
+        assert named & titles, f"{name}: on no dashboard"
+        assert named & panels, f"{name}: on no panel"
+        assert named <= titles | panels, name
 
 
 @pytest.mark.parametrize("name", RECORDS)
