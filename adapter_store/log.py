@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from datetime import UTC, datetime
 from typing import Literal
+
+from adapter_store.log_writer import STANDARD_ERROR, BackgroundHandler
 
 _CLIENTS = (
     *("boto3", "botocore", "urllib3", "s3transfer"),
@@ -87,7 +88,7 @@ def _quoted(value: object) -> str:
 
 def setup_logging(log_format: LogFormat, level: str) -> None:
     """Sends everything at `level` and above to standard error; replaces earlier handlers."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(STANDARD_ERROR)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

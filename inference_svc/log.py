@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from datetime import UTC, datetime
 from typing import Literal
+
+from inference_svc.log_writer import STANDARD_ERROR, BackgroundHandler
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _PLAIN = re.compile(r"[\x21\x23-\x7e]+")
@@ -80,6 +81,6 @@ def _quoted(value: object) -> str:
 
 def configure_logging(log_format: Literal["text", "json"], level: str) -> None:
     """Replaces the root logger's handlers; call it once, at start."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(STANDARD_ERROR)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)

@@ -6,10 +6,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from inference_svc.adapters.changes import TableClear
 from inference_svc.adapters.loader import Loader
 from inference_svc.adapters.loads import LoadState
-from inference_svc.adapters.slots import EvictionReason
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 
 
@@ -47,7 +45,7 @@ class Residency(Loader):
 
     def may_start(self, digest: str) -> bool:
         """Whether one more should use it: no, if it is to make room for one that waited longer."""
-        return self.can_run(digest) and digest not in self._drains
+        return self.can_run(digest) and digest not in self._rooms.drains
 
     def acquire(self, digest: str) -> int:
         """The slot of a ready adapter, held until `release`, for one that waited."""
@@ -73,8 +71,8 @@ class Residency(Loader):
 
     def unload(self, digest: str) -> int:
         """Drains and frees; returns the bytes that this frees, maybe later (`is_draining`)."""
-        resident, hosted = self.device.get(digest), self._in_host(digest)
-        if digest in self._loads or digest in self._copying:
+        resident, hosted = self.device.get(digest), self._memories.in_host(digest)
+        if digest in self._loads or digest in self._memories.copying:
             raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         if resident is None and hosted is None:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")
@@ -118,10 +116,10 @@ class Residency(Loader):
         assert self._waiters == waiters, "waiters without a request, or the reverse"
         self.device.check_integrity()
         for resident in self.device.residents():
-            is_coming = resident.digest in self._loads or resident.digest in self._copying
+            is_coming = resident.digest in self._loads or resident.digest in self._memories.copying
             assert resident.ready != is_coming, "a half-loaded image"
         self._loads.check_integrity(waiters)
-        held = Counter(self._copying)
+        held = Counter(self._memories.copying)
         for digest, load in self._loads.by_digest.items():
             held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
         if self.host is None:
@@ -141,18 +139,12 @@ class Residency(Loader):
     def _count(self, digest: str) -> None:
         if self.can_run(digest):
             self.counters.device_hits += 1
-        elif self._in_host(digest) is not None:
+        elif self._memories.in_host(digest) is not None:
             self.counters.host_hits += 1
         else:
             self.counters.misses += 1
 
     def _drop(self, digest: str) -> None:
-        if digest in self.device:
-            self._changes.append(TableClear(self.device.remove(digest).slot))
-            self.device.evictions[EvictionReason.UNLOAD] += 1
-        if self._in_host(digest) is not None:
-            assert self.host is not None
-            self.host.slots.remove(digest)
-            self.host.slots.evictions[EvictionReason.UNLOAD] += 1
+        self._memories.drop(digest)
         if self._waiters[digest]:
             self.ensure(digest, time.monotonic())
