@@ -7,6 +7,8 @@ SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz tools de
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUF_VERSION := 1.75.0
+# Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
+PROMETHEUS := .tools/.prometheus
 
 .PHONY: demo up test check format docs lint-protos images bench bench-peers soak fuzz clean
 
@@ -16,7 +18,7 @@ demo: $(VENV)/.installed-demo
 up: $(VENV)/.installed-demo
 	$(BIN)/loadout up
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(PROMETHEUS)
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-dev lint-protos
@@ -37,6 +39,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
 	$(BIN)/python -m tools.api_docs
 	$(BIN)/python -m tools.sizing_docs
+	$(BIN)/python -m tools.prometheus_rule
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \
@@ -84,6 +87,10 @@ $(BIN)/python:
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(PROTOS) | $(BIN)/python
 	$(PIP) install --constraint constraints.txt --editable '.[$*]'
 	touch $@
+
+$(PROMETHEUS): tools/prometheus_package.py | $(BIN)/python
+	$(BIN)/python -m tools.prometheus_package
+	mkdir -p $(@D) && touch $@
 
 clean:
 	rm -rf $(VENV) build .bench .tools .loadout *.egg-info

@@ -99,6 +99,8 @@ IMAGES = (
     _own(_G, "tier_used_bytes", "Bytes that images take.", "tier"),
     _own(_G, "tier_capacity_bytes", "Bytes there are for images.", "tier"),
     _own(_G, "tier_images", "Images there.", "tier"),
+    _own(_G, "volume_free_bytes", "Free bytes of the file system that the data folder is on."),
+    _own(_G, "volume_capacity_bytes", "Its bytes in all."),
 )
 
 CATALOG = (

@@ -18,7 +18,7 @@ from adapter_store import layout as layouts
 from adapter_store.access import Action, Principal
 from adapter_store.ahead import Ahead
 from adapter_store.audit import AuditLine
-from adapter_store.catalog import Catalog, VersionsPage
+from adapter_store.catalog import Catalog, CatalogCounts, VersionsPage
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,
@@ -36,7 +36,7 @@ from adapter_store.policy import PolicyFile
 from adapter_store.pull import PullMessage, Pulls
 from adapter_store.rates import Rates
 from adapter_store.registration import Registrar, Registration
-from adapter_store.report import StoreStatus
+from adapter_store.report import StoreStatus, Work
 from adapter_store.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.tiers import TierCounts
@@ -204,12 +204,15 @@ class Registry:
         self._ahead.want(self._images.refresh_pinned(pinned))
 
     async def status(self) -> StoreStatus:
-        return await self._call(self.read_status)
+        return StoreStatus(await self._call(self.read_catalog), self.read_work())
 
-    def read_status(self) -> StoreStatus:
-        """Blocking; from any thread."""
-        return StoreStatus(
-            self._catalog.counts(),
+    def read_catalog(self) -> CatalogCounts:
+        """Blocking; from any thread. Raises CatalogUnavailable."""
+        return self._catalog.counts()
+
+    def read_work(self) -> Work:
+        """From any thread."""
+        return Work(
             dataclasses.replace(self._images.memory_counts),
             dataclasses.replace(self._images.disk_counts),
             self._pulls.num_active,

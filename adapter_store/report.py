@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from adapter_store.catalog import CatalogCounts
 from adapter_store.metrics import Sample
@@ -10,8 +12,9 @@ from adapter_store.tiers import TierCounts
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStatus:
-    catalog: CatalogCounts
+class Work:
+    """What this replica has and does: known also while the catalog is not."""
+
     memory: TierCounts
     disk: TierCounts
     active_pulls: int
@@ -22,23 +25,44 @@ class StoreStatus:
     images_waiting_for_room: int = 0
 
 
-def samples(status: StoreStatus) -> list[Sample]:
-    """The status as metrics; `tier` is memory, disk or, where there is one, shared."""
-    found = [
-        Sample("revision", status.catalog.revision),
-        Sample("adapters", status.catalog.adapters),
-        Sample("layouts", status.catalog.layouts),
-        Sample("blob_bytes", status.catalog.blob_bytes),
-        Sample("active_pulls", status.active_pulls),
-        Sample("active_watches", status.active_watches),
-        Sample("images_in_progress", status.images_in_progress),
-        Sample("images_waiting_for_room", status.images_waiting_for_room),
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    catalog: CatalogCounts
+    work: Work
+
+
+def catalog_samples(counts: CatalogCounts) -> list[Sample]:
+    """The catalog as metrics."""
+    return [
+        Sample("revision", counts.revision),
+        Sample("adapters", counts.adapters),
+        Sample("layouts", counts.layouts),
+        Sample("blob_bytes", counts.blob_bytes),
     ]
-    for tier, counts in (("memory", status.memory), ("disk", status.disk)):
+
+
+def work_samples(work: Work) -> list[Sample]:
+    """The rest as metrics; `tier` is memory, disk or, where there is one, shared."""
+    found = [
+        Sample("active_pulls", work.active_pulls),
+        Sample("active_watches", work.active_watches),
+        Sample("images_in_progress", work.images_in_progress),
+        Sample("images_waiting_for_room", work.images_waiting_for_room),
+    ]
+    for tier, counts in (("memory", work.memory), ("disk", work.disk)):
         found += [*_sizes(tier, counts), *_lookups(tier, counts), *_evictions(tier, counts)]
-    if status.shared is not None:
-        found += _lookups("shared", status.shared)
+    if work.shared is not None:
+        found += _lookups("shared", work.shared)
     return found
+
+
+def volume_samples(folder: Path) -> list[Sample]:
+    """Room on the file system that `folder` is on; nothing while that does not answer."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return []
+    return [Sample("volume_free_bytes", usage.free), Sample("volume_capacity_bytes", usage.total)]
 
 
 def _sizes(tier: str, counts: TierCounts) -> list[Sample]:

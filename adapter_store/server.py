@@ -7,10 +7,11 @@ import json
 import logging
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import grpc
 import torch
@@ -20,10 +21,13 @@ from grpc_reflection.v1alpha import reflection
 from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
 from adapter_store.durable import write_atomically
+from adapter_store.errors import CatalogUnavailable
 from adapter_store.gate import Gate
 from adapter_store.image import COMPILER_REVISION
+from adapter_store.metrics import Sample
+from adapter_store.registry import Registry
 from adapter_store.reload import Reload
-from adapter_store.report import samples
+from adapter_store.report import catalog_samples, volume_samples, work_samples
 from adapter_store.servicer import AdapterStoreServicer, audit_refusal
 from adapter_store.status import StatusInterceptor, TokenGuard
 from adapter_store.store import Store, open_store
@@ -94,7 +98,7 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         audit = stack.enter_context(closing(Audit(settings.audit_file)))
         store = await stack.enter_async_context(open_store(settings))
         store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
-        metrics_address = stack.enter_context(_serving_metrics(store, settings.metrics_listen))
+        metrics_address = stack.enter_context(_serving_metrics(store, settings))
         calls = StatusInterceptor(store.metrics)
         gate = Gate(store.policies)
         # Outermost what counts and drains.
@@ -119,11 +123,21 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
 
 
 @contextmanager
-def _serving_metrics(store: Store, address: str) -> Iterator[str]:
+def _serving_metrics(store: Store, settings: Settings) -> Iterator[str]:
+    address = settings.metrics_listen
     host, port = split_address(address)
-    store.metrics.watch_samples(lambda: samples(store.registry.read_status()))
+    store.metrics.watch_samples(lambda: _read_samples(store.registry, settings.data_dir))
     with store.metrics.serving(host, port) as real_port:
         yield _with_port(address, real_port)
+
+
+def _read_samples(registry: Registry, data_dir: Path) -> list[Sample]:
+    """Without the catalog's while its database does not answer: what tells of an outage must
+    outlast it."""
+    found = [*work_samples(registry.read_work()), *volume_samples(data_dir)]
+    with suppress(CatalogUnavailable):
+        found += catalog_samples(registry.read_catalog())
+    return found
 
 
 def _add_health_and_reflection(server: grpc.aio.Server) -> health.aio.HealthServicer:

@@ -188,16 +188,17 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.GetStoreStatusResponse:
         self._admit(context, Action.STATUS)
         status = await self._registry.status()
+        catalog, work = status.catalog, status.work
         return pb.GetStoreStatusResponse(
             version=version("loadout"),
-            revision=status.catalog.revision,
-            adapters=status.catalog.adapters,
-            layouts=status.catalog.layouts,
-            memory=convert.to_tier_status(status.memory),
-            disk=convert.to_tier_status(status.disk),
-            shared=None if status.shared is None else convert.to_tier_status(status.shared),
-            blob_bytes=status.catalog.blob_bytes,
-            active_pulls=status.active_pulls,
+            revision=catalog.revision,
+            adapters=catalog.adapters,
+            layouts=catalog.layouts,
+            memory=convert.to_tier_status(work.memory),
+            disk=convert.to_tier_status(work.disk),
+            shared=None if work.shared is None else convert.to_tier_status(work.shared),
+            blob_bytes=catalog.blob_bytes,
+            active_pulls=work.active_pulls,
         )
 
     def _admit(self, context: Context, action: Action) -> Principal:

@@ -157,6 +157,11 @@ LOADS = (
     _own(_G, "loads_in_progress", "Adapters on their way, by what comes next.", "state"),
     _own(_C, "pulls", "Adapters pulled, whole and verified."),
     _own(_C, "pull_failures", "Adapters that could not be pulled."),
+    _own(
+        _C,
+        "corrupt_pulls",
+        "Image streams whose bytes failed their hash; each is asked for once more.",
+    ),
     _own(_C, "pulled_bytes", "Bytes of adapters pulled."),
     _own(_C, "prefetch_images", "Adapters brought before anybody asked."),
     _own(_C, "prefetch_bytes", "Bytes of these."),

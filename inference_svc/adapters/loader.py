@@ -89,7 +89,9 @@ class Loader:
         assert load.job is event.job
         if isinstance(event, PullOpened):
             self._on_opened(event, load, now_s)
-        elif isinstance(event, PullDone):
+            return
+        self.counters.pulls_corrupt += event.job.progress.num_corrupt
+        if isinstance(event, PullDone):
             self._on_done(event.job, load, now_s)
         else:
             self._on_failed(event, now_s)

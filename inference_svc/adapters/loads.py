@@ -212,11 +212,12 @@ class Loads:
 @dataclass
 class LoadCounters:
     """Monotonic counts: requests that found their adapter on the device, in the host tier, or
-    nowhere; pulls by outcome."""
+    nowhere; pulls by outcome, and those of which bytes failed their hash, whatever came of them."""
 
     device_hits: int = 0
     host_hits: int = 0
     misses: int = 0
     pulls_done: int = 0
     pulls_failed: int = 0
+    pulls_corrupt: int = 0
     pulled_bytes: int = 0

@@ -76,6 +76,7 @@ class Describe:
             "sampled_tokens": self.settler.num_sampled,
             "pulls": counters.pulls_done,
             "pull_failures": counters.pulls_failed,
+            "corrupt_pulls": counters.pulls_corrupt,
             "pulled_bytes": counters.pulled_bytes,
             "prefetch_images": ahead.prefetched,
             "prefetch_bytes": ahead.prefetched_bytes,

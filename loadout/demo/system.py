@@ -47,13 +47,14 @@ class SystemSettings:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port each; `s3_url` is "" without an S3 server."""
+    """host:port each; `s3_url` is "" without an S3 server, `http` without an HTTP front."""
 
     store: str
     store_metrics: str
     inference: str
     inference_metrics: str
     s3_url: str
+    http: str
 
 
 class System:
@@ -110,6 +111,7 @@ class System:
             inference=inference["grpc"],
             inference_metrics=inference["metrics"],
             s3_url=s3_url,
+            http=inference.get("http", ""),
         )
 
     def _launch(self, name: str, command: Sequence[str]) -> dict[str, str]:

@@ -77,7 +77,7 @@ def test_a_misspelt_field_is_refused(version):
         kubernetes_validate.validate(thing, version, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["ServiceMonitor", "ScaledObject"])
+@pytest.mark.parametrize("kind", ["ServiceMonitor", "PrometheusRule", "ScaledObject"])
 def test_a_misspelt_field_of_a_custom_object_is_refused(kind):
     [thing, *_] = overlay("production-keda").of_kind(kind)
     thing = copy.deepcopy(thing)

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from loadout.prometheus import scrape
 from tests.adapter_store.service.conftest import Client
 
 START_SECONDS = 120
@@ -129,6 +130,25 @@ def eventually(check, seconds: float = WAIT_SECONDS):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return found
+
+
+def test_metrics_outlast_the_catalog(
+    serve, postgres, catalog_dsn, s3_endpoint, shared, monkeypatch
+):
+    """Whoever looks into an outage of the database needs them most."""
+    for name, value in AWS.items():
+        monkeypatch.setenv(name, value)
+    store = serve(catalog_dsn=catalog_dsn, shared_s3=shared.uri, s3_endpoint_url=s3_endpoint)
+    address, of_catalog = store.running.metrics_address, "loadout_store_revision"
+    assert scrape(address).select(of_catalog)
+    postgres.stop()
+    try:
+        found = scrape(address)
+        assert not found.select(of_catalog)
+        assert found.one("loadout_store_tier_capacity_bytes", tier="memory") > 0
+    finally:
+        postgres.start()
+    eventually(lambda: scrape(address).select(of_catalog))
 
 
 def states(client: Client, ref: str) -> list[int]:

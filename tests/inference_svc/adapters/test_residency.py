@@ -111,6 +111,7 @@ def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> Non
     store.add("aaaa")
     store.corrupt = 1
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
+    assert loop.residency.counters.pulls_corrupt == 1
     store.add("bbbb")
     store.corrupt = 2
     loop.residency.want("bbbb", 0.0)
@@ -118,6 +119,7 @@ def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> Non
     (digest, error) = loop.failures[0]
     assert digest == "bbbb"
     assert isinstance(error, CorruptImage)
+    assert loop.residency.counters.pulls_corrupt == 3
     loop.residency.unwant("bbbb")
     assert "bbbb" not in loop.residency.device
 
