@@ -22,6 +22,7 @@ TO_ADAPTER = Link("Only this adapter", links.ADAPTERS, {"adapter": "${__field.la
 _CHOSEN = f'adapter=~"$adapter",adapter!="{variables.NOT_ADAPTERS}"'
 _DEVICE = 'tier="device"'
 _TOP = 10
+_WHERE = "{{instance}} {{tier}}"
 
 
 def build() -> Board:
@@ -33,7 +34,8 @@ def build() -> Board:
         rows=[
             Row("Now", _now()),
             Row("Busiest adapters", _busiest()),
-            Row("Tiers: hits and evictions", _lookups()),
+            Row("Tiers: hits", _lookups()),
+            Row("Tiers: evictions", _evictions()),
             Row("Tiers: bytes", _bytes()),
             Row("Loads", _loads()),
             Row("Prefetch", _prefetch()),
@@ -76,12 +78,12 @@ def _now() -> list[Panel]:
             INFERENCE.rate("tier_evictions_total", where=_DEVICE),
         ),
         number(
-            "Evicted after idle, p50",
-            "How long what leaves the device had not been used. Seconds: the working set does not "
-            "fit, and what leaves is soon wanted again.",
-            "s",
-            INFERENCE.quantile(0.5, "tier_evicted_idle_seconds", where=_DEVICE),
-            limit=limits.EVICTED_IDLE,
+            "Thrash",
+            "For each request with an adapter, adapters evicted that were used within the last "
+            "minute: of the worst replica and tier.",
+            "percentunit",
+            f"max({_thrash()})",
+            limit=limits.THRASH,
         ),
         number(
             "Failed pulls",
@@ -174,12 +176,27 @@ def _lookups() -> list[Panel]:
             Query(share(_hits(_DEVICE, "instance"), _misses(_DEVICE, "instance")), "{{instance}}"),
             maximum=1,
         ),
+    ]
+
+
+def _evictions() -> list[Panel]:
+    return [
+        lines(
+            "Thrash",
+            "For each request with an adapter, adapters evicted that were used within the last "
+            "minute. Working sets do not fit: more memory, more replicas, or routing by adapter.",
+            "percentunit",
+            Query(_thrash(), _WHERE),
+            span=6,
+            limit=limits.THRASH,
+        ),
         lines(
             "Evictions",
             "For one that a request wants, for one that a request has waited for for long (aged), "
             "for one brought ahead (prefetch), or said by an operator (unload).",
             "cps",
             Query(INFERENCE.rate("tier_evictions_total", "tier, reason"), "{{tier}}: {{reason}}"),
+            span=6,
             is_stacked=True,
         ),
         lines(
@@ -194,12 +211,14 @@ def _lookups() -> list[Panel]:
                 )
                 for q in (0.1, 0.5)
             ),
+            span=6,
         ),
         distribution(
             "Evictions by idle time",
             "Of all tiers. Dark at the bottom: adapters leave that were just in use.",
             "s",
             INFERENCE.buckets("tier_evicted_idle_seconds"),
+            span=6,
         ),
     ]
 
@@ -225,13 +244,10 @@ def _bytes() -> list[Panel]:
         ),
         lines(
             "Share pinned",
-            "Of each tier's bytes. What is pinned never leaves: near 100 % nothing else fits.",
+            "Of each tier's bytes. What is pinned never leaves, and the others share the rest.",
             "percentunit",
-            Query(
-                f"{INFERENCE.sum('tier_pinned_bytes', 'tier')} / "
-                f"({INFERENCE.sum(capacity, 'tier')} > 0)",
-                "{{tier}}",
-            ),
+            Query(INFERENCE.series("instance_tier:loadout_inference_tier_pinned:ratio"), _WHERE),
+            limit=limits.PINNED,
             maximum=1,
         ),
         lines(
@@ -280,10 +296,12 @@ def _loads() -> list[Panel]:
         ),
         lines(
             "Pulls",
-            "Adapters pulled whole and verified, and those that could not be pulled.",
+            "Adapters pulled whole and verified, those that could not be, and streams whose bytes "
+            "failed their hash: a bad network, memory or disk.",
             "cps",
             Query(INFERENCE.rate("pulls_total"), "pulled"),
             Query(INFERENCE.rate("pull_failures_total"), "failed"),
+            Query(INFERENCE.rate("corrupt_pulls_total"), "corrupt"),
             links=[TO_STORE],
         ),
         lines(
@@ -375,7 +393,11 @@ def _replicas() -> list[Panel]:
     ]
 
 
-_WHERE = "{{instance}} {{tier}}"
+def _thrash() -> str:
+    """What the alert compares, by replica and tier."""
+    evicted = INFERENCE.series("instance_tier:loadout_inference_tier_thrash:rate5m")
+    asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")
+    return f"{evicted} / ignoring (tier) group_left ({asked} > 0)"
 
 
 def _hits(where: str, by: str = "") -> str:

@@ -18,14 +18,12 @@ from tools.dashboards.panels import (
 from tools.dashboards.queries import INFERENCE, STORE, Service, or_zero, share
 
 TO_ADAPTERS = Link(
-    "Adapters of this replica",
-    links.ADAPTERS,
-    {"inference_instance": "${__field.labels.instance}"},
+    "Adapters of this replica", links.ADAPTERS, {"inference_instance": "${__field.labels.instance}"}
 )
 TO_CACHES = Link("Adapters and caches", links.ADAPTERS)
 _FIRING = 'alertname=~"Loadout.*",alertstate="firing"'
 _ABOUT, _BUILT_OF = ("base_model", "dtype", "device"), ("version", "python", "torch")
-_FAILED = 'code=~"DATA_LOSS|INTERNAL|RESOURCE_EXHAUSTED|UNAVAILABLE|UNKNOWN"'
+_FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"
 
 
 def build() -> Board:
@@ -36,9 +34,11 @@ def build() -> Board:
         rows=[
             Row("Now", _now()),
             Row("Traffic", _traffic()),
+            Row("Errors", _errors()),
             Row("Latency", _latency()),
             Row("Queue", _queue()),
             Row("Steps", _steps()),
+            Row("Pages", _pages()),
             Row("Memory", _memory()),
             Row("Replicas", _replicas()),
         ],
@@ -46,14 +46,13 @@ def build() -> Board:
 
 
 def _now() -> list[Panel]:
-    calls = INFERENCE.rate("rpcs_total")
     return [
         number(
             "Replicas down",
             "Scrape targets of both services that do not answer. See Replicas below for which.",
             "short",
             or_zero(f"count({_up(INFERENCE)} == 0 or {_up(STORE)} == 0)"),
-            limit=limits.DOWN,
+            limit=limits.ANY,
         ),
         number(
             "Requests",
@@ -72,7 +71,6 @@ def _now() -> list[Panel]:
             "From a request's arrival. High: see Queue, and the loads of Adapters and caches.",
             "s",
             INFERENCE.quantile(0.99, "first_token_seconds"),
-            limit=limits.FIRST_TOKEN,
         ),
         number(
             "Waiting",
@@ -81,11 +79,11 @@ def _now() -> list[Panel]:
             INFERENCE.sum("requests_waiting"),
         ),
         number(
-            "Failed calls",
-            "Share of gRPC calls that end in a way that is not the caller's doing.",
+            "Failed generations",
+            "Of the worst replica, within five minutes. See Errors.",
             "percentunit",
-            f"({or_zero(INFERENCE.rate('rpcs_total', where=_FAILED))}) / {calls}",
-            limit=limits.FAILED_CALLS,
+            f"max({INFERENCE.series(_FAILED)})",
+            limit=limits.FAILED_GENERATIONS,
         ),
         number(
             "Found on the device",
@@ -135,11 +133,11 @@ def _traffic() -> list[Panel]:
             links=[TO_ADAPTERS],
         ),
         lines(
-            "Calls that failed",
-            "gRPC calls that did not end OK, by status code. RESOURCE_EXHAUSTED: the queue was "
-            "full; UNAVAILABLE: an adapter did not come in time, or the server drains.",
+            "Calls over gRPC",
+            "By method, streams when they end.",
             "reqps",
-            Query(or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"),
+            Query(INFERENCE.rate("rpcs_total", "method"), "{{method}}"),
+            span=12,
             is_stacked=True,
         ),
         lines(
@@ -147,6 +145,29 @@ def _traffic() -> list[Panel]:
             "Of the HTTP front, by route and status; 499: the client left first.",
             "reqps",
             Query(INFERENCE.rate("http_requests_total", "route, status"), "{{route}} {{status}}"),
+            span=12,
+            is_stacked=True,
+        ),
+    ]
+
+
+def _errors() -> list[Panel]:
+    return [
+        lines(
+            "Failed generations",
+            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "DATA_LOSS, 5xx), within five minutes. One replica: drain it; all: the store, or us.",
+            "percentunit",
+            Query(INFERENCE.series(_FAILED), "{{instance}}"),
+            limit=limits.FAILED_GENERATIONS,
+            links=[TO_ADAPTERS],
+        ),
+        lines(
+            "Calls that failed",
+            "gRPC calls that did not end OK, by status code. RESOURCE_EXHAUSTED: the queue was "
+            "full; UNAVAILABLE: an adapter did not come in time, or the server drains.",
+            "reqps",
+            Query(or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"),
             is_stacked=True,
         ),
         lines(
@@ -218,6 +239,7 @@ def _queue() -> list[Panel]:
             "autoscaling should react.",
             "short",
             Query(INFERENCE.sum("requests_waiting", "instance"), "{{instance}}"),
+            limit=limits.QUEUE,
             links=[TO_ADAPTERS],
         ),
         lines(
@@ -274,8 +296,7 @@ def _steps() -> list[Panel]:
     ]
 
 
-def _memory() -> list[Panel]:
-    used, capacity = INFERENCE.sum("memory_used_bytes", "area"), "memory_capacity_bytes"
+def _pages() -> list[Panel]:
     return [
         lines(
             "Pages",
@@ -287,19 +308,38 @@ def _memory() -> list[Panel]:
             Query(INFERENCE.sum("kv_pages_capacity"), "capacity"),
         ),
         lines(
-            "Pages run out",
-            "Requests put back into the queue because pages ran out, and known pages given up for "
-            "others. Preemptions waste work: give pages more memory, or run fewer sequences.",
+            "Preemptions by generation",
+            "How often a generation was put back into the queue because pages ran out, within five "
+            "minutes. Wasted work: give pages more memory, or run fewer sequences.",
+            "percentunit",
+            Query(
+                INFERENCE.series("instance:loadout_inference_preemptions:ratio_rate5m"),
+                "{{instance}}",
+            ),
+            limit=limits.PREEMPTIONS,
+            links=[TO_ADAPTERS],
+        ),
+        lines(
+            "Pages given up",
+            "Preemptions, and known pages given up for others: prefixes that must be computed "
+            "again when they come.",
             "cps",
             Query(INFERENCE.rate("preemptions_total"), "preemptions"),
             Query(INFERENCE.rate("kv_page_evictions_total"), "page evictions"),
         ),
+    ]
+
+
+def _memory() -> list[Panel]:
+    used, capacity = INFERENCE.sum("memory_used_bytes", "area"), "memory_capacity_bytes"
+    return [
         lines(
             "Memory in use",
             "By area, in all replicas: weights, pages, the arena, workspace, the rest of the "
             "processes.",
             "bytes",
             Query(used, "{{area}}"),
+            span=6,
             is_stacked=True,
         ),
         lines(
@@ -308,6 +348,7 @@ def _memory() -> list[Panel]:
             "are meant to be full.",
             "percentunit",
             Query(f"{used} / ({INFERENCE.sum(capacity, 'area')} > 0)", "{{area}}"),
+            span=6,
             maximum=1,
         ),
         lines(
@@ -315,6 +356,7 @@ def _memory() -> list[Panel]:
             "Of the processes that listen. One that only grows will be killed for it.",
             "bytes",
             Query(INFERENCE.series("process_resident_memory_bytes"), "{{instance}}"),
+            span=6,
             links=[TO_ADAPTERS],
         ),
         lines(
@@ -322,6 +364,7 @@ def _memory() -> list[Panel]:
             "Cores in use by the processes that listen.",
             "short",
             Query(INFERENCE.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+            span=6,
             links=[TO_ADAPTERS],
         ),
     ]

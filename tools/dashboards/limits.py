@@ -31,10 +31,12 @@ def unlimited() -> builders.ThresholdsConfig:
     return builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-DOWN = Limit(1, "LoadoutStoreDown")
-FIRST_TOKEN = Limit(5)
-FAILED_CALLS = Limit(0.05)
-LOAD = Limit(5, "LoadoutColdLoadsSlow")
-EVICTED_IDLE = Limit(30, "LoadoutThrash", is_floor=True)
 ANY = Limit(1)
-DAMAGED = Limit(1, "LoadoutDigestMismatch")
+FAILED_GENERATIONS = Limit(0.05, "LoadoutInferenceErrors")
+QUEUE = Limit(8, "LoadoutQueueGrows")
+PREEMPTIONS = Limit(0.1, "LoadoutKvPagesExhausted")
+LOAD = Limit(2.5, "LoadoutColdLoadsSlow")
+THRASH = Limit(0.1, "LoadoutThrash")
+PINNED = Limit(0.5, "LoadoutPinsCrowdOut")
+FAILED_STORE_CALLS = Limit(0.05, "LoadoutStoreErrors")
+FREE_VOLUME = Limit(0.1, "LoadoutStoreVolumeFull", is_floor=True)

@@ -11,8 +11,8 @@ WINDOW = "$__rate_interval"
 @dataclass(frozen=True, slots=True)
 class Service:
     """`name` is the word in its metrics and the start of its variables, `<name>_job` and
-    `<name>_instance`. Metrics are given without their prefix, or whole where they are others' to
-    name; `where` is more matchers of labels, `by` the labels that are kept.
+    `<name>_instance`. Metrics are given without their prefix; whole are those of the process and
+    what rules record. `where` is more matchers of labels, `by` the labels that are kept.
     """
 
     name: str
@@ -25,8 +25,8 @@ class Service:
     def series(self, metric: str, where: str = "") -> str:
         """The metric's series of the chosen instances."""
         matchers = [self.targets, f'instance=~"${self.name}_instance"', *([where] if where else [])]
-        is_foreign = metric == "up" or metric.startswith("process_")
-        prefix = "" if is_foreign else f"loadout_{self.name}_"
+        is_whole = ":" in metric or metric.startswith("process_")
+        prefix = "" if is_whole else f"loadout_{self.name}_"
         return f"{prefix}{metric}{{{','.join(matchers)}}}"
 
     def sum(self, metric: str, by: str = "", where: str = "") -> str:

@@ -19,7 +19,8 @@ from tools.dashboards.queries import STORE, or_zero, share
 
 TO_LOADS = Link("Loads at that time", links.ADAPTERS)
 _STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"
-_MEMORY = 'tier="memory"'
+_FAILED = "instance:loadout_store_errors:ratio_rate5m"
+_FREE = "instance:loadout_store_volume_free:ratio"
 _BUILT_OF = ("version", "python", "compiler")
 
 
@@ -31,11 +32,12 @@ def build() -> Board:
         rows=[
             Row("Now", _now()),
             Row("Calls", _calls()),
+            Row("Errors", _errors()),
             Row("Registrations", _registrations()),
             Row("Pulls", _pulls()),
             Row("Images", _images()),
             Row("Tiers", _tiers()),
-            Row("Catalog", _catalog()),
+            Row("Catalog and disk", _catalog()),
             Row("Replicas", _replicas()),
         ],
     )
@@ -48,13 +50,10 @@ def _now() -> list[Panel]:
             "Scrape targets that do not answer.",
             "short",
             or_zero(f"count(up{{{STORE.targets}}} == 0)"),
-            limit=limits.DOWN,
+            limit=limits.ANY,
         ),
         number(
-            "Calls",
-            "Per second, streams when they end.",
-            "reqps",
-            STORE.rate("requests_total"),
+            "Calls", "Per second, streams when they end.", "reqps", STORE.rate("requests_total")
         ),
         number(
             "Pulls in progress",
@@ -71,13 +70,11 @@ def _now() -> list[Panel]:
             links=[TO_LOADS],
         ),
         number(
-            "Found in memory",
-            "Share of the images looked for. Low: they are read from disk or compiled again.",
+            "Failed calls",
+            "Of the worst replica, within five minutes, through a fault on our side.",
             "percentunit",
-            share(
-                STORE.rate("tier_hits_total", where=_MEMORY),
-                STORE.rate("tier_misses_total", where=_MEMORY),
-            ),
+            f"max({STORE.series(_FAILED)})",
+            limit=limits.FAILED_STORE_CALLS,
         ),
         number(
             "Wait for room",
@@ -98,7 +95,7 @@ def _now() -> list[Panel]:
             "somebody writes to it.",
             "short",
             STORE.growth("damaged_files_total", window="$__range"),
-            limit=limits.DAMAGED,
+            limit=limits.ANY,
         ),
     ]
 
@@ -110,7 +107,30 @@ def _calls() -> list[Panel]:
             "By method, streams when they end.",
             "reqps",
             Query(STORE.rate("requests_total", "method"), "{{method}}"),
+            span=6,
             is_stacked=True,
+        ),
+        _durations("Calls, p50", 0.5),
+        _durations("Calls, p99", 0.99),
+        lines(
+            "Calls by replica",
+            "A replica without any is not asked: see Replicas asked under Adapters and caches.",
+            "reqps",
+            Query(STORE.rate("requests_total", "instance"), "{{instance}}"),
+            span=6,
+        ),
+    ]
+
+
+def _errors() -> list[Panel]:
+    return [
+        lines(
+            "Failed calls",
+            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "DATA_LOSS), within five minutes.",
+            "percentunit",
+            Query(STORE.series(_FAILED), "{{instance}}"),
+            limit=limits.FAILED_STORE_CALLS,
         ),
         lines(
             "Calls that failed",
@@ -129,14 +149,6 @@ def _calls() -> list[Panel]:
             "reqps",
             Query(or_zero(STORE.rate("rejections_total", "reason")), "{{reason}}"),
             is_stacked=True,
-        ),
-        _durations("Calls, p50", 0.5),
-        _durations("Calls, p99", 0.99),
-        lines(
-            "Calls by replica",
-            "A replica without any is not asked: see Replicas asked under Adapters and caches.",
-            "reqps",
-            Query(STORE.rate("requests_total", "instance"), "{{instance}}"),
         ),
     ]
 
@@ -319,6 +331,24 @@ def _catalog() -> list[Panel]:
             Query(f"max({STORE.series('blob_bytes')})", "blobs"),
             span=6,
         ),
+        lines(
+            "Free share of the volume",
+            "Of the file system that the data folder is on. Without room nothing can be "
+            "registered.",
+            "percentunit",
+            Query(STORE.series(_FREE), "{{instance}}"),
+            span=12,
+            limit=limits.FREE_VOLUME,
+            maximum=1,
+        ),
+        lines(
+            "Volume",
+            "Free bytes, and all.",
+            "bytes",
+            Query(STORE.series("volume_free_bytes"), "{{instance}} free"),
+            Query(STORE.series("volume_capacity_bytes"), "{{instance}} all"),
+            span=12,
+        ),
     ]
 
 
@@ -368,6 +398,5 @@ def _replicas() -> list[Panel]:
 def _durations(title: str, q: float) -> Panel:
     """Without streams, which last as long as somebody listens."""
     expression = STORE.quantile(q, "request_seconds", "method", f'method!~"{_STREAMS}"')
-    return lines(
-        title, "By method, without streams.", "s", Query(expression, "{{method}}"), links=[TO_LOADS]
-    )
+    query = Query(expression, "{{method}}")
+    return lines(title, "By method, without streams.", "s", query, span=6)
