@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from tools.dashboards import limits, links
+from tools.dashboards import adapters_tiers, fleet_engine, limits, links
 from tools.dashboards.board import Board, Row
-from tools.dashboards.links import Link
-from tools.dashboards.panels import (
-    Column,
-    Panel,
-    Query,
-    distribution,
-    lines,
-    number,
-    percentiles,
-    rows_by,
-)
-from tools.dashboards.queries import INFERENCE, STORE, Service, or_zero, share
+from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
+from tools.dashboards.queries import INFERENCE, STORE, or_zero
 
-TO_ADAPTERS = Link(
-    "Adapters of this replica", links.ADAPTERS, {"inference_instance": "${__field.labels.instance}"}
-)
-TO_CACHES = Link("Adapters and caches", links.ADAPTERS)
-_FIRING = 'alertname=~"Loadout.*",alertstate="firing"'
-_ABOUT, _BUILT_OF = ("base_model", "dtype", "device"), ("version", "python", "torch")
 _FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"
 
 
@@ -36,11 +20,11 @@ def build() -> Board:
             Row("Traffic", _traffic()),
             Row("Errors", _errors()),
             Row("Latency", _latency()),
-            Row("Queue", _queue()),
-            Row("Steps", _steps()),
-            Row("Pages", _pages()),
-            Row("Memory", _memory()),
-            Row("Replicas", _replicas()),
+            Row("Queue", fleet_engine.queue()),
+            Row("Steps", fleet_engine.steps()),
+            Row("Pages", fleet_engine.pages()),
+            Row("Memory", fleet_engine.memory()),
+            Row("Replicas", fleet_engine.replicas()),
         ],
     )
 
@@ -51,7 +35,7 @@ def _now() -> list[Panel]:
             "Replicas down",
             "Scrape targets of both services that do not answer. See Replicas below for which.",
             "short",
-            or_zero(f"count({_up(INFERENCE)} == 0 or {_up(STORE)} == 0)"),
+            or_zero(f"count({INFERENCE.up} == 0 or {STORE.up} == 0)"),
             limit=limits.ANY,
         ),
         number(
@@ -89,11 +73,8 @@ def _now() -> list[Panel]:
             "Found on the device",
             "Share of the requests for an adapter that find it resident. Low: they do not all fit.",
             "percentunit",
-            share(
-                INFERENCE.rate("tier_hits_total", where='tier="device"'),
-                INFERENCE.rate("tier_misses_total", where='tier="device"'),
-            ),
-            links=[TO_CACHES],
+            adapters_tiers.found_on_device(),
+            links=[links.TO_CACHES],
         ),
         number(
             "Pages in use",
@@ -130,7 +111,7 @@ def _traffic() -> list[Panel]:
             "A replica far below the others has no traffic (routing) or is slow (see its steps).",
             "si:tok/s",
             Query(INFERENCE.rate("sampled_tokens_total", "instance"), "{{instance}}"),
-            links=[TO_ADAPTERS],
+            links=[links.TO_REPLICA],
         ),
         lines(
             "Calls over gRPC",
@@ -160,7 +141,7 @@ def _errors() -> list[Panel]:
             "percentunit",
             Query(INFERENCE.series(_FAILED), "{{instance}}"),
             limit=limits.FAILED_GENERATIONS,
-            links=[TO_ADAPTERS],
+            links=[links.TO_REPLICA],
         ),
         lines(
             "Calls that failed",
@@ -222,216 +203,3 @@ def _latency() -> list[Panel]:
             INFERENCE.buckets("first_token_seconds"),
         ),
     ]
-
-
-def _queue() -> list[Panel]:
-    return [
-        lines(
-            "Running",
-            "Requests in the batch of each replica; at most max-sequences.",
-            "short",
-            Query(INFERENCE.sum("requests_running", "instance"), "{{instance}}"),
-            links=[TO_ADAPTERS],
-        ),
-        lines(
-            "Waiting",
-            "Requests in the queue of each replica. Grows: more arrives than is done, and "
-            "autoscaling should react.",
-            "short",
-            Query(INFERENCE.sum("requests_waiting", "instance"), "{{instance}}"),
-            limit=limits.QUEUE,
-            links=[TO_ADAPTERS],
-        ),
-        lines(
-            "Waiting for an adapter",
-            "Of the waiting, those whose adapter is not resident. Near all of them: loads are the "
-            "limit, not the model.",
-            "short",
-            Query(INFERENCE.sum("requests_waiting_for_adapter", "instance"), "{{instance}}"),
-            links=[TO_ADAPTERS],
-        ),
-    ]
-
-
-def _steps() -> list[Panel]:
-    return [
-        percentiles(
-            INFERENCE,
-            "Step",
-            "One turn of the engine, from its messages to its outputs.",
-            "step_seconds",
-            span=6,
-        ),
-        lines(
-            "Parts of a step",
-            "Mean time of each part. On CUDA forward only launches, and sample waits for it. What "
-            "grows beside forward and sample is our own cost.",
-            "s",
-            Query(INFERENCE.mean("step_phase_seconds", "phase"), "{{phase}}"),
-            span=6,
-            is_stacked=True,
-        ),
-        lines(
-            "Beside the model",
-            "Mean time of a step that is not the model's computation, and that loads of adapters "
-            "cost it. The second should stay near zero.",
-            "s",
-            Query(INFERENCE.mean("step_host_seconds"), "host"),
-            Query(INFERENCE.mean("step_blocked_by_load_seconds"), "blocked by loads"),
-            span=6,
-        ),
-        lines(
-            "Steps with adapters",
-            "Share of steps in which an adapter took part. The others are the base model's alone.",
-            "percentunit",
-            Query(
-                f"{INFERENCE.rate('lora_steps_total', 'instance')} / "
-                f"{INFERENCE.rate('step_seconds_count', 'instance')}",
-                "{{instance}}",
-            ),
-            span=6,
-            maximum=1,
-            links=[TO_ADAPTERS],
-        ),
-    ]
-
-
-def _pages() -> list[Panel]:
-    return [
-        lines(
-            "Pages",
-            "Pages of keys and values. known is what a prefix may be found in; used at capacity "
-            "means that requests wait for pages.",
-            "short",
-            Query(INFERENCE.sum("kv_pages_used"), "used"),
-            Query(INFERENCE.sum("kv_pages_known"), "known"),
-            Query(INFERENCE.sum("kv_pages_capacity"), "capacity"),
-        ),
-        lines(
-            "Preemptions by generation",
-            "How often a generation was put back into the queue because pages ran out, within five "
-            "minutes. Wasted work: give pages more memory, or run fewer sequences.",
-            "percentunit",
-            Query(
-                INFERENCE.series("instance:loadout_inference_preemptions:ratio_rate5m"),
-                "{{instance}}",
-            ),
-            limit=limits.PREEMPTIONS,
-            links=[TO_ADAPTERS],
-        ),
-        lines(
-            "Pages given up",
-            "Preemptions, and known pages given up for others: prefixes that must be computed "
-            "again when they come.",
-            "cps",
-            Query(INFERENCE.rate("preemptions_total"), "preemptions"),
-            Query(INFERENCE.rate("kv_page_evictions_total"), "page evictions"),
-        ),
-    ]
-
-
-def _memory() -> list[Panel]:
-    used, capacity = INFERENCE.sum("memory_used_bytes", "area"), "memory_capacity_bytes"
-    return [
-        lines(
-            "Memory in use",
-            "By area, in all replicas: weights, pages, the arena, workspace, the rest of the "
-            "processes.",
-            "bytes",
-            Query(used, "{{area}}"),
-            span=6,
-            is_stacked=True,
-        ),
-        lines(
-            "Share of memory in use",
-            "Of what each area has. An area at 100 % is full, not necessarily in trouble: caches "
-            "are meant to be full.",
-            "percentunit",
-            Query(f"{used} / ({INFERENCE.sum(capacity, 'area')} > 0)", "{{area}}"),
-            span=6,
-            maximum=1,
-        ),
-        lines(
-            "Resident memory",
-            "Of the processes that listen. One that only grows will be killed for it.",
-            "bytes",
-            Query(INFERENCE.series("process_resident_memory_bytes"), "{{instance}}"),
-            span=6,
-            links=[TO_ADAPTERS],
-        ),
-        lines(
-            "CPU",
-            "Cores in use by the processes that listen.",
-            "short",
-            Query(INFERENCE.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
-            span=6,
-            links=[TO_ADAPTERS],
-        ),
-    ]
-
-
-def _replicas() -> list[Panel]:
-    return [
-        rows_by(
-            "Inference replicas",
-            "What runs where. Several versions: an upgrade is under way, or got stuck. Without a "
-            "version: it does not answer.",
-            ["instance", *_ABOUT, *_BUILT_OF],
-            [
-                Column("Up", f"sum by (instance) ({_up(INFERENCE)})", "short"),
-                Column("Runs for", _running_seconds(), "s"),
-                Column("Running", INFERENCE.sum("requests_running", "instance"), "short"),
-                Column("Waiting", INFERENCE.sum("requests_waiting", "instance"), "short"),
-                Column("Store", INFERENCE.sum("store_connected", "instance"), "short"),
-                Column(
-                    "Open files",
-                    f"{INFERENCE.sum('process_open_fds', 'instance')} / "
-                    f"{INFERENCE.sum('process_max_fds', 'instance')}",
-                    "percentunit",
-                ),
-            ],
-            link=Link(
-                "Adapters of this replica",
-                links.ADAPTERS,
-                {"inference_instance": "${__data.fields.instance}"},
-            ),
-        ),
-        lines(
-            "Scraped",
-            "1 while Prometheus reaches a replica. A gap is a crash, a network problem, or a "
-            "replica that was scaled away.",
-            "short",
-            Query(_up(INFERENCE), "{{job}} {{instance}}"),
-            Query(_up(STORE), "{{job}} {{instance}}"),
-            span=12,
-            maximum=1,
-        ),
-        lines(
-            "Alerts that fire",
-            "By name. docs/operations.md has a paragraph on each.",
-            "short",
-            Query(
-                or_zero(
-                    'count by (alertname) (ALERTS{alertname=~"Loadout.*",alertstate="firing"})'
-                ),
-                "{{alertname}}",
-            ),
-            span=12,
-            is_stacked=True,
-        ),
-    ]
-
-
-def _running_seconds() -> str:
-    """By replica, with what it is and what it is built of."""
-    about, built_of = ", ".join(_ABOUT), ", ".join(_BUILT_OF)
-    seconds = f"(time() - {INFERENCE.series('process_start_time_seconds')})"
-    return (
-        f"sum by (instance, {about}, {built_of}) ({seconds} "
-        f"* on (job, instance) group_left ({about}) {INFERENCE.series('info')} "
-        f"* on (job, instance) group_left ({built_of}) {INFERENCE.series('build_info')})"
-    )
-
-
-def _up(service: Service) -> str:
-    return f"up{{{service.targets}}}"

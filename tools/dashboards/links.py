@@ -34,6 +34,15 @@ class Link:
         return DashboardLink(self.title).url(f"/d/{self.uid}?{'&'.join(parts)}")
 
 
+TO_REPLICA = Link(
+    "Adapters of this replica", ADAPTERS, {"inference_instance": "${__field.labels.instance}"}
+)
+TO_ADAPTER = Link("Only this adapter", ADAPTERS, {"adapter": "${__field.labels.adapter}"})
+TO_CACHES = Link("Adapters and caches", ADAPTERS)
+TO_LOADS = Link("Loads at that time", ADAPTERS)
+TO_STORE = Link("The store at that time", STORE)
+
+
 def to_others(own: str) -> list[DashboardLink]:
     """The links at the top of the dashboard `own`: what was chosen stays chosen."""
     return [

@@ -22,6 +22,11 @@ class Service:
         """What Prometheus scrapes of it: the matchers that also `up` understands."""
         return f'namespace=~"$namespace",job=~"${self.name}_job"'
 
+    @property
+    def up(self) -> str:
+        """1 for each target that answers, 0 for each that does not."""
+        return f"up{{{self.targets}}}"
+
     def series(self, metric: str, where: str = "") -> str:
         """The metric's series of the chosen instances."""
         matchers = [self.targets, f'instance=~"${self.name}_instance"', *([where] if where else [])]
