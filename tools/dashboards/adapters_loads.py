@@ -111,7 +111,7 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Streams from the store",
-            "Image streams that ended, by replica and result. Whatever is neither complete nor "
+            "Image streams that ended, by replica and result. Whatever is neither done nor "
             "cancelled is worth a look at that replica's log.",
             "cps",
             Query(INFERENCE.rate("store_pulls_total", "replica, result"), "{{replica}} {{result}}"),

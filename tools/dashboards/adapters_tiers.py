@@ -131,7 +131,7 @@ def thrash() -> str:
     """What the alert compares, by replica and tier."""
     evicted = INFERENCE.series("instance_tier:loadout_inference_tier_thrash:rate5m")
     asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")
-    return f"{evicted} / ignoring (tier) group_left ({asked} > 0)"
+    return f"{evicted} / ignoring (tier) group_left () ({asked} > 0)"
 
 
 def found_on_device(by: str = "") -> str:

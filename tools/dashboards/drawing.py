@@ -17,11 +17,11 @@ Answers = dict[int, list[list[Series]]]
 """By a panel's id: for each of its queries, in order."""
 
 INCHES_PER_COLUMN, INCHES_PER_LINE = 0.75, 0.27
-DPI = 72
+DPI = 90
 NUM_COLUMNS = 24
 MARGINS = {"left": 0.6, "right": 0.15, "top": 0.25, "bottom": 0.25}
 """Inches of a panel around its axes."""
-NUM_COLOURS = 96
+NUM_COLOURS = 200
 """Of the file's palette: a third of the size of true colour."""
 
 

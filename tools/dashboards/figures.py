@@ -14,8 +14,8 @@ from tools.prometheus import Series
 SMALL, TINY = 8, 6.5
 MAX_LEGEND = 8
 """Entries: the largest ones."""
-MAX_ROWS = 14
-"""Of a table."""
+HEADROOM = 1.4
+"""Of the axis over what is drawn, for the legend."""
 
 
 def draw_panel(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
@@ -45,14 +45,16 @@ def _lines(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
     named = sorted(((name, points) for name, points in named if points), key=_size, reverse=True)
     is_stacked = defaults["custom"].get("stacking", {}).get("mode") == "normal"
     (_stack if is_stacked else _plot)(axes, named)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, HEADROOM * axes.dataLim.y1 if named and axes.dataLim.y1 > 0 else 1)
     _draw_limit(axes, defaults)
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value, defaults["unit"])))
     axes.grid(axis="y", linewidth=0.3)
-    _time_axis(axes)
     if named:
+        _time_axis(axes)
         axes.legend(fontsize=TINY, loc="upper left", framealpha=0.6, ncols=2, borderpad=0.2)
+    else:
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, fontsize=SMALL, ha="center")
 
 
 Named = tuple[str, list[tuple[float, float]]]
@@ -116,8 +118,9 @@ def _distribution(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -
 def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
     """Rows are joined by their first label."""
     organized = panel["transformations"][-1]["options"]
-    labels = [name for name in organized["indexByName"] if name not in organized["renameByName"]]
-    titles = list(organized["renameByName"].values())
+    names = sorted(organized["indexByName"], key=organized["indexByName"].__getitem__)
+    labels = [name for name in names if name not in organized["renameByName"]]
+    titles = [organized["renameByName"][name] for name in names if name not in labels]
     units = {
         override["matcher"]["options"]: override["properties"][0]["value"]
         for override in panel["fieldConfig"]["overrides"]
@@ -130,7 +133,8 @@ def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
             row[title] = show(series.value, units[title])
     axes.axis("off")
     columns = [*labels, *titles]
-    cells = [[row.get(column, "") for column in columns] for row in rows.values()][:MAX_ROWS]
+    num_rows = panel["gridPos"]["h"] + 1
+    cells = [[row.get(column, "") for column in columns] for row in rows.values()][:num_rows]
     drawn = axes.table(cells, colLabels=columns, loc="upper center", cellLoc="left", edges="B")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(SMALL)

@@ -109,7 +109,7 @@ def distribution(title: str, description: str, unit: str, buckets: str, *, span:
     """A histogram over time: the darker, the more observations; `buckets` is by `le`."""
     panel = heatmap.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit("short").span(span).height(8).calculate(False)
-    target = _target(0, Query(buckets, "{{le}}")).format(PromQueryFormat.HEATMAP)
+    target = _target(0, Query(buckets, "{{le}}")).format(PromQueryFormat.HEATMAP).range()
     panel.targets([target]).y_axis(heatmap.YAxisConfig().unit(unit))
     return panel.show_value(options.VisibilityMode.NEVER)
 

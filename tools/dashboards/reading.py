@@ -64,6 +64,8 @@ def everything(
 
 
 def _all(variable: Json, values: Mapping[str, str], prometheus: Prometheus) -> str:
+    """As Grafana joins them: a regular expression in a string of PromQL, where a backslash is
+    written twice."""
     series, label = label_values(variable)
     found = prometheus.label_values(label, expand(series, values))
-    return "|".join(re.escape(value) for value in found)
+    return "|".join(re.escape(value).replace("\\", r"\\") for value in found)
