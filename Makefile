@@ -45,7 +45,7 @@ dashboards: $(VENV)/.installed-dev
 
 # Pictures of what their queries give under a mixed load: plots of a real Prometheus' answers, made
 # without Grafana. PREVIEW="--seconds N" says how long the load runs.
-dashboards-preview: $(VENV)/.installed-dev .tools/prometheus
+dashboards-preview: $(VENV)/.installed-dev $(PROMETHEUS)
 	$(BIN)/python -m tools.dashboards.preview $(PREVIEW)
 
 # Both container images, upon what versions.env pins. The tag is the project's version.

@@ -67,7 +67,7 @@ def _now() -> list[Panel]:
         number(
             "Thrash",
             "For each request with an adapter, adapters evicted that were used within the last "
-            "minute: of the worst replica and tier.",
+            "minute: of the worst replica. See Tiers: evictions.",
             "percentunit",
             f"max({adapters_tiers.thrash()})",
             limit=limits.THRASH,

@@ -41,8 +41,9 @@ def evictions() -> list[Panel]:
     return [
         lines(
             "Thrash",
-            "For each request with an adapter, adapters evicted that were used within the last "
-            "minute. Working sets do not fit: more memory, more replicas, or routing by adapter.",
+            "For each request with an adapter, adapters evicted from the last tier before the "
+            "store that were used within the last minute. They do not all fit: more memory, more "
+            "replicas, or routing by adapter.",
             "percentunit",
             Query(thrash(), _WHERE),
             span=6,
@@ -128,10 +129,11 @@ def room() -> list[Panel]:
 
 
 def thrash() -> str:
-    """What the alert compares, by replica and tier."""
-    evicted = INFERENCE.series("instance_tier:loadout_inference_tier_thrash:rate5m")
+    """What the alert compares: of the last tier before the store."""
+    rate = "instance_tier:loadout_inference_tier_thrash:rate5m"
+    host, device = (INFERENCE.series(rate, f'tier="{tier}"') for tier in ("host", "device"))
     asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")
-    return f"{evicted} / ignoring (tier) group_left () ({asked} > 0)"
+    return f"({host} or ignoring (tier) {device}) / ignoring (tier) group_left () ({asked} > 0)"
 
 
 def found_on_device(by: str = "") -> str:

@@ -39,7 +39,7 @@ class Span:
 def ask(board: Json, prometheus: Prometheus, span: Span) -> Answers:
     """Each panel's answers by its id: over the span, or of a table at its end."""
     range_s = span.end_s - span.start_s
-    values = everything(board, prometheus, window_s=WINDOW_S, range_s=range_s)
+    values = everything(board, prometheus.label_values, window_s=WINDOW_S, range_s=range_s)
     answers: Answers = {}
     for panel in panels(board):
         answers[panel["id"]] = [

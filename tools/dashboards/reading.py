@@ -4,12 +4,12 @@ everything is chosen."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tools.prometheus import Prometheus
-
 Json = dict[str, Any]
+LabelValues = Callable[[str, str], Sequence[str]]
+"""Gives the values that a label has in series of a selector."""
 
 VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
 _LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)", re.DOTALL)
@@ -52,20 +52,20 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 
 def everything(
-    board: Json, prometheus: Prometheus, *, window_s: float, range_s: float
+    board: Json, known: LabelValues, *, window_s: float, range_s: float
 ) -> dict[str, str]:
     """What variables stand for when All is chosen of each. `window_s` is Grafana's rate interval,
     `range_s` the chosen time."""
     values = {"__rate_interval": f"{window_s:.0f}s", "__range": f"{range_s:.0f}s"}
     for name, variable in variables(board).items():
         if variable["type"] == "query":
-            values[name] = variable.get("allValue") or _all(variable, values, prometheus)
+            values[name] = variable.get("allValue") or _all(variable, values, known)
     return values
 
 
-def _all(variable: Json, values: Mapping[str, str], prometheus: Prometheus) -> str:
+def _all(variable: Json, values: Mapping[str, str], known: LabelValues) -> str:
     """As Grafana joins them: a regular expression in a string of PromQL, where a backslash is
     written twice."""
     series, label = label_values(variable)
-    found = prometheus.label_values(label, expand(series, values))
+    found = known(label, expand(series, values))
     return "|".join(re.escape(value).replace("\\", r"\\") for value in found)
