@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import PurePosixPath
 
 import pytest
@@ -82,3 +83,17 @@ def test_sidecars_find_the_same_dashboards(with_grafana):
             found |= each["data"]
     assert found == {path.name: path.read_text() for path in DASHBOARDS}
     assert len({json.loads(text)["uid"] for text in found.values()}) == len(DASHBOARDS)
+
+
+def test_the_page_names_panels_and_files_that_there_are():
+    page = (ROOT / "docs" / "dashboards.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", page):
+        assert (ROOT / "docs" / target).exists(), target
+    boards = [json.loads(path.read_text()) for path in DASHBOARDS]
+    for board in boards:
+        assert f"`/d/{board['uid']}`" in page
+    titles = {panel["title"] for board in boards for panel in board["panels"]}
+    named = {"Share of hits by replica", "Waiting for an adapter", "Idle before eviction"}
+    named |= {"In the queue", "For an adapter", "Thrash", "Share pinned", "Fragmentation"}
+    assert all(name in page for name in named)
+    assert named <= titles

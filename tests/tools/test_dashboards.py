@@ -9,12 +9,16 @@ from itertools import combinations
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from adapter_store import metric_definitions as store_definitions
 from inference_svc import metric_definitions as inference_definitions
 from tests.deploy.manifests import ROOT
 from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render
+from tools.dashboards.board import in_sight
 from tools.dashboards.limits import Limit
 from tools.dashboards.reading import Json, expressions, label_values, names_in, panels, variables
 
@@ -89,6 +93,14 @@ def test_the_committed_ones_are_the_codes() -> None:
     found = {path.name: path.read_text() for path in FOLDER.iterdir()}
     assert found == render(), "run `make dashboards`"
     assert all(len(text) < MAX_BYTES for text in found.values())
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_sdk_knows_every_field(name: str) -> None:
+    """Also of the parts that it takes as plain data. What it does not know it would drop."""
+    register_default_plugins()
+    board = Dashboard.from_json(json.loads((FOLDER / f"{name}.json").read_text()))
+    assert in_sight(json.loads(json.dumps(board, cls=JSONEncoder))) == BOARDS[name]
 
 
 def test_uids_are_addresses_that_stay() -> None:

@@ -59,7 +59,7 @@ class Board:
     def to_json(self) -> str:
         """As Grafana reads it. The same code gives the same text."""
         board = json.loads(json.dumps(self.build(), cls=JSONEncoder))
-        return json.dumps(_in_sight(board), indent=2, sort_keys=True) + "\n"
+        return json.dumps(in_sight(board), indent=2, sort_keys=True) + "\n"
 
 
 def _numbered(board: models.Dashboard) -> models.Dashboard:
@@ -69,12 +69,12 @@ def _numbered(board: models.Dashboard) -> models.Dashboard:
     return board
 
 
-def _in_sight(part: Any) -> Any:
+def in_sight(part: Any) -> Any:
     """Without the places that the SDK gives to links and marks: in a menu, of newer Grafanas only.
     They are at the top where nothing is said."""
     if isinstance(part, dict):
-        return {key: _in_sight(value) for key, value in part.items() if value != _IN_A_MENU}
-    return [_in_sight(each) for each in part] if isinstance(part, list) else part
+        return {key: in_sight(value) for key, value in part.items() if value != _IN_A_MENU}
+    return [in_sight(each) for each in part] if isinstance(part, list) else part
 
 
 def _starts(service: Service) -> builders.AnnotationQuery:
