@@ -20,6 +20,8 @@ ANY = ".*"
 NOT_ADAPTERS = "former"
 """What adapters had counted that lost their series: of the past, and no adapter."""
 
+_ASKED_BY_EDITOR = {"qryType": 1, "refId": "PrometheusVariableQueryEditor-VariableQuery"}
+"""So that Grafana's editor shows it as values of a label."""
 _ABOUT = '{__name__=~"loadout_(inference|store)_build_info"}'
 
 
@@ -59,7 +61,7 @@ def _values(name: str, label: str, series: str, of_label: str) -> builders.Query
     query = f"label_values({series}, {of_label})"
     everything = models.VariableOption(selected=True, text=["All"], value=["$__all"])
     variable = builders.QueryVariable(name).label(label).datasource(DATASOURCE)
-    variable.query({"query": query, "refId": name}).definition(query)
+    variable.query({**_ASKED_BY_EDITOR, "query": query}).definition(query)
     variable.multi(True).include_all(True).current(everything)
     variable.sort(models.VariableSort.NATURAL_ASC)
     return variable.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
