@@ -19,7 +19,7 @@ HEADROOM = 1.4
 
 
 def draw_panel(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
-    """`answers` are those of the panel's queries, in order."""
+    """`answers` are those of the panel's queries, in order, over seconds since some start."""
     axes.set_title(panel["title"], fontsize=SMALL, loc="left", weight="bold", pad=3)
     axes.tick_params(labelsize=TINY, length=2)
     for side in ("top", "right"):
@@ -141,12 +141,8 @@ def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
 
 
 def _time_axis(axes: Any) -> None:
-    """Seconds since the first point: what the clock said then tells nobody anything."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    start_s = axes.dataLim.x0
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda when, _: f"{when - start_s:.0f} s"))
+    axes.margins(x=0)
+    axes.xaxis.set_major_formatter("{x:.0f} s")
 
 
 def _known(series: Series) -> list[tuple[float, float]]:

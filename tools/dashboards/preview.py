@@ -19,7 +19,7 @@ from tools.dashboards.__main__ import render
 from tools.dashboards.drawing import Answers, draw
 from tools.dashboards.reading import Json, everything, expand, panels
 from tools.mixed_load import MixedLoad
-from tools.prometheus import Prometheus
+from tools.prometheus import Prometheus, Series
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -35,22 +35,33 @@ class Span:
     start_s: float
     end_s: float
 
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
 
 def ask(board: Json, prometheus: Prometheus, span: Span) -> Answers:
-    """Each panel's answers by its id: over the span, or of a table at its end."""
-    range_s = span.end_s - span.start_s
-    values = everything(board, prometheus.label_values, window_s=WINDOW_S, range_s=range_s)
-    answers: Answers = {}
-    for panel in panels(board):
-        answers[panel["id"]] = [
-            prometheus.query(expand(target["expr"], values), span.end_s)
-            if target["instant"]
-            else prometheus.query_range(
-                expand(target["expr"], values), span.start_s, span.end_s, STEP_S
-            )
+    """Each panel's answers by its id: over the span, or of a table at its end. Times are seconds
+    since its start."""
+    values = everything(board, prometheus.label_values, window_s=WINDOW_S, range_s=span.length_s)
+
+    def answer(target: Json) -> list[Series]:
+        promql = expand(target["expr"], values)
+        if target["instant"]:
+            return prometheus.query(promql, span.end_s)
+        return prometheus.query_range(promql, span.start_s, span.end_s, STEP_S)
+
+    return {
+        panel["id"]: [
+            [_since(span.start_s, series) for series in answer(target)]
             for target in panel["targets"]
         ]
-    return answers
+        for panel in panels(board)
+    }
+
+
+def _since(start_s: float, series: Series) -> Series:
+    return Series(series.labels, tuple((when - start_s, value) for when, value in series.points))
 
 
 def preview(seconds: float, images: Path) -> None:
