@@ -66,8 +66,8 @@ STORE = Service("store")
 
 
 def or_zero(expression: str) -> str:
-    """For what has no series until it first happens: then nothing is zero."""
-    return f"{expression} or vector(0)"
+    """For what has no series until it first happens: as long as there is none, zero."""
+    return f"{expression} or on () vector(0)"
 
 
 def share(part: str, *others: str) -> str:
