@@ -10,7 +10,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test check format docs lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test check format docs dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -40,6 +40,15 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.api_docs
 	$(BIN)/python -m tools.sizing_docs
 	$(BIN)/python -m tools.prometheus_rule
+
+# Grafana's dashboards from tools/dashboards: a test compares.
+dashboards: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.dashboards
+
+# Pictures of what their queries give under a mixed load: plots of a real Prometheus' answers, made
+# without Grafana. PREVIEW="--seconds N" says how long the load runs.
+dashboards-preview: $(VENV)/.installed-dev $(PROMETHEUS)
+	$(BIN)/python -m tools.dashboards.preview $(PREVIEW)
 
 # Both container images, upon what versions.env pins. The tag is the project's version.
 IMAGE_BUILD = docker build --file deploy/images/Dockerfile \

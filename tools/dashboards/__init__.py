@@ -1,0 +1,1 @@
+"""Writes the Grafana dashboards of deploy/grafana from code: `make dashboards`."""

@@ -1,0 +1,154 @@
+"""Adapters and caches: which are busy, do they fit, and what do loads wait for?"""
+
+from __future__ import annotations
+
+from tools.dashboards import adapters_loads, adapters_tiers, limits, links, variables
+from tools.dashboards.board import Board, Row
+from tools.dashboards.links import Link
+from tools.dashboards.panels import Column, Panel, Query, lines, number, rows_by
+from tools.dashboards.queries import INFERENCE, or_zero
+
+_CHOSEN = f'adapter=~"$adapter",adapter!="{variables.NOT_ADAPTERS}"'
+_TOP = 10
+
+
+def build() -> Board:
+    return Board(
+        links.ADAPTERS,
+        "Which adapters are busy, whether they fit into the tiers, and what their loads wait for.",
+        services=[INFERENCE],
+        variables=[variables.adapter()],
+        rows=[
+            Row("Now", _now()),
+            Row("Busiest adapters", _busiest()),
+            Row("Tiers: hits", adapters_tiers.lookups()),
+            Row("Tiers: evictions", adapters_tiers.evictions()),
+            Row("Tiers: bytes", adapters_tiers.room()),
+            Row("Loads", adapters_loads.loads()),
+            Row("Prefetch", adapters_loads.prefetch()),
+            Row("The store's replicas, seen from here", adapters_loads.replicas()),
+        ],
+    )
+
+
+def _now() -> list[Panel]:
+    return [
+        number(
+            "Found on the device",
+            "Share of the requests for an adapter that find it resident.",
+            "percentunit",
+            adapters_tiers.found_on_device(),
+        ),
+        number(
+            "Load, p99",
+            "From wanting an adapter until requests could run with it.",
+            "s",
+            INFERENCE.quantile(0.99, "load_seconds"),
+            limit=limits.LOAD,
+        ),
+        number(
+            "Waiting for an adapter",
+            "Requests whose adapter is not resident.",
+            "short",
+            INFERENCE.sum("requests_waiting_for_adapter"),
+        ),
+        number(
+            "On their way",
+            "Adapters that are being loaded, or wait for it.",
+            "short",
+            INFERENCE.sum("loads_in_progress"),
+        ),
+        number(
+            "Evictions",
+            "Adapters that leave the device per second.",
+            "cps",
+            INFERENCE.rate("tier_evictions_total", where='tier="device"'),
+        ),
+        number(
+            "Thrash",
+            "For each request with an adapter, adapters evicted that were used within the last "
+            "minute: of the worst replica. See Tiers: evictions.",
+            "percentunit",
+            f"max({adapters_tiers.thrash()})",
+            limit=limits.THRASH,
+        ),
+        number(
+            "Failed pulls",
+            "In the chosen time. The reasons are under the store's replicas, and in the logs.",
+            "short",
+            INFERENCE.growth("pull_failures_total", window="$__range"),
+            limit=limits.ANY,
+            links=[links.TO_STORE],
+        ),
+        number(
+            "Without the store",
+            "Replicas whose watch of the store is down. They serve what is resident, and names "
+            "that they know, for a while.",
+            "short",
+            or_zero(f"count({INFERENCE.series('store_connected')} == 0)"),
+            limit=limits.ANY,
+            links=[links.TO_STORE],
+        ),
+    ]
+
+
+def _busiest() -> list[Panel]:
+    return [
+        rows_by(
+            "Adapters with a series of their own",
+            "Means over the chosen time. base is the base model, other all adapters that are less "
+            "busy than --metrics-adapters allows for.",
+            ["adapter"],
+            [
+                Column("Requests", _per_adapter("requests_total"), "reqps"),
+                Column("Generated", _per_adapter("generated_tokens_total"), "si:tok/s"),
+                Column("Prompts", _per_adapter("prompt_tokens_total"), "si:tok/s"),
+                Column("Errors", _per_adapter("errors_total"), "reqps"),
+                Column("First token", _mean_per_adapter("first_token_seconds"), "s"),
+                Column("Wait for load", _mean_per_adapter("load_wait_seconds"), "s"),
+            ],
+            height=10,
+            link=Link(
+                links.TO_ADAPTER.title, links.ADAPTERS, {"adapter": "${__data.fields.adapter}"}
+            ),
+        ),
+        _top(
+            "Requests by adapter",
+            "The busiest at each moment.",
+            "reqps",
+            INFERENCE.rate("adapter_requests_total", "adapter", _CHOSEN),
+        ),
+        _top(
+            "Errors by adapter",
+            "Requests that ended with an error. One adapter alone: its image, or its store entry; "
+            "all of them: the replicas.",
+            "reqps",
+            INFERENCE.rate("adapter_errors_total", "adapter", _CHOSEN),
+        ),
+        _top(
+            "First token by adapter",
+            "Mean. The slowest at each moment.",
+            "s",
+            INFERENCE.mean("adapter_first_token_seconds", "adapter", _CHOSEN),
+        ),
+        _top(
+            "Wait for a load by adapter",
+            "Mean. Adapters that wait often are wanted often enough to be evicted, and too seldom "
+            "to stay: pin them, or give the arena more memory.",
+            "s",
+            INFERENCE.mean("adapter_load_wait_seconds", "adapter", _CHOSEN),
+        ),
+    ]
+
+
+def _top(title: str, description: str, unit: str, expression: str) -> Panel:
+    query = Query(f"topk({_TOP}, {expression})", "{{adapter}}")
+    return lines(title, description, unit, query, span=6, links=[links.TO_ADAPTER])
+
+
+def _per_adapter(metric: str) -> str:
+    return INFERENCE.rate(f"adapter_{metric}", "adapter", _CHOSEN, "$__range")
+
+
+def _mean_per_adapter(metric: str) -> str:
+    return INFERENCE.mean(f"adapter_{metric}", "adapter", _CHOSEN, "$__range")

@@ -1,0 +1,142 @@
+"""Of adapters and caches: how adapters come, and from which replicas of the store."""
+
+from __future__ import annotations
+
+from tools.dashboards import limits, links
+from tools.dashboards.panels import Panel, Query, distribution, lines, percentiles
+from tools.dashboards.queries import INFERENCE
+
+
+def loads() -> list[Panel]:
+    return [
+        percentiles(
+            INFERENCE,
+            "Load",
+            "From wanting an adapter until requests could run with it.",
+            "load_seconds",
+            limit=limits.LOAD,
+        ),
+        _phases("Phases of loads, p50", 0.5),
+        _phases("Phases of loads, p99", 0.99),
+        distribution(
+            "Loads",
+            "By how long they took. Two bands: from the host tier, and from the store.",
+            "s",
+            INFERENCE.buckets("load_seconds"),
+        ),
+        lines(
+            "On their way",
+            "By what comes next: a turn (others are pulled first, or the store does not know the "
+            "layout yet), the pull, room to pull to, room on the device.",
+            "short",
+            Query(INFERENCE.sum("loads_in_progress", "state"), "{{state}}"),
+            is_stacked=True,
+        ),
+        lines(
+            "Pulls",
+            "Adapters pulled whole and verified, those that could not be, and streams whose bytes "
+            "failed their hash: a bad network, memory or disk.",
+            "cps",
+            Query(INFERENCE.rate("pulls_total"), "pulled"),
+            Query(INFERENCE.rate("pull_failures_total"), "failed"),
+            Query(INFERENCE.rate("corrupt_pulls_total"), "corrupt"),
+            links=[links.TO_STORE],
+        ),
+        lines(
+            "Bytes pulled",
+            "From the store, by replica of the inference service.",
+            "binBps",
+            Query(INFERENCE.rate("pulled_bytes_total", "instance"), "{{instance}}"),
+            span=12,
+            is_stacked=True,
+            links=[links.TO_STORE],
+        ),
+        lines(
+            "Steps blocked by loads",
+            "Share of the time of steps that loads cost them. Over a few percent: loads disturb "
+            "requests that have nothing to do with them.",
+            "percentunit",
+            Query(
+                f"{INFERENCE.rate('step_blocked_by_load_seconds_sum', 'instance')} / "
+                f"{INFERENCE.rate('step_seconds_sum', 'instance')}",
+                "{{instance}}",
+            ),
+            span=12,
+        ),
+    ]
+
+
+def prefetch() -> list[Panel]:
+    return [
+        lines(
+            "Adapters brought ahead",
+            "Before anybody asked, and those of them that a request then found.",
+            "cps",
+            Query(INFERENCE.rate("prefetch_images_total"), "brought"),
+            Query(INFERENCE.rate("prefetch_hits_total"), "found"),
+            span=12,
+        ),
+        lines(
+            "Bytes brought ahead",
+            "And those that left before a request found them. Mostly wasted: the choice is bad, or "
+            "there is no room to choose for.",
+            "binBps",
+            Query(INFERENCE.rate("prefetch_bytes_total"), "brought"),
+            Query(INFERENCE.rate("prefetch_wasted_bytes_total"), "wasted"),
+            span=12,
+        ),
+    ]
+
+
+def replicas() -> list[Panel]:
+    return [
+        lines(
+            "Connected",
+            "1 while a replica's watch of the store is live. At 0 it learns of no new names.",
+            "short",
+            Query(INFERENCE.series("store_connected"), "{{instance}}"),
+            maximum=1,
+        ),
+        lines(
+            "Replicas asked",
+            "How many of the inference replicas ask a replica of the store; others pass it over.",
+            "short",
+            Query(INFERENCE.sum("store_replicas_healthy", "replica"), "{{replica}}"),
+        ),
+        lines(
+            "Failovers",
+            "Pulls and questions that went on at another replica of the store.",
+            "cps",
+            Query(INFERENCE.rate("store_failovers_total", "instance"), "{{instance}}"),
+        ),
+        lines(
+            "Streams from the store",
+            "Image streams that ended, by replica and result. Whatever is neither done nor "
+            "cancelled is worth a look at that replica's log.",
+            "cps",
+            Query(INFERENCE.rate("store_pulls_total", "replica, result"), "{{replica}} {{result}}"),
+            span=12,
+            is_stacked=True,
+            links=[links.TO_STORE],
+        ),
+        lines(
+            "Bytes from the store",
+            "By replica. Each digest is pulled from one of them, so that they should be even.",
+            "binBps",
+            Query(INFERENCE.rate("store_pulled_bytes_total", "replica"), "{{replica}}"),
+            span=12,
+            is_stacked=True,
+            links=[links.TO_STORE],
+        ),
+    ]
+
+
+def _phases(title: str, q: float) -> Panel:
+    return lines(
+        title,
+        "resolve: asking the store what a name points to; wait: for a turn and for room; pull: "
+        "from the store; copy: from the host tier to the device.",
+        "s",
+        Query(INFERENCE.quantile(q, "load_phase_seconds", "phase"), "{{phase}}"),
+        links=[links.TO_STORE],
+    )

@@ -1,0 +1,142 @@
+"""Of adapters and caches: what the tiers hold, what is found there, and what leaves."""
+
+from __future__ import annotations
+
+from tools.dashboards import limits
+from tools.dashboards.panels import Panel, Query, distribution, lines
+from tools.dashboards.queries import INFERENCE, share
+
+_DEVICE = 'tier="device"'
+_WHERE = "{{instance}} {{tier}}"
+
+
+def lookups() -> list[Panel]:
+    hits = INFERENCE.rate("tier_hits_total", "tier")
+    return [
+        lines(
+            "Share of hits",
+            "By tier. Whoever finds an adapter on the device does not look in the host tier.",
+            "percentunit",
+            Query(share(hits, INFERENCE.rate("tier_misses_total", "tier")), "{{tier}}"),
+            maximum=1,
+        ),
+        lines(
+            "Look-ups",
+            "Requests that found their adapter in a tier, and that did not.",
+            "reqps",
+            Query(hits, "{{tier}} hits"),
+            Query(INFERENCE.rate("tier_misses_total", "tier"), "{{tier}} misses"),
+        ),
+        lines(
+            "Share of hits by replica",
+            "On the device. Replicas far apart: requests are not routed by adapter.",
+            "percentunit",
+            Query(found_on_device("instance"), "{{instance}}"),
+            maximum=1,
+        ),
+    ]
+
+
+def evictions() -> list[Panel]:
+    return [
+        lines(
+            "Thrash",
+            "For each request with an adapter, adapters evicted from the last tier before the "
+            "store that were used within the last minute. They do not all fit: more memory, more "
+            "replicas, or routing by adapter.",
+            "percentunit",
+            Query(thrash(), _WHERE),
+            span=6,
+            limit=limits.THRASH,
+        ),
+        lines(
+            "Evictions",
+            "For one that a request wants, for one that a request has waited for for long (aged), "
+            "for one brought ahead (prefetch), or said by an operator (unload).",
+            "cps",
+            Query(INFERENCE.rate("tier_evictions_total", "tier, reason"), "{{tier}}: {{reason}}"),
+            span=6,
+            is_stacked=True,
+        ),
+        lines(
+            "Idle before eviction",
+            "How long what left had not been used: the tenth and the half of evictions. Short is "
+            "thrash.",
+            "s",
+            *(
+                Query(
+                    INFERENCE.quantile(q, "tier_evicted_idle_seconds", "tier"),
+                    f"{{{{tier}}}} p{q * 100:.0f}",
+                )
+                for q in (0.1, 0.5)
+            ),
+            span=6,
+        ),
+        distribution(
+            "Evictions by idle time",
+            "Of all tiers. Dark at the bottom: adapters leave that were just in use.",
+            "s",
+            INFERENCE.buckets("tier_evicted_idle_seconds"),
+            span=6,
+        ),
+    ]
+
+
+def room() -> list[Panel]:
+    used, capacity = INFERENCE.sum("tier_used_bytes", "tier"), "tier_capacity_bytes"
+    free = f"({INFERENCE.series(capacity)} - {INFERENCE.series('tier_used_bytes')} > 0)"
+    return [
+        lines(
+            "Bytes",
+            "That adapters take, that pinned ones of them take, and that there are, in all "
+            "replicas. A full tier is as it should be; a tier full of pinned ones is not.",
+            "bytes",
+            Query(used, "{{tier}} used"),
+            Query(INFERENCE.sum("tier_pinned_bytes", "tier"), "{{tier}} pinned"),
+            Query(INFERENCE.sum(capacity, "tier"), "{{tier}} capacity"),
+        ),
+        lines(
+            "Adapters",
+            "That have their room in each tier, in all replicas.",
+            "short",
+            Query(INFERENCE.sum("tier_images", "tier"), "{{tier}}"),
+        ),
+        lines(
+            "Share pinned",
+            "Of each tier's bytes. What is pinned never leaves, and the others share the rest.",
+            "percentunit",
+            Query(INFERENCE.series("instance_tier:loadout_inference_tier_pinned:ratio"), _WHERE),
+            limit=limits.PINNED,
+            maximum=1,
+        ),
+        lines(
+            "Fragmentation",
+            "Of the free bytes, the share beyond the largest free range. High beside many "
+            "evictions: adapters are laid in several extents, or evict more than their size.",
+            "percentunit",
+            Query(f"1 - {INFERENCE.series('tier_largest_free_bytes')} / {free}", _WHERE),
+            span=12,
+            maximum=1,
+        ),
+        lines(
+            "Free ranges",
+            "That the free bytes lie in.",
+            "short",
+            Query(INFERENCE.series("tier_free_ranges"), _WHERE),
+            span=12,
+        ),
+    ]
+
+
+def thrash() -> str:
+    """What the alert compares: of the last tier before the store."""
+    rate = "instance_tier:loadout_inference_tier_thrash:rate5m"
+    host, device = (INFERENCE.series(rate, f'tier="{tier}"') for tier in ("host", "device"))
+    asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")
+    return f"({host} or ignoring (tier) {device}) / ignoring (tier) group_left () ({asked} > 0)"
+
+
+def found_on_device(by: str = "") -> str:
+    """The share of look-ups there that hit."""
+    hits = INFERENCE.rate("tier_hits_total", by, _DEVICE)
+    return share(hits, INFERENCE.rate("tier_misses_total", by, _DEVICE))

@@ -1,0 +1,205 @@
+"""Fleet overview: is it up, how fast is it, what fails, and where does the time go?"""
+
+from __future__ import annotations
+
+from tools.dashboards import adapters_tiers, fleet_engine, limits, links
+from tools.dashboards.board import Board, Row
+from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
+from tools.dashboards.queries import INFERENCE, STORE, or_zero
+
+_FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"
+
+
+def build() -> Board:
+    return Board(
+        links.FLEET,
+        "Requests, latency, steps and memory of all replicas. Start here.",
+        services=[INFERENCE, STORE],
+        rows=[
+            Row("Now", _now()),
+            Row("Traffic", _traffic()),
+            Row("Errors", _errors()),
+            Row("Latency", _latency()),
+            Row("Queue", fleet_engine.queue()),
+            Row("Steps", fleet_engine.steps()),
+            Row("Pages", fleet_engine.pages()),
+            Row("Memory", fleet_engine.memory()),
+            Row("Replicas", fleet_engine.replicas()),
+        ],
+    )
+
+
+def _now() -> list[Panel]:
+    return [
+        number(
+            "Replicas down",
+            "Scrape targets of both services that do not answer. See Replicas below for which.",
+            "short",
+            or_zero(f"count({INFERENCE.up} == 0 or {STORE.up} == 0)"),
+            limit=limits.ANY,
+        ),
+        number(
+            "Requests",
+            "Generations that end, per second, however they ended.",
+            "reqps",
+            INFERENCE.rate("requests_total"),
+        ),
+        number(
+            "Tokens",
+            "Tokens that the engines make per second, before they are sent.",
+            "si:tok/s",
+            INFERENCE.rate("sampled_tokens_total"),
+        ),
+        number(
+            "First token, p99",
+            "From a request's arrival. High: see Queue, and the loads of Adapters and caches.",
+            "s",
+            INFERENCE.quantile(0.99, "first_token_seconds"),
+        ),
+        number(
+            "Waiting",
+            "Requests in the queues of all replicas.",
+            "short",
+            INFERENCE.sum("requests_waiting"),
+        ),
+        number(
+            "Failed generations",
+            "Of the worst replica, within five minutes. See Errors.",
+            "percentunit",
+            f"max({INFERENCE.series(_FAILED)})",
+            limit=limits.FAILED_GENERATIONS,
+        ),
+        number(
+            "Found on the device",
+            "Share of the requests for an adapter that find it resident. Low: they do not all fit.",
+            "percentunit",
+            adapters_tiers.found_on_device(),
+            links=[links.TO_CACHES],
+        ),
+        number(
+            "Pages in use",
+            "Share of the pages for keys and values that requests hold. At 100 % requests wait and "
+            "are preempted.",
+            "percentunit",
+            f"{INFERENCE.sum('kv_pages_used')} / {INFERENCE.sum('kv_pages_capacity')}",
+        ),
+    ]
+
+
+def _traffic() -> list[Panel]:
+    return [
+        lines(
+            "Requests that ended",
+            "Generations by how they ended. cancelled: the caller left; aborted: its deadline "
+            "passed; error: see Calls that failed.",
+            "reqps",
+            Query(INFERENCE.rate("requests_total", "finish_reason"), "{{finish_reason}}"),
+            is_stacked=True,
+        ),
+        lines(
+            "Tokens",
+            "sampled is what the engines make, generated what callers were sent. prompt less "
+            "cached prompt is what had to be computed.",
+            "si:tok/s",
+            Query(INFERENCE.rate("sampled_tokens_total"), "sampled"),
+            Query(INFERENCE.rate("generated_tokens_total"), "generated"),
+            Query(INFERENCE.rate("prompt_tokens_total"), "prompt"),
+            Query(INFERENCE.rate("cached_prompt_tokens_total"), "cached prompt"),
+        ),
+        lines(
+            "Tokens by replica",
+            "A replica far below the others has no traffic (routing) or is slow (see its steps).",
+            "si:tok/s",
+            Query(INFERENCE.rate("sampled_tokens_total", "instance"), "{{instance}}"),
+            links=[links.TO_REPLICA],
+        ),
+        lines(
+            "Calls over gRPC",
+            "By method, streams when they end.",
+            "reqps",
+            Query(INFERENCE.rate("rpcs_total", "method"), "{{method}}"),
+            span=12,
+            is_stacked=True,
+        ),
+        lines(
+            "Requests over HTTP",
+            "Of the HTTP front, by route and status; 499: the client left first.",
+            "reqps",
+            Query(INFERENCE.rate("http_requests_total", "route, status"), "{{route}} {{status}}"),
+            span=12,
+            is_stacked=True,
+        ),
+    ]
+
+
+def _errors() -> list[Panel]:
+    return [
+        lines(
+            "Failed generations",
+            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "DATA_LOSS, 5xx), within five minutes. One replica: drain it; all: the store, or us.",
+            "percentunit",
+            Query(INFERENCE.series(_FAILED), "{{instance}}"),
+            limit=limits.FAILED_GENERATIONS,
+            links=[links.TO_REPLICA],
+        ),
+        lines(
+            "Calls that failed",
+            "gRPC calls that did not end OK, by status code. RESOURCE_EXHAUSTED: the queue was "
+            "full; UNAVAILABLE: an adapter did not come in time, or the server drains.",
+            "reqps",
+            Query(or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"),
+            is_stacked=True,
+        ),
+        lines(
+            "Rejections",
+            "Calls that were refused or failed over gRPC and HTTP, by the error's reason.",
+            "reqps",
+            Query(or_zero(INFERENCE.rate("rejections_total", "reason")), "{{reason}}"),
+            is_stacked=True,
+        ),
+    ]
+
+
+def _latency() -> list[Panel]:
+    return [
+        percentiles(
+            INFERENCE,
+            "First token",
+            "From a request's arrival to its first token: queue, adapter, prompt.",
+            "first_token_seconds",
+        ),
+        percentiles(
+            INFERENCE,
+            "Between tokens",
+            "Between two tokens of a request. Rises with the batch; jumps when steps are blocked.",
+            "inter_token_seconds",
+        ),
+        percentiles(
+            INFERENCE,
+            "Whole request",
+            "From a request's arrival to its last token. Depends on how much callers ask for.",
+            "request_seconds",
+        ),
+        percentiles(
+            INFERENCE,
+            "In the queue",
+            "From a request's arrival until it first ran. High with free pages: the token budget "
+            "or max-sequences is the limit; high without: pages are.",
+            "queue_seconds",
+        ),
+        percentiles(
+            INFERENCE,
+            "For an adapter",
+            "Of the time in the queue, until the adapter was resident. See Adapters and caches "
+            "for which part of a load takes long.",
+            "adapter_wait_seconds",
+        ),
+        distribution(
+            "First tokens",
+            "All requests by the time to their first token. Two bands: those that find their "
+            "adapter, and those that wait for a load.",
+            "s",
+            INFERENCE.buckets("first_token_seconds"),
+        ),
+    ]

@@ -1,0 +1,58 @@
+"""From a dashboard to another, and from a point in a panel to what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from grafana_foundation_sdk.builders.dashboard import DashboardLink
+from grafana_foundation_sdk.models.dashboard import DashboardLinkType
+
+FLEET, ADAPTERS, STORE = "loadout-fleet", "loadout-adapters", "loadout-store"
+"""The dashboards' uids: addresses, which people bookmark."""
+
+TITLES = {
+    FLEET: "Loadout: fleet overview",
+    ADAPTERS: "Loadout: adapters and caches",
+    STORE: "Loadout: adapter store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """To a dashboard, at the same time and in the same namespaces. `variables` are set there, to
+    what Grafana knows of the point that was clicked: a label, `${__field.labels.instance}`, or of a
+    table a column, `${__data.fields.adapter}`."""
+
+    title: str
+    uid: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def builder(self) -> DashboardLink:
+        parts = ["${__url_time_range}", "${datasource:queryparam}", "${namespace:queryparam}"]
+        parts += [f"var-{name}={value}" for name, value in self.variables.items()]
+        return DashboardLink(self.title).url(f"/d/{self.uid}?{'&'.join(parts)}")
+
+
+TO_REPLICA = Link(
+    "Adapters of this replica", ADAPTERS, {"inference_instance": "${__field.labels.instance}"}
+)
+TO_ADAPTER = Link("Only this adapter", ADAPTERS, {"adapter": "${__field.labels.adapter}"})
+TO_CACHES = Link("Adapters and caches", ADAPTERS)
+TO_LOADS = Link("Loads at that time", ADAPTERS)
+TO_STORE = Link("The store at that time", STORE)
+
+
+def to_others(own: str) -> list[DashboardLink]:
+    """The links at the top of the dashboard `own`: what was chosen stays chosen."""
+    return [
+        DashboardLink(title)
+        .type(DashboardLinkType.LINK)
+        .url(f"/d/{uid}")
+        .icon("dashboard")
+        .tooltip(f"The same time in {title}")
+        .include_vars(True)
+        .keep_time(True)
+        for uid, title in TITLES.items()
+        if uid != own
+    ]

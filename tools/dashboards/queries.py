@@ -1,0 +1,80 @@
+"""PromQL over the metrics of one service, narrowed by the dashboards' variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW = "$__rate_interval"
+"""Grafana's: at least four scrapes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`name` is the word in its metrics and the start of its variables, `<name>_job` and
+    `<name>_instance`. Metrics are given without their prefix; whole are those of the process and
+    what rules record. `where` is more matchers of labels, `by` the labels that are kept.
+    """
+
+    name: str
+
+    @property
+    def targets(self) -> str:
+        """What Prometheus scrapes of it: the matchers that also `up` understands."""
+        return f'namespace=~"$namespace",job=~"${self.name}_job"'
+
+    @property
+    def up(self) -> str:
+        """1 for each target that answers, 0 for each that does not."""
+        return f"up{{{self.targets}}}"
+
+    def series(self, metric: str, where: str = "") -> str:
+        """The metric's series of the chosen instances."""
+        matchers = [self.targets, f'instance=~"${self.name}_instance"', *([where] if where else [])]
+        is_whole = ":" in metric or metric.startswith("process_")
+        prefix = "" if is_whole else f"loadout_{self.name}_"
+        return f"{prefix}{metric}{{{','.join(matchers)}}}"
+
+    def sum(self, metric: str, by: str = "", where: str = "") -> str:
+        """A gauge, added up."""
+        return f"{_over('sum', by)}({self.series(metric, where)})"
+
+    def rate(self, metric: str, by: str = "", where: str = "", window: str = WINDOW) -> str:
+        """A counter's growth per second, added up."""
+        return f"{_over('sum', by)}(rate({self.series(metric, where)}[{window}]))"
+
+    def growth(self, metric: str, by: str = "", where: str = "", window: str = WINDOW) -> str:
+        """By how much a counter grew, added up."""
+        return f"{_over('sum', by)}(increase({self.series(metric, where)}[{window}]))"
+
+    def buckets(self, metric: str, window: str = WINDOW) -> str:
+        """A histogram's growth by bucket: what a heatmap draws."""
+        return self.growth(f"{metric}_bucket", "le", window=window)
+
+    def quantile(self, share: float, metric: str, by: str = "", where: str = "") -> str:
+        """Of a histogram: below this were `share` of its observations."""
+        labels = f"le, {by}" if by else "le"
+        return f"histogram_quantile({share}, {self.rate(f'{metric}_bucket', labels, where)})"
+
+    def mean(self, metric: str, by: str = "", where: str = "", window: str = WINDOW) -> str:
+        """Of a histogram or a summary: the mean of its observations."""
+        total = self.rate(f"{metric}_sum", by, where, window)
+        return f"{total} / {self.rate(f'{metric}_count', by, where, window)}"
+
+
+INFERENCE = Service("inference")
+STORE = Service("store")
+
+
+def or_zero(expression: str) -> str:
+    """For what has no series until it first happens: as long as there is none, zero."""
+    return f"{expression} or on () vector(0)"
+
+
+def share(part: str, *others: str) -> str:
+    """`part` of the sum of itself and all others, 0 to 1; of nothing, nothing."""
+    whole = " + ".join([part, *others])
+    return f"{part} / ({whole})"
+
+
+def _over(operator: str, by: str) -> str:
+    return f"{operator} by ({by}) " if by else operator

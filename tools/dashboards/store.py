@@ -1,0 +1,172 @@
+"""Adapter store: does it answer, do registrations and pulls get through, is there room?"""
+
+from __future__ import annotations
+
+from tools.dashboards import limits, links, store_images
+from tools.dashboards.board import Board, Row
+from tools.dashboards.panels import Panel, Query, lines, number, percentiles
+from tools.dashboards.queries import STORE, or_zero
+
+_STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"
+_FAILED = "instance:loadout_store_errors:ratio_rate5m"
+
+
+def build() -> Board:
+    return Board(
+        links.STORE,
+        "Calls, registrations, compiled images, pulls and the tiers of the adapter store.",
+        services=[STORE],
+        rows=[
+            Row("Now", _now()),
+            Row("Calls", _calls()),
+            Row("Errors", _errors()),
+            Row("Registrations", _registrations()),
+            Row("Pulls", store_images.pulls()),
+            Row("Images", store_images.images()),
+            Row("Tiers", store_images.tiers()),
+            Row("Catalog and disk", store_images.catalog()),
+            Row("Replicas", store_images.replicas()),
+        ],
+    )
+
+
+def _now() -> list[Panel]:
+    return [
+        number(
+            "Replicas down",
+            "Scrape targets that do not answer.",
+            "short",
+            or_zero(f"count({STORE.up} == 0)"),
+            limit=limits.ANY,
+        ),
+        number(
+            "Calls", "Per second, streams when they end.", "reqps", STORE.rate("requests_total")
+        ),
+        number(
+            "Pulls in progress",
+            "Images that are being sent, or wait for it.",
+            "short",
+            STORE.sum("active_pulls"),
+            links=[links.TO_LOADS],
+        ),
+        number(
+            "Wait of pulls, p99",
+            "From the call to the first answer: looking up, compiling, a turn, room in memory.",
+            "s",
+            STORE.quantile(0.99, "pull_wait_seconds"),
+            links=[links.TO_LOADS],
+        ),
+        number(
+            "Failed calls",
+            "Of the worst replica, within five minutes, through a fault on our side.",
+            "percentunit",
+            f"max({STORE.series(_FAILED)})",
+            limit=limits.FAILED_STORE_CALLS,
+        ),
+        number(
+            "Wait for room",
+            "Images that do. Lasting: memory is full of what is pinned or being sent.",
+            "short",
+            STORE.sum("images_waiting_for_room"),
+        ),
+        number(
+            "Failed compiles",
+            "In the chosen time: failed, and not incompatible with the base model.",
+            "short",
+            STORE.growth("compiles_total", where='result="failed"', window="$__range"),
+            limit=limits.ANY,
+        ),
+        number(
+            "Damaged files",
+            "In the chosen time: own files that failed their hash. The disk is failing, or "
+            "somebody writes to it.",
+            "short",
+            STORE.growth("damaged_files_total", window="$__range"),
+            limit=limits.ANY,
+        ),
+    ]
+
+
+def _calls() -> list[Panel]:
+    return [
+        lines(
+            "Calls",
+            "By method, streams when they end.",
+            "reqps",
+            Query(STORE.rate("requests_total", "method"), "{{method}}"),
+            span=6,
+            is_stacked=True,
+        ),
+        _durations("Calls, p50", 0.5),
+        _durations("Calls, p99", 0.99),
+        lines(
+            "Calls by replica",
+            "A replica without any is not asked: see Replicas asked under Adapters and caches.",
+            "reqps",
+            Query(STORE.rate("requests_total", "instance"), "{{instance}}"),
+            span=6,
+        ),
+    ]
+
+
+def _errors() -> list[Panel]:
+    return [
+        lines(
+            "Failed calls",
+            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "DATA_LOSS), within five minutes.",
+            "percentunit",
+            Query(STORE.series(_FAILED), "{{instance}}"),
+            limit=limits.FAILED_STORE_CALLS,
+        ),
+        lines(
+            "Calls that failed",
+            "By method and status code. NOT_FOUND and INVALID_ARGUMENT are the callers' doing; "
+            "INTERNAL and DATA_LOSS are not.",
+            "reqps",
+            Query(
+                or_zero(STORE.rate("requests_total", "method, code", 'code!="OK"')),
+                "{{method}} {{code}}",
+            ),
+            is_stacked=True,
+        ),
+        lines(
+            "Rejections",
+            "Calls that were refused or failed, by the error's reason.",
+            "reqps",
+            Query(or_zero(STORE.rate("rejections_total", "reason")), "{{reason}}"),
+            is_stacked=True,
+        ),
+    ]
+
+
+def _registrations() -> list[Panel]:
+    return [
+        lines(
+            "Registrations",
+            "And uploads, by result: ok, or the reason of the error.",
+            "cps",
+            Query(STORE.rate("registrations_total", "result"), "{{result}}"),
+            is_stacked=True,
+        ),
+        percentiles(
+            STORE,
+            "Registration",
+            "From the call to the durable record; most of it is fetching.",
+            "registration_seconds",
+        ),
+        lines(
+            "Bytes fetched",
+            "From sources and uploads.",
+            "binBps",
+            Query(STORE.rate("fetched_bytes_total", "instance"), "{{instance}}"),
+            is_stacked=True,
+        ),
+    ]
+
+
+def _durations(title: str, q: float) -> Panel:
+    """Without streams, which last as long as somebody listens."""
+    expression = STORE.quantile(q, "request_seconds", "method", f'method!~"{_STREAMS}"')
+    query = Query(expression, "{{method}}")
+    return lines(title, "By method, without streams.", "s", query, span=6)

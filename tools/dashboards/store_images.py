@@ -1,0 +1,227 @@
+"""Of the adapter store: pulls, images, the tiers, the catalog, and the replicas."""
+
+from __future__ import annotations
+
+from tools.dashboards import limits, links
+from tools.dashboards.panels import Column, Panel, Query, distribution, lines, percentiles, rows_by
+from tools.dashboards.queries import STORE, share
+
+_FREE = "instance:loadout_store_volume_free:ratio"
+_BUILT_OF = ("version", "python", "compiler")
+
+
+def pulls() -> list[Panel]:
+    return [
+        lines(
+            "Pulls",
+            "By result: complete, cancelled, or the error's reason.",
+            "cps",
+            Query(STORE.rate("pulls_total", "result"), "{{result}}"),
+            span=6,
+            is_stacked=True,
+            links=[links.TO_LOADS],
+        ),
+        percentiles(
+            STORE,
+            "Wait of pulls",
+            "From the call to the first answer: looking up, compiling, a turn, room in memory.",
+            "pull_wait_seconds",
+            span=6,
+        ),
+        lines(
+            "Bytes sent",
+            "Of images. At the network's limit, more replicas or stores beside the nodes help.",
+            "binBps",
+            Query(STORE.rate("pulled_bytes_total", "instance"), "{{instance}}"),
+            span=6,
+            is_stacked=True,
+        ),
+        lines(
+            "Streams in progress",
+            "Pulls, and the watches of inference replicas: one for each, spread over the stores.",
+            "short",
+            Query(STORE.sum("active_pulls", "instance"), "{{instance}} pulls"),
+            Query(STORE.sum("active_watches", "instance"), "{{instance}} watches"),
+            span=6,
+        ),
+    ]
+
+
+def images() -> list[Panel]:
+    return [
+        lines(
+            "Compiles",
+            "Images compiled. incompatible is an adapter that does not fit a base model's layout; "
+            "failed is ours.",
+            "cps",
+            Query(STORE.rate("compiles_total", "result"), "{{result}}"),
+            span=6,
+            is_stacked=True,
+        ),
+        percentiles(
+            STORE,
+            "Compile",
+            "One image. Grows with the adapter's bytes, and when workers lack cores.",
+            "compile_seconds",
+            span=6,
+        ),
+        distribution(
+            "Compiles by time",
+            "All images compiled.",
+            "s",
+            STORE.buckets("compile_seconds"),
+            span=6,
+        ),
+        lines(
+            "Images in progress",
+            "Being made or written, or waiting for it, and of these those that wait for room.",
+            "short",
+            Query(STORE.sum("images_in_progress"), "in progress"),
+            Query(STORE.sum("images_waiting_for_room"), "waiting for room"),
+            span=6,
+        ),
+    ]
+
+
+def tiers() -> list[Panel]:
+    used, capacity = STORE.sum("tier_used_bytes", "tier"), "tier_capacity_bytes"
+    hits = STORE.rate("tier_hits_total", "tier")
+    return [
+        lines(
+            "Share of hits",
+            "By tier: memory, then disk, then what replicas share. What none has is compiled.",
+            "percentunit",
+            Query(share(hits, STORE.rate("tier_misses_total", "tier")), "{{tier}}"),
+            maximum=1,
+        ),
+        lines(
+            "Look-ups",
+            "Images looked for in a tier.",
+            "cps",
+            Query(hits, "{{tier}} hits"),
+            Query(STORE.rate("tier_misses_total", "tier"), "{{tier}} misses"),
+        ),
+        lines(
+            "Evictions",
+            "For room, because their adapter was deleted, because nobody uses their layout any "
+            "more, or because they were damaged.",
+            "cps",
+            Query(STORE.rate("tier_evictions_total", "tier, reason"), "{{tier}}: {{reason}}"),
+            is_stacked=True,
+        ),
+        lines(
+            "Bytes",
+            "That images take, and that there are for them, in all replicas.",
+            "bytes",
+            Query(used, "{{tier}} used"),
+            Query(STORE.sum(capacity, "tier"), "{{tier}} capacity"),
+        ),
+        lines(
+            "Share used",
+            "A full tier is as it should be, while evictions are few.",
+            "percentunit",
+            Query(f"{used} / ({STORE.sum(capacity, 'tier')} > 0)", "{{tier}}"),
+            maximum=1,
+        ),
+        lines(
+            "Images",
+            "In each tier, in all replicas.",
+            "short",
+            Query(STORE.sum("tier_images", "tier"), "{{tier}}"),
+        ),
+    ]
+
+
+def catalog() -> list[Panel]:
+    return [
+        lines(
+            "Revision",
+            "Newest catalog revision of each replica. They share one catalog: a replica that stays "
+            "behind does not see what others record.",
+            "short",
+            Query(STORE.series("revision"), "{{instance}}"),
+            span=6,
+        ),
+        lines(
+            "Adapters",
+            "Names in the catalog.",
+            "short",
+            Query(f"max({STORE.series('adapters')})", "adapters"),
+            span=6,
+        ),
+        lines(
+            "Layouts",
+            "Base models' layouts in use: each adapter of a base is compiled for all of them.",
+            "short",
+            Query(f"max({STORE.series('layouts')})", "layouts"),
+            span=6,
+        ),
+        lines(
+            "Kept sources",
+            "Bytes of blobs. They only shrink when adapters are deleted.",
+            "bytes",
+            Query(f"max({STORE.series('blob_bytes')})", "blobs"),
+            span=6,
+        ),
+        lines(
+            "Free share of the volume",
+            "Of the file system that the data folder is on. Without room nothing can be "
+            "registered.",
+            "percentunit",
+            Query(STORE.series(_FREE), "{{instance}}"),
+            span=12,
+            limit=limits.FREE_VOLUME,
+            maximum=1,
+        ),
+        lines(
+            "Volume",
+            "Free bytes, and all.",
+            "bytes",
+            Query(STORE.series("volume_free_bytes"), "{{instance}} free"),
+            Query(STORE.series("volume_capacity_bytes"), "{{instance}} all"),
+            span=12,
+        ),
+    ]
+
+
+def replicas() -> list[Panel]:
+    built_of = ", ".join(_BUILT_OF)
+    return [
+        rows_by(
+            "Store replicas",
+            "What runs where. Without a version: it does not answer.",
+            ["instance", *_BUILT_OF],
+            [
+                Column("Up", f"sum by (instance) ({STORE.up})", "short"),
+                Column(
+                    "Runs for",
+                    f"sum by (instance, {built_of}) "
+                    f"((time() - {STORE.series('process_start_time_seconds')}) "
+                    f"* on (job, instance) group_left ({built_of}) {STORE.series('build_info')})",
+                    "s",
+                ),
+                Column("Watches", STORE.sum("active_watches", "instance"), "short"),
+                Column(
+                    "Open files",
+                    f"{STORE.sum('process_open_fds', 'instance')} / "
+                    f"{STORE.sum('process_max_fds', 'instance')}",
+                    "percentunit",
+                ),
+            ],
+            span=12,
+        ),
+        lines(
+            "Resident memory",
+            "Of the process. Above the memory tier there are compiles and streams.",
+            "bytes",
+            Query(STORE.series("process_resident_memory_bytes"), "{{instance}}"),
+            span=6,
+        ),
+        lines(
+            "CPU",
+            "Cores in use: compiling and hashing.",
+            "short",
+            Query(STORE.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+            span=6,
+        ),
+    ]
