@@ -130,6 +130,5 @@ def _asked(request: Request, operation: str, model: str) -> dict[str, Attribute]
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
     }

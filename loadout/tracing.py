@@ -1,8 +1,7 @@
 """Calls as spans of the application's own OpenTelemetry, where it wants that.
 
-One span per call, over all of its attempts, with an event for each further one; services learn of it
-by W3C's `traceparent`. It ends when the answer is there, or its stream has ended or been
-left.
+One span per call, over all of its attempts, with an event for each further one. Services learn of
+it by W3C's `traceparent`. It ends when the answer is there, or its stream has ended or been left.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Tracing:
         self._trace = trace
         self._propagator = tracecontext.TraceContextTextMapPropagator()
         self._tracer = trace.get_tracer(
-            "loadout", tracer_provider=None if provider is True else provider
+            "loadout", tracer_provider=None if isinstance(provider, bool) else provider
         )
 
     def follow(self, route: Route, call: Call[Any] | StreamCall[Any]) -> Route:
@@ -100,8 +99,10 @@ class TracedRoute:
     def send(self, request: Any, timeout: float | None) -> Any:
         self._num_attempts += 1
         if self._failure is not None:
-            facts = {"loadout.attempt": self._num_attempts, "error.type": _kind(self._failure)}
-            self._span.add_event("retry", facts)
+            self._span.add_event(
+                "retry",
+                {"loadout.attempt": self._num_attempts, "error.type": _kind(self._failure)},
+            )
             self._failure = None
         sent = self._route.send(request, timeout)
         if self._route.address:
