@@ -49,7 +49,7 @@ class Observed(Services):
         s3 = ("--s3-buckets", "adapters", "--s3-endpoint-url", "http://127.0.0.1:9")
         own = ("--http", "127.0.0.1:0", "--store-token-file", str(token))
         store_flags = (*both, *s3, "--log-level", "DEBUG")
-        inference_flags = (*both, *own, "--log-level", "debug", "--adapter-wait-seconds", "5")
+        inference_flags = (*both, *own, "--log-level", "debug", "--max-loras", "2")
         super().__init__(zoo, folder, store_flags, inference_flags)
         provider = TracerProvider(resource=Resource({"service.name": "app"}))
         provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(receiver.endpoint)))
