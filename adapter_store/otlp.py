@@ -83,10 +83,11 @@ class OtlpTracing:
         trace_id = new_id(16) if caller is None else caller.trace_id
         known = Context() if caller is None else _below(caller)
         decided = self._sampler.should_sample(known, int(trace_id, 16), name, trace.SpanKind.SERVER)
-        state = "" if caller is None else caller.state
-        context = SpanContext(trace_id, new_id(8), decided.decision.is_sampled(), state)
-        parent_id = "" if caller is None else caller.span_id
-        return OpenSpan(name, "server", context, parent_id, self.record)
+        context = SpanContext(trace_id, new_id(8), decided.decision.is_sampled())
+        if caller is None:
+            return OpenSpan(name, "server", context, "", self.record)
+        context = replace(context, state=caller.state, is_random=caller.is_random)
+        return OpenSpan(name, "server", context, caller.span_id, self.record)
 
     def record(self, span: Span) -> None:
         parent = Context()
@@ -142,6 +143,6 @@ def _to_otel(context: SpanContext) -> trace.SpanContext:
         int(context.trace_id, 16),
         int(context.span_id, 16),
         is_remote=True,
-        trace_flags=trace.TraceFlags(int(context.is_sampled)),
+        trace_flags=trace.TraceFlags(context.flags),
         trace_state=trace.TraceState.from_header([context.state] if context.state else []),
     )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["internal", "server", "client"]
@@ -39,20 +39,26 @@ def new_id(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Which span of which trace, as W3C's Trace Context has it."""
+    """Which span of which trace, as W3C's Trace Context has it. `is_random`: the trace's id is a
+    random one, as samplers may want it."""
 
     trace_id: str
     span_id: str
     is_sampled: bool = True
     state: str = ""
+    is_random: bool = True
+
+    @property
+    def flags(self) -> int:
+        return int(self.is_sampled) | int(self.is_random) << 1
 
     def child(self) -> SpanContext:
         """Of a new span in the same trace."""
-        return SpanContext(self.trace_id, new_id(8), self.is_sampled, self.state)
+        return replace(self, span_id=new_id(8))
 
     def headers(self) -> tuple[tuple[str, str], ...]:
         """What tells another service that it works for this span."""
-        parent = f"00-{self.trace_id}-{self.span_id}-{int(self.is_sampled):02x}"
+        parent = f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
         state = ((STATE_HEADER, self.state),) if self.state else ()
         return ((PARENT_HEADER, parent), *state)
 
@@ -65,8 +71,10 @@ def caller_of(headers: Headers) -> SpanContext | None:
     if match is None or not (int(match[1], 16) and int(match[2], 16)):
         return None
     keeps_state = isinstance(state, str) and state.isprintable() and len(state) <= MAX_STATE_CHARS
-    is_sampled = bool(int(match[3], 16) & 1)
-    return SpanContext(match[1], match[2], is_sampled, str(state) if keeps_state else "")
+    flags = int(match[3], 16)
+    return SpanContext(
+        match[1], match[2], bool(flags & 1), str(state) if keeps_state else "", bool(flags & 2)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,17 @@ def test_both_services_have_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "is_sampled"),
+    ("value", "is_sampled", "is_random"),
     [
-        (f"00-{TRACE}-{SPAN}-01", True),
-        (f"00-{TRACE}-{SPAN}-00", False),
-        (f"00-{TRACE}-{SPAN}-03", True),
-        (f"cc-{TRACE}-{SPAN}-01-what-may-come", True),
+        (f"00-{TRACE}-{SPAN}-01", True, False),
+        (f"00-{TRACE}-{SPAN}-00", False, False),
+        (f"00-{TRACE}-{SPAN}-07", True, True),
+        (f"cc-{TRACE}-{SPAN}-02-what-may-come", False, True),
     ],
 )
-def test_a_callers_span_is_read(value: str, is_sampled: bool) -> None:
+def test_a_callers_span_is_read(value: str, is_sampled: bool, is_random: bool) -> None:
     found = caller_of([("other", "1"), ("traceparent", value), ("tracestate", "a=1,b=2")])
-    assert found == SpanContext(TRACE, SPAN, is_sampled, "a=1,b=2")
+    assert found == SpanContext(TRACE, SPAN, is_sampled, "a=1,b=2", is_random)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
     work, recorded = opened(is_sampled=False)
     with spans.using(work), phase("x") as made:
         assert made is None
-        assert spans.outgoing() == (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
+        assert spans.outgoing() == (("traceparent", f"00-{TRACE}-{SPAN}-02"),)
         assert spans.log_facts() == {}
         Phases().enter("y")
     work.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import threading
@@ -174,6 +175,27 @@ def test_http_takes_the_callers_trace(traced: Observed) -> None:
     assert server.attributes["http.route"] == "/v1/completions"
     ids = {span.attributes["loadout.request_id"] for span in trace.all("llama")}
     assert ids == {"over-http-0", "over-http-1"}
+
+
+def test_a_stream_over_http_that_is_left(traced: Observed) -> None:
+    trace_id = "bc" * 16
+    host, _, port = traced.http_address.rpartition(":")
+    body = {"model": "traced/r3", "prompt": "abc", "max_tokens": 240, "stream": True}
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Bearer {token_of('root')}",
+        "traceparent": f"00-{trace_id}-{'de' * 8}-01",
+    }
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}), headers)
+    assert connection.getresponse().fp.readline().startswith(b"data: ")
+    connection.close()
+    trace = traced.receiver.trace_with(trace_id, "server POST /v1/completions")
+    trace = traced.receiver.trace_with(trace_id, "text_completion llama", "decode")
+    check_nested(trace)
+    assert not [span for span in trace.spans if span.error]
+    for span in (trace.one("completions"), generation(trace)):
+        assert span.attributes["loadout.cancelled"] is True
 
 
 def cut_off(system: Observed, **options: Any) -> None:
