@@ -90,6 +90,12 @@ class OtlpTracing:
         return OpenSpan(name, "server", context, caller.span_id, self.record)
 
     def record(self, span: Span) -> None:
+        try:
+            self._record(span)
+        except Exception:  # a bug here must not end what it tells of
+            log.exception("a span is lost")
+
+    def _record(self, span: Span) -> None:
         parent = Context()
         if span.parent_id:
             parent = _below(replace(span.context, span_id=span.parent_id))

@@ -182,13 +182,11 @@ class Accounts:
 
 def _show(account: Account, status: str, error: BaseException | None) -> None:
     """In the trace, if there is one."""
-    span = spans.sampled()
-    if span is None:
-        return
-    has_left = status == "CANCELLED"
-    span.note(**account.subject())
-    if has_left:
-        span.attributes[spans.CANCELLED] = True
+    span, has_left = spans.sampled(), status == "CANCELLED"
+    if span is not None:
+        span.note(**account.subject())
+        if has_left:
+            span.attributes[spans.CANCELLED] = True
     if account.trace is not None:
         account.trace.close(account.subject(), account.num_sent, error, left=has_left)
 

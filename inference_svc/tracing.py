@@ -99,7 +99,9 @@ def begin_call(tracing: Tracing, path: str, headers: Headers) -> OpenSpan | None
 
 def end_call(span: OpenSpan, code: str, reason: str, remaining_s: float | None) -> None:
     """`remaining_s` is what the caller's deadline leaves; None: it has none. Whoever leaves, and
-    whose deadline ends, reads as CANCELLED here."""
+    whose deadline ends, reads as CANCELLED here. Strangers leave no trace."""
+    if code == "UNAUTHENTICATED":
+        return
     if code in ("OK", "CANCELLED") and remaining_s is not None and remaining_s <= 0:
         code = reason = "DEADLINE_EXCEEDED"
     span.attributes["rpc.response.status_code"] = code

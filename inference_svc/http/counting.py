@@ -87,7 +87,10 @@ def _begin(tracing: Tracing, scope: Scope, route: str) -> OpenSpan:
 
 
 def _end(span: OpenSpan, status: int, reason: str) -> None:
-    """What the client could mend, and that it left, is no error of ours."""
+    """What the client could mend, and that it left, is no error of ours. Strangers leave no
+    trace."""
+    if status == 401:
+        return
     span.note(reason=reason)
     if status == CLIENT_GONE:
         span.attributes[CANCELLED] = True

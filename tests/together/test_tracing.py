@@ -188,7 +188,8 @@ def test_a_stream_over_http_that_is_left(traced: Observed) -> None:
     }
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}), headers)
-    assert connection.getresponse().fp.readline().startswith(b"data: ")
+    with connection.getresponse() as response:
+        assert response.readline().startswith(b"data: ")
     connection.close()
     trace = traced.receiver.trace_with(trace_id, "server POST /v1/completions")
     trace = traced.receiver.trace_with(trace_id, "text_completion llama", "decode")
@@ -309,6 +310,29 @@ def test_a_registration(traced: Observed) -> None:
     compiled = trace.one("compile").attributes
     assert compiled["loadout.source"] == "blob"
     assert compiled["loadout.digest"] == server.attributes["loadout.digest"]
+
+
+def test_a_load_that_an_operator_asks_for(traced: Observed) -> None:
+    unload(traced, "r3")
+    with traced.request() as trace_id:
+        traced.client.load("traced/r3")
+    trace = traced.receiver.trace(
+        trace_id,
+        """
+        app
+          client LoadAdapter
+            server LoadAdapter
+              load
+                wait
+                pull
+                  client PullAdapter
+                    server PullAdapter
+                      wait
+                      stream
+                  wait
+        """,
+    )
+    check_nested(trace)
 
 
 def test_prompts_are_in_no_trace(traced: Observed) -> None:
