@@ -128,7 +128,7 @@ def test_calls_of_the_store_do_too(texts: dict[str, str]) -> None:
 
 def test_one_trace_has_the_lines_of_both(texts: dict[str, str]) -> None:
     [request] = [
-        line for line in lines(texts["inference"], REQUESTS) if line["request_id"] == "of-r3"
+        line for line in lines(texts["inference"], REQUESTS) if line["request_id"] == "of-r1"
     ]
     pulls = [line for line in lines(texts["store"], CALLS) if line.get("method") == "PullAdapter"]
     [pull] = [line for line in pulls if line.get("trace_id") == request["trace_id"]]
