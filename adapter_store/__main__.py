@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from adapter_store.config import Settings, load_settings
 from adapter_store.errors import StoreError
 from adapter_store.log import setup_logging
+from adapter_store.tracing import standard_endpoint
 
 SWITCH_S = 5e-4
 """How long calls wait for the interpreter while a thread compiles: by default ten times as long."""
@@ -33,6 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{where}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
     setup_logging(settings.log_format, settings.log_level)
+    if not settings.otlp_endpoint:
+        try:
+            endpoint = standard_endpoint(os.environ)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        settings = settings.model_copy(update={"otlp_endpoint": endpoint})
     return _run(settings)
 
 

@@ -7,8 +7,10 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor
 
+from adapter_store import spans
 from adapter_store.catalog import Catalog, ImageKey
 from adapter_store.images import Images
+from adapter_store.spans import OpenSpan
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +27,15 @@ class Ahead:
         self._images = images
         self._executor = executor
         # Scans wait when the workers are busy, so what is queued stays small.
-        self._keys: asyncio.Queue[ImageKey] = asyncio.Queue()
+        self._keys: asyncio.Queue[tuple[ImageKey, OpenSpan | None]] = asyncio.Queue()
         self._scans: asyncio.Queue[str] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._make()) for _ in range(num_workers)]
         self._tasks.append(asyncio.create_task(self._scan()))
 
     def want(self, keys: Iterable[ImageKey]) -> None:
+        """What is made for them is a part of what the caller does."""
         for key in keys:
-            self._keys.put_nowait(key)
+            self._keys.put_nowait((key, spans.current()))
 
     def want_layout(self, layout_id: str) -> None:
         """Everything that names point to now and that this layout's base model serves."""
@@ -50,9 +53,10 @@ class Ahead:
 
     async def _make(self) -> None:
         while True:
-            key = await self._keys.get()
+            key, span = await self._keys.get()
             try:
-                await self._images.prepare(key)
+                with spans.using(span):
+                    await self._images.prepare(key)
             finally:
                 self._keys.task_done()
 

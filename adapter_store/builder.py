@@ -66,6 +66,11 @@ class Build:
     claim: Claim | None = None
     compiling: Future[bool] | None = None
 
+    @property
+    def source(self) -> str:
+        """Where its bytes came from."""
+        return "disk" if self.is_on_disk else "blob" if self.is_compiled else "shared"
+
     def settle_compiling(self) -> None:
         """Returns when the verdict COMPILING, recorded beside the work, is in the catalog."""
         if self.compiling is not None:

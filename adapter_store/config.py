@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     ByteSize,
@@ -161,6 +162,14 @@ class Settings(BaseSettings):
     grace_seconds: NonNegativeFloat = 30.0
     """How long calls in progress may go on after SIGTERM."""
 
+    otlp_endpoint: str = ""
+    """Where spans are sent over OTLP with gRPC, http(s)://HOST:PORT. Empty: where
+    OTEL_EXPORTER_OTLP_ENDPOINT says; without that there is no tracing. Needs the extra otel."""
+
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the calls that are traced, 0 to 1, of those whose callers do not say whether they
+    are. None: as OTEL_TRACES_SAMPLER says, else all."""
+
     ready_file: Path | None = None
     """File to write once serving: JSON with the addresses "grpc" and "metrics"."""
 
@@ -206,6 +215,11 @@ class Settings(BaseSettings):
             raise ValueError(f"{value!r} is not http(s)://HOST[:PORT]")
         return value.rstrip("/")
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp(cls, value: str) -> str:
+        return check_endpoint(value)
+
     @field_validator("catalog_dsn")
     @classmethod
     def _check_dsn(cls, value: SecretStr | None) -> SecretStr | None:
@@ -242,6 +256,14 @@ def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT as (host, port); an IPv6 host loses its brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def check_endpoint(value: str) -> str:
+    """Of a receiver of spans, "" for none. Raises ValueError."""
+    found = urlsplit(value)
+    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
+        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
+    return value
 
 
 def load_settings(arguments: list[str] | None = None) -> Settings:

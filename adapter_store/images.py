@@ -19,6 +19,7 @@ from adapter_store.core import Tenants
 from adapter_store.errors import Draining, Overloaded, StoreError
 from adapter_store.growing import GrowingImage
 from adapter_store.memory_tier import MemoryEntry, MemoryTier, Room
+from adapter_store.spans import phase
 from adapter_store.tiers import DiskTier, TierCounts
 from adapter_store.workers import Priority, Workers
 
@@ -177,9 +178,10 @@ class Images:
         is_ahead = flight.priority is Priority.AHEAD
         build = None
         try:
-            build = await self._workers.run(
-                key, flight.priority, lambda _: self._builder.plan(key, ahead=is_ahead)
-            )
+            with phase("plan"):
+                build = await self._workers.run(
+                    key, flight.priority, lambda _: self._builder.plan(key, ahead=is_ahead)
+                )
             await self._fill(build, flight)
         except BaseException as failure:
             self._flights.pop(key, None)
@@ -200,13 +202,18 @@ class Images:
         entry = self._memory.start(key, build.plan, await self._room(build, flight))
         flight.begun.set_result(entry)
         try:
-            await self._workers.run(
-                key, flight.priority, lambda turn: self._builder.fill(build, entry.image, turn)
-            )
+            with phase("read") as span:
+                await self._workers.run(
+                    key, flight.priority, lambda turn: self._builder.fill(build, entry.image, turn)
+                )
+                if span is not None:
+                    span.name = "compile" if build.is_compiled else span.name
+                    span.note(source=build.source, bytes=build.plan.total_bytes, digest=key[0])
             is_wanted = is_wanted or flight.priority is not Priority.AHEAD
             if is_wanted:
                 self._memory.put(entry)
-            await self._workers.run(key, Priority.KEEP, lambda _: self._builder.keep(build))
+            with phase("keep"):
+                await self._workers.run(key, Priority.KEEP, lambda _: self._builder.keep(build))
             if not is_wanted and flight.priority is not Priority.AHEAD:  # a pull has come meanwhile
                 self._memory.put(entry)
         except BaseException as failure:

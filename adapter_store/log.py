@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from adapter_store.log_writer import STANDARD_ERROR, BackgroundHandler
+from adapter_store.spans import log_facts
 
 _CLIENTS = (
     *("boto3", "botocore", "urllib3", "s3transfer"),
@@ -47,7 +48,9 @@ def _clean(value: object) -> object:
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    """With those of the trace that it is logged in, if there is one."""
+    facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return facts | log_facts()
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -13,6 +13,7 @@ from adapter_store.errors import InvalidArgument, StoreError
 from adapter_store.image import ImagePlan
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
+from adapter_store.spans import Phases
 
 CHUNK_BYTES = 512 << 10
 """About this much: the pieces of a part are as long as each other, at most half more."""
@@ -86,11 +87,15 @@ class Pulls:
         self.num_active += 1
         began_s = time.monotonic()
         result = "cancelled"
+        phases, num_sent = Phases(), 0
+        phases.enter("wait")
+        failure: BaseException | None = None
         try:
             async with self._images.hold(key, tenants) as image:
                 self._use_layout(key[1])
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - began_s)
+                phases.enter("stream")
                 yield _header(image.plan, start)
                 data = image.buffer.numpy().data
                 for index in itertools.count(first_part(image.plan.parts, start)):
@@ -99,13 +104,18 @@ class Pulls:
                         break
                     for message in part_messages(data, part, start):
                         yield message
-                    self._metrics.pulled_bytes.inc(part.end - max(part.start, start))
+                    num_bytes = part.end - max(part.start, start)
+                    self._metrics.pulled_bytes.inc(num_bytes)
+                    num_sent += num_bytes
                 yield ImageTrailer((await image.whole()).sha256)
                 result = "complete"
-        except StoreError as error:
-            result = error.reason.lower()
+        except BaseException as error:
+            failure = error
+            if isinstance(error, StoreError):
+                result = error.reason.lower()
             raise
         finally:
+            phases.end(failure, bytes=num_sent)
             self.num_active -= 1
             self._metrics.pulls.labels(result).inc()
 

@@ -36,6 +36,7 @@ from adapter_store.policy import PolicyFile
 from adapter_store.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
+from adapter_store.spans import phase
 from adapter_store.unpickle import convert_pickle
 from adapter_store.verified import VerifiedCheckpoints
 
@@ -124,8 +125,10 @@ class Registrar:
         """
         staging = self._stage()
         try:
-            with _disk_full_translated():
+            with phase("fetch") as span, _disk_full_translated():
                 revision = self._sources.fetch(source_uri, staging)
+                if span is not None:
+                    span.note(bytes=staging.total_bytes, scheme=source_uri.partition(":")[0])
             return self._record(asked, staging, source_uri, revision)
         finally:
             self._unstage(staging)
@@ -168,19 +171,13 @@ class Registrar:
     def _record(
         self, asked: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> tuple[AdapterRecord, int]:
-        if staging.allows_pickle:
-            with _disk_full_translated():
-                converted = convert_pickle(
-                    staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
-                )
-            if converted is not None:
-                staging.replaced(PICKLE_FILE, converted)
-        checkpoint = open_checkpoint(staging.folder, self._checkpoint_limits)
-        new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
-        if asked.signature is not None:
-            signed_by = self._verify_signature(asked, new.digest)
-            new = replace(new, signed_by=signed_by, signature=asked.signature.value)
-        with self._blobs.guard(new.digest), _disk_full_translated():
+        with phase("check"):
+            checkpoint = self._open(staging)
+            new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
+            if asked.signature is not None:
+                signed_by = self._verify_signature(asked, new.digest)
+                new = replace(new, signed_by=signed_by, signature=asked.signature.value)
+        with phase("commit"), self._blobs.guard(new.digest), _disk_full_translated():
             record, revision = self._keep(asked, new, checkpoint)
         logger.info(
             "adapter registered",
@@ -193,6 +190,16 @@ class Registrar:
             },
         )
         return record, revision
+
+    def _open(self, staging: Staging) -> Checkpoint:
+        if staging.allows_pickle:
+            with _disk_full_translated():
+                converted = convert_pickle(
+                    staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
+                )
+            if converted is not None:
+                staging.replaced(PICKLE_FILE, converted)
+        return open_checkpoint(staging.folder, self._checkpoint_limits)
 
     def _keep(
         self, asked: Registration, new: NewVersion, staged: Checkpoint

@@ -7,14 +7,17 @@ about. What others have is as if it were not there.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from adapter_store import layout as layouts
+from adapter_store import spans
 from adapter_store.access import Action, Principal
 from adapter_store.ahead import Ahead
 from adapter_store.audit import AuditLine
@@ -106,7 +109,8 @@ class Registry:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
-                upload = await self._receive(chunks)
+                with spans.phase("receive"):
+                    upload = await self._receive(chunks)
                 job = self._fetch(self._registrar.finish_upload, asked, upload)
                 return await self._finish(job, line)
             finally:
@@ -314,7 +318,10 @@ class Registry:
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         assert not kwargs
-        return asyncio.get_running_loop().run_in_executor(self._fetches, function, *args)
+        work = partial(function, *args)
+        if spans.sampled() is not None:  # of which the thread is to know
+            work = partial(contextvars.copy_context().run, work)
+        return asyncio.get_running_loop().run_in_executor(self._fetches, work)
 
 
 async def _unless_stalled(chunks: AsyncIterator[FileChunk]) -> AsyncGenerator[FileChunk]:

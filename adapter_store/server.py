@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
 from adapter_store.durable import write_atomically
-from adapter_store.errors import CatalogUnavailable
+from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 from adapter_store.gate import Gate
 from adapter_store.image import COMPILER_REVISION
 from adapter_store.metrics import Sample
@@ -32,6 +32,7 @@ from adapter_store.servicer import AdapterStoreServicer, audit_refusal
 from adapter_store.status import StatusInterceptor, TokenGuard
 from adapter_store.store import Store, open_store
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
+from adapter_store.tracing import Tracing, TracingSettings, open_tracing
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -96,10 +97,13 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
     async with AsyncExitStack() as stack:
         certificates = CertificateFiles(settings)
         audit = stack.enter_context(closing(Audit(settings.audit_file)))
+        tracing = _open_tracing(settings)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
         store = await stack.enter_async_context(open_store(settings))
         store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
-        calls = StatusInterceptor(store.metrics)
+        calls = StatusInterceptor(store.metrics, tracing)
         gate = Gate(store.policies)
         # Outermost what counts and drains.
         interceptors = [calls, TokenGuard(gate, partial(audit_refusal, audit))]
@@ -120,6 +124,17 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
             store.watch.close()
             await calls.drain(settings.grace_seconds)
             await server.stop(ANSWER_SECONDS)
+
+
+def _open_tracing(settings: Settings) -> Tracing | None:
+    """Raises PreconditionFailed."""
+    wanted = TracingSettings(
+        settings.otlp_endpoint, settings.trace_sample_ratio, version("loadout")
+    )
+    try:
+        return open_tracing(wanted)
+    except ValueError as error:
+        raise PreconditionFailed(str(error), subject="otlp_endpoint") from error
 
 
 @contextmanager

@@ -78,6 +78,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         call_facts.note(adapter=request.ref)
         ref = parse_ref(request.ref, home=who.home_tenant)
         record, revision = await self._registry.get(who, ref)
+        call_facts.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def ListAdapters(  # noqa: N802

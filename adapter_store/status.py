@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 from adapter_store import call_facts, errors
 from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
+from adapter_store.tracing import Tracing, begin_call, end_call
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ REQUEST_ID_KEY = "x-request-id"
 """Metadata by which a caller may name its call, for the log."""
 QUIET_METHODS = frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"})
 """Asked for often, and changing nothing: worth a line only when they fail."""
+NOTHING: dict[str, object] = {"tenant": "", "adapter": "", "digest": ""}
+"""Facts of every call's line, until they are known."""
+TRACED_FACTS = ("request_id", "tenant", "adapter", "digest", "layout_id")
 GRPC_PREFIX = "/grpc."
 HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
@@ -114,14 +118,15 @@ def _unknown() -> status_pb2.Status:
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Answers every error of a handler with its status, counts and logs every call, and knows which
-    run.
+    run. Where there is `tracing`, each is a span.
 
     A draining server answers new calls itself until nobody calls any more: those that arrive while
     grpc stops are dropped, and their callers would read CANCELLED.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
         self._metrics = metrics
+        self._tracing = tracing
         self._is_draining = False
         self._running = 0
         self._last_end = -QUIET_SECONDS
@@ -144,7 +149,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(GRPC_PREFIX):
             return handler  # health and reflection answer to the end
-        method = handler_call_details.method.rpartition("/")[2]
+        path = handler_call_details.method
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
@@ -155,32 +160,35 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             # It yields nothing: it writes its responses itself, serialized.
             wrap, serializer = self._wrap_unary, None
         return getattr(grpc, f"{kind}_rpc_method_handler")(
-            wrap(method, behaviour),
+            wrap(path, behaviour),
             request_deserializer=handler.request_deserializer,
             response_serializer=serializer,
         )
 
-    def _wrap_unary(self, method: str, behaviour: Callable[..., Awaitable[Any]]) -> Any:
+    def _wrap_unary(self, path: str, behaviour: Callable[..., Awaitable[Any]]) -> Any:
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with self._watched(method, context):
+            async with self._watched(path, context):
                 return await behaviour(request, context)
 
         return answer
 
-    def _wrap_stream(self, method: str, behaviour: Callable[..., AsyncGenerator[Any]]) -> Any:
+    def _wrap_stream(self, path: str, behaviour: Callable[..., AsyncGenerator[Any]]) -> Any:
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
-            async with self._watched(method, context), aclosing(behaviour(request, context)) as rs:
+            async with self._watched(path, context), aclosing(behaviour(request, context)) as rs:
                 async for response in rs:
                     yield response
 
         return answer
 
     @asynccontextmanager
-    async def _watched(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    async def _watched(self, path: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         start = time.monotonic()
-        code = "OK"
-        facts: dict[str, object] = {"method": method, "request_id": _request_id(context)}
+        code, method = "OK", path.rpartition("/")[2]
+        facts: dict[str, object] = {"method": method, "request_id": _request_id(context), **NOTHING}
         call_facts.begin(facts)
+        span = None
+        if self._tracing is not None:
+            span = begin_call(self._tracing, path, context.invocation_metadata() or ())
         self._running += 1
         try:
             if self._is_draining:
@@ -209,6 +217,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._running -= 1
             self._last_end = time.monotonic()
             self._end(method, code, self._last_end - start, facts)
+            if span is not None:
+                span.note(**{key: str(facts.get(key, "")) for key in TRACED_FACTS})
+                end_call(span, code, str(facts.get("reason", "")), context.time_remaining())
 
     def _end(self, method: str, code: str, seconds: float, facts: dict[str, object]) -> None:
         self._metrics.requests.labels(method, code).inc()

@@ -10,6 +10,7 @@ import sys
 from inference_svc.config import parse_command_line
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from inference_svc.log import configure_logging
+from inference_svc.tracing import standard_endpoint
 
 SPIN_COUNT = 2000
 """How often a thread that computes looks whether the others are done before it sleeps: less than a
@@ -20,6 +21,13 @@ pull, or the very thread that it waits for could use."""
 def main() -> int:
     config = parse_command_line(sys.argv[1:])
     configure_logging(config.log_format, config.log_level)
+    if not config.otlp_endpoint:
+        try:
+            endpoint = standard_endpoint(os.environ)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        config = config.model_copy(update={"otlp_endpoint": endpoint})
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from inference_svc import spans
 from inference_svc.access import Principal
 from inference_svc.core import FinishReason, Request, Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
 from inference_svc.generation import Delta
+from inference_svc.generation_trace import GenerationTrace
 from inference_svc.metrics import Metrics, RequestEnd
 from inference_svc.names import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
@@ -42,6 +44,7 @@ class Account:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    trace: GenerationTrace | None = None
     _binding: Binding | None = None
     _is_running: bool = False
 
@@ -65,6 +68,8 @@ class Account:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.usage, self.timings = delta.usage, delta.timings
+            if self.trace is not None:
+                self.trace.finish(delta.finish_reason)
 
     def end(self, status: str, error: BaseException | None) -> RequestEnd | None:
         """How it ended, if the engine was asked."""
@@ -86,14 +91,20 @@ class Account:
             return self.finish_reason.value
         return "cancelled" if status == "CANCELLED" else "error"
 
-    def facts(self) -> dict[str, object]:
-        """For the log."""
-        facts: dict[str, object] = {
+    def subject(self) -> dict[str, str]:
+        """What it is about, for log and traces."""
+        return {
             "request_id": self.request_id,
-            "who": self.who,
             "tenant": self.tenant,
             "adapter": self.adapter[:MAX_NAME_CHARS],
             "digest": self.digest,
+        }
+
+    def facts(self) -> dict[str, object]:
+        """For the log."""
+        facts: dict[str, object] = {
+            **self.subject(),
+            "who": self.who,
             "completion_tokens": self.num_sent,
             "total_s": round(time.monotonic() - self.began_s, 6),
         }
@@ -158,6 +169,7 @@ class Accounts:
         end = account.end(status, error)
         if end is not None:
             self._metrics.count_request(end)
+        _show(account, status, error)
         if not log.isEnabledFor(logging.INFO):
             return
         facts = account.facts() | {"status": status}
@@ -166,6 +178,17 @@ class Accounts:
         if self._log_prompts:
             facts["prompt"] = _shown(account.prompt)
         log.info("request finished", extra=facts)
+
+
+def _show(account: Account, status: str, error: BaseException | None) -> None:
+    """In the trace, if there is one."""
+    span, has_left = spans.sampled(), status == "CANCELLED"
+    if span is not None:
+        span.note(**account.subject())
+        if has_left:
+            span.attributes[spans.CANCELLED] = True
+    if account.trace is not None:
+        account.trace.close(account.subject(), account.num_sent, error, left=has_left)
 
 
 def _shown(prompt: Prompt) -> str:

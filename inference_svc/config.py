@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -92,6 +93,14 @@ class Config(BaseSettings):
 
     metrics_adapters: int = Field(default=50, ge=0, le=200)
     """How many adapters, the busiest, have series of their own; the others are counted together."""
+
+    otlp_endpoint: str = ""
+    """Where spans are sent over OTLP with gRPC, http(s)://HOST:PORT. Empty: where
+    OTEL_EXPORTER_OTLP_ENDPOINT says; without that there is no tracing. Needs the extra otel."""
+
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the requests that are traced, 0 to 1, of those whose callers do not say whether they
+    are. None: as OTEL_TRACES_SAMPLER says, else all."""
 
     ready_file: Path | None = None
     """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}, and "http" if
@@ -221,6 +230,11 @@ class Config(BaseSettings):
             split_address(value)
         return value
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp(cls, value: str) -> str:
+        return check_endpoint(value)
+
     @field_validator("model")
     @classmethod
     def _check_model(cls, value: Path) -> Path:
@@ -265,6 +279,14 @@ def split_address(address: str) -> tuple[str, int]:
     if not (host and colon and port.isdecimal() and int(port) < 65536):
         raise ValueError(f"{address!r} is not host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_endpoint(value: str) -> str:
+    """Of a receiver of spans, "" for none. Raises ValueError."""
+    found = urlsplit(value)
+    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
+        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
+    return value
 
 
 def parse_command_line(args: list[str]) -> Config:

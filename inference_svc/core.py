@@ -48,7 +48,8 @@ class Request:
     """What the engine is asked to do.
 
     `digest` is "" for the base model. `cache_seed` separates prefix caches (tenants and salt).
-    `tenant` is the caller's: tenants share the machine in equal parts.
+    `tenant` is the caller's: tenants share the machine in equal parts. `trace` is a SpanContext,
+    of what is done for it; None: that is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
     """
 
@@ -61,6 +62,7 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     tenant: str = ""
+    trace: Any = None
 
 
 class SequenceState(enum.Enum):
@@ -75,7 +77,8 @@ class Sequence:
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
     in `page_ids`. Its adapter's slot is held while it runs. `is_aged` once it started after it had
-    waited for long; `is_charged` once its tenant's account was. `token_counts` are the sampler's.
+    waited for long; `is_charged` once its tenant's account was. `load_trace`: see Timings.load.
+    `token_counts` are the sampler's.
     """
 
     request: Request
@@ -95,6 +98,7 @@ class Sequence:
     num_preemptions: int = 0
     is_aged: bool = False
     is_charged: bool = False
+    load_trace: Any = None
     token_counts: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,11 +169,13 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds since the engine received the request: until it ran, of adapter wait, until its
-    first token."""
+    first token. `load` is the SpanContext of a load that it waited for, if that is in the trace of
+    another request, which had asked first."""
 
     queued_s: float
     adapter_wait_s: float
     first_token_s: float
+    load: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,7 @@ class Call:
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus. `limit` is how many
     LIST_RESIDENT answers at most, 0 for all: of each tier the last used first, those on the device
-    before the others.
+    before the others. `trace` as of a Request.
     """
 
     call_id: int
@@ -208,6 +214,7 @@ class Call:
     digest: str = ""
     pin: bool = False
     limit: int = 0
+    trace: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +276,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Everything one turn of the engine has to say, in one message."""
+    """Everything one turn of the engine has to say, in one message. `spans` are Spans, of loads for
+    requests that are traced."""
 
     outputs: tuple[Output, ...] = ()
     replies: tuple[Reply, ...] = ()
     failure: Exception | None = None
+    spans: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nearly all outputs are one token each: two columns of them pickle several times faster.
@@ -281,7 +290,7 @@ class StepOutputs:
         plain = [output for output in self.outputs if output[2:] == _NOTHING_ELSE]
         others = tuple(output for output in self.outputs if output[2:] != _NOTHING_ELSE)
         columns = tuple([o.request_id for o in plain]), tuple([o.token_ids for o in plain])
-        return _rebuild, (*columns, others, self.replies, self.failure)
+        return _rebuild, (*columns, others, self.replies, self.failure, self.spans)
 
 
 _NOTHING_ELSE = tuple(Output._field_defaults.values())[1:]
@@ -293,8 +302,9 @@ def _rebuild(
     others: tuple[Output, ...],
     replies: tuple[Reply, ...],
     failure: Exception | None,
+    spans: tuple[Any, ...],
 ) -> StepOutputs:
-    return StepOutputs((*map(Output, request_ids, token_ids), *others), replies, failure)
+    return StepOutputs((*map(Output, request_ids, token_ids), *others), replies, failure, spans)
 
 
 @dataclass(frozen=True, slots=True)

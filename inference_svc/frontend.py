@@ -15,12 +15,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from inference_svc import spans
 from inference_svc.core import (
     Call,
     Cancel,
     Command,
     EngineStatus,
     Message,
+    Output,
     Reply,
     Request,
     ResidentAdapter,
@@ -40,8 +42,21 @@ class EngineHandle(Protocol):
     def send(self, message: Message) -> None: ...
 
 
+class Watcher(Protocol):
+    """Of one request, to its real end."""
+
+    def submitted(self) -> None:
+        """The engine is asked: `heard` follows, once."""
+        ...
+
+    def heard(self, last: Output | None) -> None:
+        """The engine's last word, also if nobody waits for it any more; None if it has died."""
+        ...
+
+
 class Frontend:
-    """The engine as coroutines. `failed` is set when the engine has died: nothing works then."""
+    """The engine as coroutines. `failed` is set when the engine has died: nothing works then.
+    `on_spans` hears the spans that the engine tells of."""
 
     def __init__(self, engine: EngineHandle, decoder: Decoder) -> None:
         self.failed = asyncio.Event()
@@ -49,6 +64,8 @@ class Frontend:
         self._decoder = decoder
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
+        self._watchers: dict[str, Watcher] = {}
+        self.on_spans: Callable[[tuple[Any, ...]], None] = lambda spans: None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running_ids: set[tuple[str, str]] = set()
         self._numbers = itertools.count(1)
@@ -67,7 +84,9 @@ class Frontend:
         """Running and waiting, at this moment."""
         return len(self._running_ids)
 
-    async def generate(self, request: Request, tenant: str = "") -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, request: Request, tenant: str = "", watcher: Watcher | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """The request's deltas; the last one has a finish reason. Its id is one of `tenant`'s:
         nobody meets, or guesses, what others run.
 
@@ -84,6 +103,9 @@ class Frontend:
         self._generations[engine_id] = generation
         self._running_ids.add(own_id)
         self._idle.clear()
+        if watcher is not None:
+            self._watchers[engine_id] = watcher
+            watcher.submitted()
         try:
             self._engine.send(Submit(replace(request, request_id=engine_id)))
             while True:
@@ -144,7 +166,9 @@ class Frontend:
     ) -> Any:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
-        call = Call(next(self._numbers), command, digest, pin, limit)
+        span = spans.sampled() if command is Command.LOAD else None
+        trace = None if span is None else span.context
+        call = Call(next(self._numbers), command, digest, pin, limit, trace)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call.call_id] = future
         self._engine.send(call)
@@ -181,8 +205,12 @@ class Frontend:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
     def _dispatch(self, outputs: StepOutputs) -> None:
+        if outputs.spans:
+            self.on_spans(outputs.spans)
         for output in outputs.outputs:
             generation = self._generations.get(output.request_id)
+            if self._watchers and output.is_last:
+                self._last_word(output)
             if generation is None:
                 continue
             try:
@@ -201,6 +229,11 @@ class Frontend:
         if outputs.failure is not None:
             self._fail()
 
+    def _last_word(self, output: Output) -> None:
+        watcher = self._watchers.pop(output.request_id, None)
+        if watcher is not None:
+            watcher.heard(output)
+
     def _reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)
         if future is None or future.done():
@@ -215,6 +248,9 @@ class Frontend:
         for generation in self._generations.values():
             generation.fail(EngineFailed("the engine failed"))
         self._generations.clear()
+        for watcher in self._watchers.values():
+            watcher.heard(None)
+        self._watchers.clear()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineFailed("the engine failed"))

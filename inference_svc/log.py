@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from inference_svc.log_writer import STANDARD_ERROR, BackgroundHandler
+from inference_svc.spans import log_facts
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _PLAIN = re.compile(r"[\x21\x23-\x7e]+")
@@ -40,7 +41,9 @@ def _clean(value: object) -> object:
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    """With those of the trace that it is logged in, if there is one."""
+    facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return facts | log_facts()
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -39,6 +39,7 @@ from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
+from inference_svc.tracing import TracingSettings, open_tracing
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ class InferenceServer:
         self._metrics_server = MetricsServer(self._metrics.registry, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = Health(self._load)
-        self._calls = StatusInterceptor(self._metrics.count_rpc, self._load)
+        endpoint, ratio = config.otlp_endpoint, config.trace_sample_ratio
+        self._tracing = open_tracing(TracingSettings(endpoint, ratio))
+        self._calls = StatusInterceptor(self._metrics.count_rpc, self._load, self._tracing)
         interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
@@ -119,6 +122,8 @@ class InferenceServer:
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
         self._frontend = Frontend(engine, text)
+        if self._tracing is not None:
+            self._frontend.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed
         directory.on_asked = self._metrics.resolve_times.observe
         self._frontend.start()
@@ -189,6 +194,8 @@ class InferenceServer:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def _load(self) -> str:
         """Told with every answer."""
@@ -217,13 +224,16 @@ class InferenceServer:
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.http.app import make_app
 
-        await server.start(make_app(service, text, self._metrics, lambda: self._is_serving))
+        app = make_app(service, text, self._metrics, lambda: self._is_serving, self._tracing)
+        await server.start(app)
 
     def _announce(self) -> None:
         addresses = {"grpc": self.address, "metrics": self.metrics_address}
         if self._http is not None:
             addresses["http"] = self.http_address
         log.info("serving", extra=addresses)
+        if self._config.log_prompts:
+            log.warning("log_prompts is on: what callers ask is written into this log")
         path = self._config.ready_file
         if path is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from inference_svc.access import Action, Principal
@@ -16,9 +16,11 @@ from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticate
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate, Metadata, bearer_token
 from inference_svc.generation import Delta
+from inference_svc.generation_trace import begin_generation
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source
+from inference_svc.spans import phase
 from inference_svc.text.prompt import PromptEncoder
 
 
@@ -108,7 +110,8 @@ class Service:
         Directory.resolve."""
         if not ref:
             return None
-        return await self._directory.resolve(who, ref, min_revision, subject)
+        with phase("resolve"):
+            return await self._directory.resolve(who, ref, min_revision, subject)
 
     async def prepare(
         self,
@@ -118,7 +121,8 @@ class Service:
         remaining_s: float | None = None,
     ) -> Request:
         """What `run` takes. Raises InvalidRequest for what is no prompt."""
-        prompt = await self._prompts.encode(call.prompt)
+        with phase("tokenize"):
+            prompt = await self._prompts.encode(call.prompt)
         return call.to_request(
             prompt, binding, who.home_tenant, self.facts.max_model_len, remaining_s
         )
@@ -126,7 +130,10 @@ class Service:
     async def run(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
         """The request's deltas; to be closed, and raising, as Frontend.generate."""
         account.start(request)
-        async with aclosing(self._frontend.generate(request, request.tenant)) as deltas:
+        trace = account.trace = begin_generation(request, account.prompt, self.facts.base_model)
+        if trace is not None:
+            request = replace(request, trace=trace.span.context)
+        async with aclosing(self._frontend.generate(request, request.tenant, trace)) as deltas:
             async for delta in deltas:
                 account.note(delta)
                 yield delta

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from inference_svc import errors
 from inference_svc.gate import Gate
 from inference_svc.load import LOAD_HEADER
+from inference_svc.tracing import Tracing, begin_call, end_call
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +123,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     `on_end(method, code, reason)` is told how each call ended ("OK", "NOT_FOUND", ...), with the
     error's reason, "" where there was none. Our streaming handlers are coroutines that write, so
-    that one wrapper serves unary and streaming.
+    that one wrapper serves unary and streaming. Where there is `tracing`, each is a span.
     """
 
-    def __init__(self, on_end: Callable[[str, str, str], None], load: Load) -> None:
+    def __init__(
+        self,
+        on_end: Callable[[str, str, str], None],
+        load: Load,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._on_end = on_end
         self._load = load
+        self._tracing = tracing
         self._running = 0
         self._last_end = -QUIET_SECONDS
 
@@ -150,20 +157,24 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         if handler is None or not method.startswith(PACKAGE_PREFIX):
             return handler
-        name = method.rpartition("/")[2]
         if handler.unary_unary is not None:
             make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
         else:
             make, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         return make(
-            self._guard(name, inner),
+            self._guard(method, inner),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
-    def _guard(self, name: str, inner: Handler) -> Handler:
+    def _guard(self, path: str, inner: Handler) -> Handler:
+        name = path.rpartition("/")[2]
+
         async def guarded(request: Any, context: Any) -> Any:
             code, reason = "OK", ""
+            span = None
+            if self._tracing is not None:
+                span = begin_call(self._tracing, path, context.invocation_metadata())
             self._running += 1
             try:
                 answer = await inner(request, context)
@@ -190,6 +201,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 self._running -= 1
                 self._last_end = time.monotonic()
                 self._on_end(name, code, reason)
+                if span is not None:
+                    end_call(span, code, reason, context.time_remaining())
 
         return guarded
 

@@ -26,6 +26,7 @@ from inference_svc.name_cache import AdapterRecord
 from inference_svc.names import NameEvent
 from inference_svc.registry import AdapterPage, Source
 from inference_svc.replicas import Endpoint, Replicas
+from inference_svc.spans import outgoing
 from inference_svc.store_access import NO_ACCESS, Metadata, StoreAccess
 from inference_svc.store_channels import Line, Lines
 from inference_svc.store_convert import (
@@ -161,7 +162,7 @@ class CatalogSession:
         )
         try:
             response = await line.stub.RegisterAdapter(
-                request, timeout=REGISTER_SECONDS, metadata=metadata
+                request, timeout=REGISTER_SECONDS, metadata=(*metadata, *outgoing())
             )
         except grpc.RpcError as error:
             refusal = to_refusal(error)
@@ -212,8 +213,9 @@ class CatalogSession:
     async def _ask(self, method: str, request: Any, timeout_s: float = ANSWER_SECONDS) -> Any:
         line = self._lines.begin(self._endpoint)
         ask = getattr(line.stub, method)
+        metadata = (*self._access.metadata(), *outgoing())
         try:
-            answer = await ask(request, timeout=timeout_s, metadata=self._access.metadata())
+            answer = await ask(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             self._lines.failed(line, error.code())
             raise to_error(error) from error
@@ -252,7 +254,7 @@ class ImageClient:
             digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
         )
         line = self._lines.begin(chosen)
-        call = line.pull(request, metadata=self._access.metadata())
+        call = line.pull(request, metadata=(*self._access.metadata(), *outgoing()))
         call.add_done_callback(lambda _: self._lines.end(line))
         is_last = all(other.address in avoid for other in others)
         return _ImageStream(self._replicas, self._lines, line, call, layout_id, is_last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -24,7 +24,11 @@ from loadout.route import Route, delay_after
 from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import AsyncStream
+from loadout.tracing import Tracing
 from loadout.upload import Progress, Upload, is_uri, open_folder
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
 
@@ -44,9 +48,11 @@ class AsyncClient:
         tls: TlsConfig | bool | None = None,
         allow_insecure_token: bool = False,
         tenant: str = DEFAULT_TENANT,
+        tracing: TracerProvider | bool = False,
     ) -> None:
         security = Security(token, tls, allow_insecure_token)
-        self._stubs = Stubs(grpc.aio, inference, store, security, tenant)
+        traced = Tracing(tracing) if tracing else None
+        self._stubs = Stubs(grpc.aio, inference, store, security, tenant, traced)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
@@ -85,7 +91,9 @@ class AsyncClient:
         try:
             while True:
                 try:
-                    return await send(attempts.remaining_s)
+                    answer = await send(attempts.remaining_s)
+                    route.done(())
+                    return answer
                 except grpc.RpcError as error:
                     delay_s = delay_after(error, route, attempts, repeatable=repeatable)
                 await asyncio.sleep(delay_s)
@@ -142,7 +150,7 @@ class AsyncClient:
         return await self._upload(upload, timeout_s)
 
     async def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        route = self._stubs.to_store("UploadAdapter")
+        route = self._stubs.to_upload()
 
         async def send(timeout: float | None) -> Any:
             try:

@@ -15,11 +15,14 @@ from loadout.fleet import AsyncFleet, BlockingFleet, Fleet
 from loadout.route import Direct, Route, Routed
 from loadout.routing import adapter_key, check_tenant
 from loadout.security import Security
+from loadout.tracing import Tracing
 
 Address = str | Sequence[str]
 """One gRPC target, several with commas between them, or a sequence of them."""
 
 DEFAULT_TIMEOUT_S = 300.0
+
+UPLOAD_RPC = "UploadAdapter"
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A page of 1000 adapters with long labels exceeds gRPC's default of 4 MiB."""
@@ -50,11 +53,13 @@ class Stubs:
         store: str | None,
         security: Security,
         tenant: str,
+        tracing: Tracing | None = None,
     ) -> None:
         check_tenant(tenant)
         self._api = api
         self._security = security
         self._tenant = tenant
+        self._tracing = tracing
         self._store_address = store
         if store:
             security.check("store", store)
@@ -77,20 +82,27 @@ class Stubs:
 
     def route(self, call: Call[Any] | StreamCall[Any]) -> Route:
         """Raises InvalidArgument if the client was made without this service's address."""
+        route: Route
         if call.service is Service.STORE:
-            return self.to_store(call.rpc)
-        key = adapter_key(call.adapter, self._tenant)
-        return Routed(self.fleet, self._security, call.rpc, key, may_spill=call.may_spill)
+            route = self._to_store(call.rpc)
+        else:
+            key = adapter_key(call.adapter, self._tenant)
+            route = Routed(self.fleet, self._security, call.rpc, key, may_spill=call.may_spill)
+        return route if self._tracing is None else self._tracing.follow(route, call)
 
-    def to_store(self, rpc: str) -> Route:
-        """Raises InvalidArgument if the client was made without the store's address."""
+    def to_upload(self) -> Route:
+        """As `route`, for the call whose request is a stream."""
+        route, rpc = self._to_store(UPLOAD_RPC), UPLOAD_RPC
+        return route if self._tracing is None else self._tracing.follow_upload(route, rpc)
+
+    def _to_store(self, rpc: str) -> Direct:
         if self._store is None:
             if not self._store_address:
                 raise _no_address(Service.STORE)
             channel = self._security.open_channel(self._api, self._store_address, OPTIONS)
             self._store_channels.append(channel)
             self._store = store_grpc.AdapterStoreServiceStub(channel)
-        return Direct(self._security.sign(getattr(self._store, rpc)))
+        return Direct(self._security, getattr(self._store, rpc))
 
     async def end_probes(self) -> None:
         """For `grpc.aio`, before the channels are closed."""

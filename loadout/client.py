@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -25,7 +25,11 @@ from loadout.route import Route, delay_after
 from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
 from loadout.stream import Stream
+from loadout.tracing import Tracing
 from loadout.upload import Progress, Upload, is_uri, open_folder
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
 
@@ -43,6 +47,7 @@ class Client:
     (None: no deadline). `token` is shown to the services with every call. `tls=True` trusts the
     public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
     token goes only to this machine, unless `allow_insecure_token` says that the network is trusted.
+    `tracing` True: each call is a span of the application's OpenTelemetry; or of this provider.
     All methods, and the constructor, raise LoadoutError.
     """
 
@@ -57,9 +62,11 @@ class Client:
         tls: TlsConfig | bool | None = None,
         allow_insecure_token: bool = False,
         tenant: str = DEFAULT_TENANT,
+        tracing: TracerProvider | bool = False,
     ) -> None:
         security = Security(token, tls, allow_insecure_token)
-        self._stubs = Stubs(grpc, inference, store, security, tenant)
+        traced = Tracing(tracing) if tracing else None
+        self._stubs = Stubs(grpc, inference, store, security, tenant, traced)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
@@ -101,7 +108,9 @@ class Client:
         try:
             while True:
                 try:
-                    return send(attempts.remaining_s)
+                    answer = send(attempts.remaining_s)
+                    route.done(())
+                    return answer
                 except grpc.RpcError as error:
                     delay_s = delay_after(error, route, attempts, repeatable=repeatable)
                 time.sleep(delay_s)
@@ -164,7 +173,7 @@ class Client:
         return self._upload(upload, timeout_s)
 
     def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        route = self._stubs.to_store("UploadAdapter")
+        route = self._stubs.to_upload()
 
         def send(timeout: float | None) -> Any:
             try:

@@ -12,15 +12,25 @@ from loadout.retry import DRAINING, Attempts
 from loadout.routing import ADAPTER_HEADER
 from loadout.security import Security
 
+Headers = tuple[tuple[str, str], ...]
 Trailers = Iterable[tuple[str, str | bytes]] | None
 
 
 class Route(Protocol):
-    """`send` begins an attempt, `failed` or `done` ends it; `done` may be called at any time."""
+    """`send` begins an attempt, `failed` or `done` ends it; `done` may be called at any time.
+
+    `headers` go with every attempt.
+    """
+
+    headers: Headers
 
     @property
     def is_ready(self) -> bool:
         """Whether `send` may be called; otherwise `ready` has to be awaited first."""
+
+    @property
+    def address(self) -> str:
+        """Of the replica that was asked last, where there is a choice."""
 
     async def ready(self) -> None: ...
     def send(self, request: Any, timeout: float | None) -> Any: ...
@@ -28,7 +38,7 @@ class Route(Protocol):
         """Whether the next attempt will ask another replica, which is known to be well."""
 
     def done(self, trailers: Trailers = None) -> None:
-        """`trailers` are the answer's, if there was one."""
+        """`trailers` are the answer's, if there was one; () if they are not known."""
 
 
 def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: bool) -> float:
@@ -46,15 +56,18 @@ class Direct:
     """To a service that has one address."""
 
     is_ready = True
+    address = ""
 
-    def __init__(self, method: Any) -> None:
+    def __init__(self, security: Security, method: Any) -> None:
+        self.headers: Headers = ()
+        self._security = security
         self._method = method
 
     async def ready(self) -> None:
         pass
 
     def send(self, request: Any, timeout: float | None) -> Any:
-        return self._method(request, timeout=timeout)
+        return self._security.sign(self._method, self.headers)(request, timeout=timeout)
 
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
         return False
@@ -70,6 +83,8 @@ class Routed:
     def __init__(
         self, fleet: Fleet, security: Security, rpc: str, key: str, *, may_spill: bool
     ) -> None:
+        self.headers: Headers = ()
+        self.address = ""
         self._fleet = fleet
         self._security = security
         self._rpc = rpc
@@ -88,8 +103,9 @@ class Routed:
 
     def send(self, request: Any, timeout: float | None) -> Any:
         self._line = self._fleet.begin(self._key, self._tried, may_spill=self._may_spill)
-        metadata = ((ADAPTER_HEADER, self._key),) if self._key else ()
-        method = self._security.sign(getattr(self._line.stub, self._rpc), metadata)
+        self.address = self._line.address
+        key = ((ADAPTER_HEADER, self._key),) if self._key else ()
+        method = self._security.sign(getattr(self._line.stub, self._rpc), (*key, *self.headers))
         return method(request, timeout=timeout)
 
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:

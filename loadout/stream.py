@@ -87,7 +87,7 @@ class Stream(_Stream[T]):
             try:
                 return self._accept(next(self._rpc))
             except StopIteration:
-                self._route.done(self._rpc.trailing_metadata())
+                self._route.done(self._rpc.trailing_metadata() or ())
                 self.close()
             except grpc.RpcError as error:
                 if again := self._next_attempt(error):
@@ -130,7 +130,7 @@ class AsyncStream(_Stream[T]):
             else:
                 if message is not grpc.aio.EOF:
                     return self._accept(message)
-                self._route.done(await self._rpc.trailing_metadata())
+                self._route.done(await self._rpc.trailing_metadata() or ())
                 self.close()
         raise StopAsyncIteration
 

@@ -48,6 +48,26 @@ def imports(path: Path) -> set[str]:
     return names
 
 
+def imports_at_start(path: Path) -> set[str]:
+    """Of `imports`, those that importing the module runs."""
+    inner = [
+        node
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
+    ]
+    later = {id(each) for node in inner for each in ast.walk(node)}
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if id(node) in later:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
 def starts(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
@@ -89,6 +109,21 @@ def test_http_stays_in_its_package_and_knows_no_grpc() -> None:
         for imported in imports(path):
             assert is_front or not starts(imported, *HTTP), f"{name} imports {imported}"
             assert not is_front or not GRPC.search(imported), f"{name} imports {imported}"
+
+
+def test_opentelemetry_is_loaded_where_traces_are_sent() -> None:
+    """By two modules, which nothing loads as it is imported; and by the client, on demand."""
+    for name, path in modules().items():
+        is_sender = re.fullmatch(r"(inference_svc|adapter_store)\.otlp", name)
+        wanted = imports_at_start(path)
+        if not is_sender:
+            found = {each for each in wanted if starts(each, "opentelemetry")}
+            assert not found, f"{name} imports {found}"
+        assert not any(each.endswith(".otlp") for each in wanted), f"{name} imports it at start"
+        if name != "loadout.tracing" and not is_sender:
+            typed = {"loadout.client", "loadout.aio"}
+            found = {each for each in imports(path) if starts(each, "opentelemetry")}
+            assert not found or name in typed, f"{name} imports {found}"
 
 
 def test_triton_lives_under_kernels_and_policy_has_no_tensors() -> None:

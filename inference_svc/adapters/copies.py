@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.load_times import LoadTimes
+from inference_svc.adapters.load_traces import LoadTraces
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Copies:
     """By digest. The host image is held as long as it is being copied."""
 
     times: LoadTimes
+    traces: LoadTraces
     _by_digest: dict[str, _Copy] = field(default_factory=dict)
 
     def __contains__(self, digest: str) -> bool:
@@ -39,6 +41,7 @@ class Copies:
     def end(self, digest: str, now_s: float) -> HostCopy:
         """It lies in the arena, whole."""
         copy = self._by_digest.pop(digest)
+        self.traces.end(digest, now_s, is_here=True)
         if copy.wanted_s is not None:
             self.times.copy.observe(now_s - copy.began_s)
             self.times.load.observe(now_s - copy.wanted_s)

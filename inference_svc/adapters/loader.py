@@ -65,7 +65,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         loads, waiters = self._loads, self._waiters
-        memories = Memories(self.device, self.host, self.times, self._left)
+        memories = Memories(self.device, self.host, self.times, loads.traces, self._left)
         rooms = Rooms(memories, loads, waiters, self.puller, self.pulled_into)
         self._memories, self._rooms = memories, rooms
         self._ahead = Ahead(self.prefetch, memories, loads, rooms, waiters)
@@ -244,7 +244,7 @@ class Loader:
             if self._waiters[digest]:
                 self._wait_for_device_room(digest, load, now_s)
                 return
-        self._loads.end(digest)
+        self._loads.end(digest, is_here=True)
         if self._ahead.is_bringing(digest):
             self._ahead.arrived(resident, now_s)
 
@@ -252,6 +252,7 @@ class Loader:
         digest, error = event.job.digest, event.error
         if digest in self._memories.pulled:
             self._memories.pulled.remove(digest)
+        self._loads.traces.note(digest, error)
         self._loads.end(digest)
         self._ahead.failed(digest, now_s, is_cancelled=error is None)
         if error is not None:

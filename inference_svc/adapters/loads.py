@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from inference_svc.adapters.load_traces import LoadTraces
 from inference_svc.adapters.pull_job import PullJob
 from inference_svc.adapters.store import ImageHeader
+from inference_svc.spans import SpanContext
 
 
 class LoadState(enum.Enum):
@@ -76,6 +79,7 @@ class Loads:
     by_digest: dict[str, Load] = field(default_factory=dict)
     queued: dict[str, None] = field(default_factory=dict)
     short: dict[LoadState, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    traces: LoadTraces = field(default_factory=LoadTraces)
     _short_s: float = -math.inf
     """When a pull last waited for room."""
     _unwanted: set[str] = field(default_factory=set)
@@ -103,6 +107,7 @@ class Loads:
         load.waited_s = now_s - load.started_s
         load.state, load.job = LoadState.PULLING, job
         del self.queued[digest]
+        self.traces.pulls(digest, job, now_s)
 
     @property
     def num_pulling(self) -> int:
@@ -122,8 +127,30 @@ class Loads:
         """How many pulls may begin, of so many at a time."""
         return min(max(0, num_workers - self.num_pulling), len(self.queued))
 
-    def end(self, digest: str) -> None:
+    def trace(self, digest: str, asker: SpanContext, now_s: float) -> SpanContext | None:
+        """See Residency.trace_load."""
+        if digest in self.traces:
+            return self.traces.link(digest, asker)
+        load = self.by_digest.get(digest)
+        if load is None:
+            return None
+        self.traces.follow(digest, asker, now_s)
+        if load.job is not None:
+            self.traces.pulls(digest, load.job, now_s)
+        if load.state is not LoadState.PULLING:
+            self.traces.waits(digest, now_s)
+        return None
+
+    def end(self, digest: str, *, is_here: bool = False) -> None:
+        """`is_here`: requests can run with it."""
+        self._forget(digest)
+        if digest in self.traces:
+            self.traces.end(digest, time.monotonic(), is_here=is_here)
+
+    def _forget(self, digest: str) -> None:
         load = self.by_digest.pop(digest)
+        if load.header is not None:
+            self.traces.note(digest, bytes=load.header.total_bytes)
         self.queued.pop(digest, None)
         self.short[load.state].pop(digest, None)
         self._unwanted.discard(digest)
@@ -131,18 +158,23 @@ class Loads:
     def wait_for_room(self, digest: str, state: LoadState, now_s: float) -> None:
         self.by_digest[digest].wait_for_room(state, now_s)
         self.queued.pop(digest, None)
+        if state is LoadState.NEEDS_DEVICE_ROOM:
+            self.traces.is_pulled(digest, now_s)
+        self.traces.waits(digest, now_s)
         self.short[state][digest] = None
 
     def got_pull_room(self, digest: str, now_s: float) -> None:
         self.by_digest[digest].got_pull_room(now_s)
         del self.short[LoadState.NEEDS_PULL_ROOM][digest]
+        self.traces.goes_on(digest, now_s)
 
     def got_device_room(self, digest: str, now_s: float) -> Load:
         """Here it ends: what is left is a copy."""
         load = self.by_digest[digest]
         assert load.room_wait_since_s is not None
         load.waited_s += now_s - load.room_wait_since_s
-        self.end(digest)
+        self._forget(digest)
+        self.traces.copies(digest, now_s)
         return load
 
     def park(self, now_s: float) -> None:

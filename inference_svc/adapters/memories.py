@@ -17,6 +17,7 @@ from inference_svc.adapters.changes import (
 from inference_svc.adapters.copies import Copies
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.load_times import LoadTimes
+from inference_svc.adapters.load_traces import LoadTraces
 from inference_svc.adapters.slots import EvictionReason, Resident, Slots
 
 log = logging.getLogger(__name__)
@@ -33,13 +34,14 @@ class Memories:
     device: Slots
     host: HostTier | None
     times: LoadTimes
+    traces: LoadTraces
     on_left: Callable[[str], None]
     news: list[str] = field(default_factory=list)
     copying: Copies = field(init=False)
     _changes: PendingChanges = field(default_factory=PendingChanges)
 
     def __post_init__(self) -> None:
-        self.copying = Copies(self.times)
+        self.copying = Copies(self.times, self.traces)
         self.device.on_evict = self._on_evict
         if self.host is not None:
             self.host.slots.on_evict = self._on_host_evict

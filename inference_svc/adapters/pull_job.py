@@ -6,12 +6,16 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.store import ImageHeader, PullStream
 from inference_svc.errors import InferenceError
+from inference_svc.spans import CANCELLED, OpenSpan, Span, using
+
+PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
+"""As traces name it."""
 
 
 class ImageSink:
@@ -75,13 +79,15 @@ class PullJob:
     belongs to the pull thread that works on it.
 
     `last_progress_s` is when bytes last arrived, on the monotonic clock. `avoid` are sources to be
-    asked last.
+    asked last. `trace` is set where it is traced: each attempt is then one of `spans`.
     """
 
     def __init__(self, digest: str, layout_id: str, avoid: frozenset[str] = frozenset()) -> None:
         self.digest = digest
         self.layout_id = layout_id
         self.progress = Progress(avoid=avoid)
+        self.trace: OpenSpan | None = None
+        self.spans: list[Span] = []
         self.last_progress_s = time.monotonic()
         self._grants: queue.SimpleQueue[ImageSink | _NoRoom | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
@@ -161,6 +167,32 @@ class PullJob:
                     raise Parked
                 answer = self._grants.get()
         return answer
+
+    @contextlib.contextmanager
+    def attempting(self) -> Iterator[None]:
+        """An attempt, as a span: what is asked of the store meanwhile is a part of it."""
+        if self.trace is None:
+            yield
+            return
+        verified = self.progress.offset
+        span = self.trace.child(PULL_METHOD, "client")
+        span.attributes.update({"rpc.system.name": "grpc", "rpc.method": PULL_METHOD})
+        span.record = self.spans.append
+        try:
+            with using(span):
+                yield
+        except Parked:
+            span.note(parked=True)
+            raise
+        except InferenceError as error:
+            span.fail(error)
+            raise
+        finally:
+            if self.is_cancelled:
+                span.error, span.attributes[CANCELLED] = "", True
+            span.note(replica=self.progress.source, offset=verified)
+            span.note(bytes=self.progress.offset - verified, digest=self.digest)
+            span.end()
 
     def wait_before_retry(self, delay_s: float) -> None:
         self._cancelled.wait(delay_s)

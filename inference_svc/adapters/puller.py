@@ -129,7 +129,8 @@ class Puller:
         while not job.is_cancelled:
             verified = job.progress.offset
             try:
-                self._stream(job)
+                with job.attempting():
+                    self._stream(job)
                 return PullDone(job)
             except Parked:
                 return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from inference_svc.adapters.loader import Loader
 from inference_svc.adapters.loads import LoadState
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
+from inference_svc.spans import Span, SpanContext
 
 
 @dataclass
@@ -37,6 +38,15 @@ class Residency(Loader):
             self._loads.keep_unwanted(digest)
             return
         self._abandon(digest, load)
+
+    def trace_load(self, digest: str, asker: SpanContext, now_s: float) -> SpanContext | None:
+        """What is on its way for a request becomes a part of what `asker` does. If it is a part of
+        something else already, the load's own span, to be linked to."""
+        return self._loads.trace(digest, asker, now_s)
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """Of loads that are over, each once."""
+        return self._loads.traces.take()
 
     def can_run(self, digest: str) -> bool:
         """Whether `acquire` may be called."""

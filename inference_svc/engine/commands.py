@@ -33,6 +33,8 @@ class Commands:
         try:
             if call.command is Command.LOAD:
                 self.residency.want(call.digest, now_s, count=False)
+                if call.trace is not None:
+                    self.residency.trace_load(call.digest, call.trace, now_s)
                 self._loads.append(_PendingLoad(call, now_s))
                 return None
             if call.command is Command.UNLOAD:

@@ -104,7 +104,8 @@ class Engine:
         return True
 
     def _say(self) -> StepOutputs:
-        said = StepOutputs(tuple(self._outputs), tuple(self._replies))
+        spans = self.residency.take_spans()
+        said = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
         self._outputs, self._replies = [], []
         return said
 
@@ -233,7 +234,7 @@ class Engine:
         ended = {output.request_id for output in said.outputs if output.is_last}
         lost = [Output(r, error=error) for r in self.sequences if r not in ended]
         replies = [Reply(call_id, error=error) for call_id in self.commands.open_call_ids]
-        return StepOutputs((*said.outputs, *lost), (*said.replies, *replies), failure=error)
+        return StepOutputs((*said.outputs, *lost), (*said.replies, *replies), error, said.spans)
 
     def check_integrity(self) -> None:
         """Asserts that queues, pages, pins, memory and waiters agree."""

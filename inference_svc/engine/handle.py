@@ -81,7 +81,7 @@ class EngineThread:
             go_on = False
             while not engine.is_stopping:
                 outputs, go_on = engine.turn(self._messages(wait=not go_on))
-                if outputs.outputs or outputs.replies:
+                if outputs.outputs or outputs.replies or outputs.spans:
                     self._on_outputs(outputs)
                 engine.times.end()
             error: Exception = Draining("the server is shutting down")

@@ -41,6 +41,7 @@ class AdapterView(Protocol):
     def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
     def unwant(self, digest: str, *, expired: bool = False) -> None: ...
     def ensure(self, digest: str, now_s: float) -> None: ...
+    def trace_load(self, digest: str, asker: Any, now_s: float) -> Any: ...
     def may_start(self, digest: str) -> bool: ...
     def acquire(self, digest: str) -> int: ...
     def release(self, digest: str) -> None: ...
@@ -93,8 +94,15 @@ class Scheduler:
         self.queue.add(sequence)
         if sequence.request.digest:
             self._look_at(sequence.request.digest, now_s)
+            if sequence.request.trace is not None:
+                self._trace(sequence, now_s)
             if not self.queue.is_parked(sequence.request.digest):
                 _note_ready(sequence, now_s)
+
+    def _trace(self, sequence: Sequence, now_s: float) -> None:
+        request = sequence.request
+        load = self.adapters.trace_load(request.digest, request.trace, now_s)
+        sequence.load_trace = load or sequence.load_trace
 
     def _look_at(self, digest: str, now_s: float) -> None:
         """Parks what waits for this adapter, or lets it go on."""

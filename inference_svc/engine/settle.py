@@ -126,4 +126,5 @@ def _timings(sequence: Sequence, now_s: float) -> Timings:
         adapter_wait_s=0.0 if wanted is None else max(0.0, ready - wanted),
         first_token_s=(now_s if sequence.first_token_s is None else sequence.first_token_s)
         - arrival,
+        load=sequence.load_trace,
     )

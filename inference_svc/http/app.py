@@ -24,6 +24,7 @@ from inference_svc.http.statuses import answer_error
 from inference_svc.metrics import Metrics
 from inference_svc.service import Service
 from inference_svc.text.pieces import Pieces, Vocabulary
+from inference_svc.tracing import Tracing
 
 
 class Operations:
@@ -50,7 +51,11 @@ class Operations:
 
 
 def make_app(
-    service: Service, vocabulary: Vocabulary, metrics: Metrics, is_serving: Callable[[], bool]
+    service: Service,
+    vocabulary: Vocabulary,
+    metrics: Metrics,
+    is_serving: Callable[[], bool],
+    tracing: Tracing | None = None,
 ) -> Counting:
     """To be made, and served, on the event loop of `service`."""
     pieces = Pieces(vocabulary)
@@ -71,4 +76,4 @@ def make_app(
     handled = (InferenceError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
     app.router.redirect_slashes = False
-    return Counting(app, [route.path for route in routes], metrics.count_http)
+    return Counting(app, [route.path for route in routes], metrics.count_http, tracing)

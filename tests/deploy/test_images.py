@@ -136,7 +136,11 @@ def test_the_wheel_is_built_of_all_that_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("extras", "also"), [(["postgres"], ["psycopg"]), (["postgres", "gpu"], ["psycopg", "triton"])]
+    ("extras", "also"),
+    [
+        (["postgres", "otel"], ["psycopg", "opentelemetry-sdk"]),
+        (["postgres", "otel", "gpu"], ["psycopg", "triton"]),
+    ],
 )
 def test_requirements_are_the_projects(extras, also):
     command = [sys.executable, FOLDER / "requirements.py", ROOT / "pyproject.toml", *extras]

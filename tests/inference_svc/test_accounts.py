@@ -185,6 +185,7 @@ def test_prompts_are_logged_where_a_setting_says_so(
     serve(body, log_prompts=True)
     [line] = request_lines(log)
     assert line["prompt"] == shown
+    assert "log_prompts is on" in log.getvalue(), "who runs it is told at start"
 
 
 def test_a_quiet_log_costs_no_line(serve: Any, log: io.StringIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from inference_svc.core import LayoutAccepted
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.handle import EngineThread
+from tests.otlp import Receiver
 from tests.together.engines import CompilingStore, Running
+from tests.together.observed import ENVIRONMENT, Observed
 from tests.together.services import Services
 from tests.together.zoo import Zoo, make_zoo
 
@@ -68,6 +71,20 @@ def services(
     with Services(zoos("llama"), tmp_path_factory.mktemp("services")) as made:
         yield made
         made.check_exit_codes()
+
+
+@pytest.fixture(scope="session")
+def observed(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Observed]:
+    """A system whose spans and logs are read."""
+    folder = tmp_path_factory.mktemp("observed")
+    with Receiver() as receiver, ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            made = stack.enter_context(Observed(zoos("llama"), folder, receiver))
+        yield made
 
 
 @pytest.fixture

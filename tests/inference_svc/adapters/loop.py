@@ -1,0 +1,55 @@
+"""Residency without an engine around it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+
+import torch
+
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.adapters.puller import Puller, PullEvent
+from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.slots import Slots
+
+LAYOUT_ID = "sha256:layout"
+
+
+class Loop:
+    """The engine's part in residency, without an engine: events in, changes applied."""
+
+    def __init__(self, store, layout: ModelLayout, arena_bytes: int, host_bytes: int) -> None:
+        self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
+        self.puller = Puller(store, 2, self.events.put, layout.check_header)
+        host = HostTier(host_bytes, pin_memory=False) if host_bytes else None
+        slab = None if host is None else host.slab
+        self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
+        memory = self.arena.memory if host is None else host.memory
+        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller, 64, 10.0)
+        self.residency.set_layout(LAYOUT_ID)
+        self.failures: list[tuple[str, Exception]] = []
+        self.queue: list[str] = []
+
+    def turn(self, timeout_s: float = 0.02) -> None:
+        with contextlib.suppress(queue.Empty):
+            self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
+        self.residency.advance(time.monotonic(), lambda: [(digest, True) for digest in self.queue])
+        self.failures += self.residency.take_failures()
+        self.arena.apply(self.residency.take_changes())
+        self.residency.copied(self.arena.take_copied(), time.monotonic())
+        self.residency.check_integrity(self.residency._waiters)
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "nothing happened"
+            self.turn()
+
+    def load(self, digest: str) -> int:
+        """Wants, waits and acquires."""
+        self.residency.want(digest, time.monotonic())
+        self.until(lambda: self.residency.can_run(digest))
+        return self.residency.acquire(digest)

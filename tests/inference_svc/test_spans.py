@@ -1,0 +1,146 @@
+"""Spans as plain data; of both services, whose modules are the same but for their names."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+
+import pytest
+
+from inference_svc import spans
+from inference_svc.errors import AdapterNotFound
+from inference_svc.spans import OpenSpan, Phases, Span, SpanContext, caller_of, new_id, phase
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ROOT = Path(__file__).parents[2]
+
+
+def opened(*, is_sampled: bool = True) -> tuple[OpenSpan, list[Span]]:
+    """A span, and what is recorded of it and below it."""
+    recorded: list[Span] = []
+    context = SpanContext(TRACE, SPAN, is_sampled)
+    return OpenSpan("work", "server", context, "", recorded.append), recorded
+
+
+def test_both_services_have_the_same() -> None:
+    for name in ("spans.py", "otlp.py"):
+        ours = (ROOT / "inference_svc" / name).read_text()
+        theirs = (ROOT / "adapter_store" / name).read_text()
+        assert ours.replace("inference_svc", "adapter_store") == theirs
+
+
+@pytest.mark.parametrize(
+    ("value", "is_sampled", "is_random"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True, False),
+        (f"00-{TRACE}-{SPAN}-00", False, False),
+        (f"00-{TRACE}-{SPAN}-07", True, True),
+        (f"cc-{TRACE}-{SPAN}-02-what-may-come", False, True),
+    ],
+)
+def test_a_callers_span_is_read(value: str, is_sampled: bool, is_random: bool) -> None:
+    found = caller_of([("other", "1"), ("traceparent", value), ("tracestate", "a=1,b=2")])
+    assert found == SpanContext(TRACE, SPAN, is_sampled, "a=1,b=2", is_random)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "nonsense",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}",
+        b"00-bytes",
+    ],
+)
+def test_what_is_no_span_is_passed_over(value: str | bytes) -> None:
+    assert caller_of([("traceparent", value)]) is None
+
+
+@pytest.mark.parametrize("state", ["x" * 513, "a=\n", b"a=1"])
+def test_a_state_that_cannot_be_passed_on_is_not(state: str | bytes) -> None:
+    found = caller_of([("traceparent", f"00-{TRACE}-{SPAN}-01"), ("tracestate", state)])
+    assert found is not None
+    assert found.state == ""
+
+
+def test_what_is_told_is_what_is_read() -> None:
+    for is_sampled in (True, False):
+        context = SpanContext(new_id(16), new_id(8), is_sampled, "a=1")
+        assert caller_of(context.headers()) == context
+        assert pickle.loads(pickle.dumps(context)) == context
+        child = context.child()
+        assert (child.trace_id, child.is_sampled) == (context.trace_id, is_sampled)
+        assert child.span_id != context.span_id
+
+
+def test_phases_lie_below_each_other_and_end() -> None:
+    work, recorded = opened()
+    with spans.using(work):
+        with phase("outer", digest="sha256:1", empty="") as outer:
+            assert spans.current() is outer
+            with phase("inner"):
+                [(_, parent)] = spans.outgoing()
+                assert spans.log_facts()["trace_id"] == TRACE
+        assert spans.current() is work
+    inner, top = recorded
+    assert (inner.name, inner.parent_id) == ("inner", top.context.span_id)
+    assert (top.name, top.parent_id) == ("outer", SPAN)
+    assert inner.context.span_id in parent
+    assert top.attributes == {"loadout.digest": "sha256:1"}
+    assert top.start_s <= inner.start_s <= inner.end_s <= top.end_s
+    assert spans.current() is None
+
+
+def test_a_phase_says_why_it_failed_but_not_in_its_words() -> None:
+    work, recorded = opened()
+    for error in (AdapterNotFound("no adapter secret-name"), ValueError("secret")):
+        with spans.using(work), pytest.raises(type(error)), phase("x"):
+            raise error
+    assert [span.error for span in recorded] == ["ADAPTER_NOT_FOUND", "ValueError"]
+    assert "secret" not in repr(recorded)
+
+
+def test_whoever_leaves_is_no_error() -> None:
+    work, recorded = opened()
+    with spans.using(work), pytest.raises(asyncio.CancelledError), phase("x"):
+        raise asyncio.CancelledError
+    assert (recorded[0].error, recorded[0].attributes) == ("", {"loadout.cancelled": True})
+
+
+def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
+    work, recorded = opened(is_sampled=False)
+    with spans.using(work), phase("x") as made:
+        assert made is None
+        assert spans.outgoing() == (("traceparent", f"00-{TRACE}-{SPAN}-02"),)
+        assert spans.log_facts() == {}
+        Phases().enter("y")
+    work.end()
+    assert recorded == []
+
+
+def test_a_span_ends_once() -> None:
+    work, recorded = opened()
+    work.note(text="x" * 1000)
+    work.end()
+    work.end()
+    assert len(recorded) == 1
+    assert recorded[0].attributes == {"loadout.text": "x" * 256}
+    assert recorded[0].end_s >= recorded[0].start_s
+
+
+def test_phases_of_a_generator_follow_each_other() -> None:
+    work, recorded = opened()
+    with spans.using(work):
+        phases = Phases()
+    phases.enter("wait")
+    phases.enter("stream")
+    phases.end(bytes=7)
+    phases.end()
+    assert [span.name for span in recorded] == ["wait", "stream"]
+    assert recorded[0].end_s <= recorded[1].start_s
+    assert recorded[1].attributes == {"loadout.bytes": 7}
