@@ -28,7 +28,7 @@ SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 ELSEWHERE = {
     # Of programs that are not ours: kubectl, kustomize, sqlite3, PostgreSQL's, apt, docker, curl.
     "--from-file", "--format", "--file", "--exit-on-error", "--single-transaction", "--no-owner",
-    "--dbname", "--env-file", "--build",
+    "--dbname", "--env-file", "--build", "--previous",
     # Of modules that are run with `python -m`; their own --help names them.
     "--device-memory", "--rank", "--help",
 }  # fmt: skip
