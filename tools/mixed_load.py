@@ -22,7 +22,8 @@ from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.system import System, SystemSettings
 from loadout.retry import RetryPolicy
-from tools.load_roles import BASE_MODEL, MISFIT, Caller, Operator, Role, Scene, Trainer
+from tools.load_role import Role, Scene
+from tools.load_roles import BASE_MODEL, MISFIT, Caller, Operator, Trainer
 
 NUM_ADAPTERS = 32
 NUM_CONTENTS = 8
