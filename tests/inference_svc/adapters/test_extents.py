@@ -63,6 +63,15 @@ class AllocatorMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         self.allocator.check_integrity([extent for extents in self.held for extent in extents])
 
+    @invariant()
+    def one_made_around_what_is_held_is_equal(self) -> None:
+        held = [extent for extents in self.held for extent in extents]
+        made = ExtentAllocator.around(GRANULES * GRANULE_BYTES + 17, reversed(held))
+        made.check_integrity(held)
+        assert made.free_bytes == self.allocator.free_bytes
+        assert made.num_free_ranges == self.allocator.num_free_ranges
+        assert made.largest_free_bytes == self.allocator.largest_free_bytes
+
 
 TestAllocator = AllocatorMachine.TestCase
 

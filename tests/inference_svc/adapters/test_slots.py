@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from inference_svc.adapters.slots import EvictionReason, Shape, Slots
+from inference_svc.adapters.slots import EvictionReason, Resident, Shape, Slots
 from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.errors import NoRoom
 
@@ -164,3 +166,26 @@ def test_what_is_said_of_a_memory() -> None:
     assert slots.reserve(header("d", 10), reason=EvictionReason.AGED) is not None
     assert slots.evictions == {EvictionReason.AGED: 1}
     assert (slots.extents.largest_free_bytes, slots.extents.num_free_ranges) == (2 * KIB, 1)
+
+
+class Counting(Slots):
+    """Counts the images that are looked at."""
+
+    num_looked_at = 0
+
+    def may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
+        self.num_looked_at += 1
+        return super().may_evict(resident, keep)
+
+
+def test_of_many_images_only_those_are_looked_at_that_leave() -> None:
+    num_images = 2_000
+    slots = Counting(num_images * 2 * KIB, num_images)
+    for number in range(num_images):
+        resident = slots.reserve(header(f"d{number}", 2))
+        assert resident is not None
+        resident.ready = True
+    assert slots.num_looked_at == 0
+    assert slots.reserve(header("large", 5), wanted={"d1"}) is not None
+    assert [d for d in ("d0", "d1", "d2", "d3", "d4") if d not in slots] == ["d0", "d2", "d3"]
+    assert slots.num_looked_at == 3
