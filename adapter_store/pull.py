@@ -61,6 +61,16 @@ class ImageTrailer:
 PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
+@dataclass(eq=False, slots=True)
+class ActivePull:
+    """A pull in progress. `began_s` is of the monotonic clock."""
+
+    digest: str
+    layout_id: str
+    began_s: float
+    sent_bytes: int = 0
+
+
 class Pulls:
     """Streams images. Lives on the event loop. `use_layout` is told of each pull's layout."""
 
@@ -68,7 +78,11 @@ class Pulls:
         self._images = images
         self._metrics = metrics
         self._use_layout = use_layout
-        self.num_active = 0
+        self.active: set[ActivePull] = set()
+
+    @property
+    def num_active(self) -> int:
+        return len(self.active)
 
     async def stream(
         self, key: ImageKey, offset: int, image_id: str, tenants: Tenants = None
@@ -83,8 +97,9 @@ class Pulls:
         Raises as Images.hold and GrowingImage.part, and InvalidArgument for an offset beyond the
         image.
         """
-        self.num_active += 1
         began_s = time.monotonic()
+        active = ActivePull(*key, began_s)
+        self.active.add(active)
         result = "cancelled"
         try:
             async with self._images.hold(key, tenants) as image:
@@ -99,14 +114,16 @@ class Pulls:
                         break
                     for message in part_messages(data, part, start):
                         yield message
-                    self._metrics.pulled_bytes.inc(part.end - max(part.start, start))
+                    num_bytes = part.end - max(part.start, start)
+                    self._metrics.pulled_bytes.inc(num_bytes)
+                    active.sent_bytes += num_bytes
                 yield ImageTrailer((await image.whole()).sha256)
                 result = "complete"
         except StoreError as error:
             result = error.reason.lower()
             raise
         finally:
-            self.num_active -= 1
+            self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adapter_store.catalog import CatalogCounts
+from adapter_store.images import ImageInProgress
 from adapter_store.metrics import Sample
+from adapter_store.pull import ActivePull
 from adapter_store.tiers import TierCounts
 
 
@@ -20,6 +22,17 @@ class StoreStatus:
     """What this replica found in the tier shared with others; its size is not known here."""
     images_in_progress: int = 0
     images_waiting_for_room: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreWork:
+    """What the store is doing."""
+
+    num_registrations: int
+    num_uploads: int
+    num_queued_ahead: int
+    images: list[ImageInProgress]
+    pulls: list[ActivePull]
 
 
 def samples(status: StoreStatus) -> list[Sample]:

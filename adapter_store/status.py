@@ -22,6 +22,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from adapter_store import call_facts, errors
+from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
 
@@ -120,8 +121,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     grpc stops are dropped, and their callers would read CANCELLED.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, last_errors: LastErrors | None = None) -> None:
         self._metrics = metrics
+        self._last_errors = LastErrors() if last_errors is None else last_errors
         self._is_draining = False
         self._running = 0
         self._last_end = -QUIET_SECONDS
@@ -200,9 +202,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
             code = "CANCELLED"
             await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
-        except Exception:
+        except Exception as error:
             code = "INTERNAL"
-            call_facts.note(reason=code)
+            call_facts.note(reason=code, why=where(error))
             logger.exception("call failed", extra={"method": method})
             await abort(context, _unknown())
         finally:
@@ -216,6 +218,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         reason = facts.get("reason")
         if reason is not None:
             self._metrics.rejections.labels(method, reason).inc()
+            self._last_errors.note(code, facts)
         level = logging.DEBUG if code == "OK" and method in QUIET_METHODS else logging.INFO
         if logger.isEnabledFor(level):
             message = "call finished" if reason is None else "call refused"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from inference_svc.access import Action, Principal
 from inference_svc.accounts import Account, Accounts
@@ -20,6 +22,8 @@ from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
+
+TRACE_CHUNK_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,18 @@ class Resident(NamedTuple):
     names: list[str]
 
 
+class TraceFile(NamedTuple):
+    """Of a trace of steps."""
+
+    num_steps: int
+    file: BinaryIO
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """What is in it, read off the event loop."""
+        while chunk := await asyncio.to_thread(self.file.read, TRACE_CHUNK_BYTES):
+            yield chunk
+
+
 class Service:
     """Everything here lives on one event loop. `registry` None: there is no store."""
 
@@ -82,6 +98,10 @@ class Service:
     def admit(self, caller: Caller, action: Action) -> Principal:
         """Raises as Gate.admit: the first thing that a call does."""
         return self._gate.admit(caller.metadata, action)
+
+    def admit_inspector(self, caller: Caller) -> None:
+        """As `admit`, for what tells of everybody's requests."""
+        self.admit(caller, Action.INSPECT).require_all_tenants("this tells")
 
     def recognise(self, caller: Caller, what: str) -> None:
         """For a call that is admitted once more of it is read. Raises Unauthenticated, and writes
@@ -183,6 +203,17 @@ class Service:
 
     async def describe(self) -> EngineStatus:
         return await self._frontend.describe()
+
+    @asynccontextmanager
+    async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
+        """The trace of the next steps, readable while the context lasts. Raises ProfileRunning,
+        NoSteps."""
+        trace = await self._frontend.profile(num_steps, timeout_s)
+        try:
+            with Path(trace.path).open("rb") as file:
+                yield TraceFile(trace.num_steps, file)
+        finally:
+            trace.remove()
 
     async def list_adapters(self, who: Principal, page_size: int, page_token: str) -> AdapterPage:
         """Of a page of the catalog what the caller can generate with here. Raises

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inference_svc.access import Action
-from inference_svc.errors import InferenceError, PermissionDenied
+from inference_svc.errors import InferenceError
 from inference_svc.http.adapters import Adapters
 from inference_svc.http.chat import ChatBody, ChatCompletions
 from inference_svc.http.completions import CompletionBody, Completions
-from inference_svc.http.counting import Counting
+from inference_svc.http.counting import Counting, OnEnd
 from inference_svc.http.generate import Generating
 from inference_svc.http.models import Models
 from inference_svc.http.reading import caller_of
@@ -41,19 +41,22 @@ class Operations:
     async def metrics(self, request: Request) -> Response:
         """Names of all tenants' adapters are in it, and callers may come here."""
         who = self._service.admit(caller_of(request), Action.OPERATE)
-        if who.tenants is not None:
-            raise PermissionDenied(
-                f"the token {who.name!r} is not for all tenants, of which the metrics tell"
-            )
+        who.require_all_tenants("the metrics tell")
         accept = request.headers.get("accept", "")
         text, media_type = await asyncio.to_thread(self._metrics.exposition, accept)
         return Response(text, headers={"content-type": media_type})
 
 
 def make_app(
-    service: Service, vocabulary: Vocabulary, metrics: Metrics, is_serving: Callable[[], bool]
+    service: Service,
+    vocabulary: Vocabulary,
+    metrics: Metrics,
+    on_end: OnEnd,
+    load: Callable[[], str],
+    *,
+    is_serving: Callable[[], bool],
 ) -> Counting:
-    """To be made, and served, on the event loop of `service`."""
+    """To be served on the event loop of `service`. `on_end` and `load` are Counting's."""
     pieces = Pieces(vocabulary)
     models, adapters = Models(service), Adapters(service)
     operations = Operations(service, metrics, is_serving)
@@ -72,4 +75,4 @@ def make_app(
     handled = (InferenceError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
     app.router.redirect_slashes = False
-    return Counting(app, [route.path for route in routes], metrics.count_http)
+    return Counting(app, [route.path for route in routes], on_end, load)
