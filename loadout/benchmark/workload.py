@@ -45,7 +45,7 @@ def _prompt(chooser: random.Random, num_chars: int) -> str:
     """Words of letters: about as many tokens whatever the tokenizer."""
     words: list[str] = []
     length = 0
-    while length < num_chars:
+    while length <= num_chars:
         word = "".join(chooser.choices("abcdefghijklmnopqrstuvwxyz", k=chooser.randint(2, 8)))
         words.append(word)
         length += len(word) + 1

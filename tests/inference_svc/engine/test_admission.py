@@ -30,10 +30,10 @@ from inference_svc.engine.admission import (
     Admission,
 )
 from inference_svc.engine.commands import Commands
-from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.pace import Pace
 from inference_svc.engine.pages import PagePool
+from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
 from tests.inference_svc.engine.server import Server
