@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -188,11 +189,13 @@ class Service:
             line.digest = await self._digest(who, ref)
             return self._named(who, await self._frontend.unpin(line.digest))
 
-    async def list_resident(self, who: Principal) -> list[Resident]:
-        """Those of the caller's tenants."""
-        adapters = await self._frontend.list_resident()
+    async def list_resident(self, who: Principal, limit: int = 0) -> list[Resident]:
+        """Those of the caller's tenants, at most `limit` if that is not 0."""
+        # Who is not for all may have no part in the first so many.
+        adapters = await self._frontend.list_resident(limit if who.tenants is None else 0)
         owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
-        return [self._named(who, adapter) for adapter in adapters if adapter.digest in owned]
+        own = (adapter for adapter in adapters if adapter.digest in owned)
+        return [self._named(who, adapter) for adapter in islice(own, limit or None)]
 
     # --- telling --------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
         who = self._service.admit(_caller(context), Action.OPERATE)
-        residents = await self._service.list_resident(who)
+        residents = await self._service.list_resident(who, request.limit)
         return pb.ListResidentAdaptersResponse(
             adapters=[convert.to_resident_adapter(*resident) for resident in residents]
         )

@@ -303,9 +303,10 @@ class AsyncClient:
         return await self._call(calls.unpin_resident(ref), timeout_s)
 
     async def residents(
-        self, *, timeout_s: float | None = None
+        self, limit: int = 0, *, timeout_s: float | None = None
     ) -> tuple[types.ResidentAdapter, ...]:
-        return await self._call(calls.residents(), timeout_s)
+        """What is resident, those on the device first; `limit` 0: all."""
+        return await self._call(calls.residents(limit), timeout_s)
 
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)

@@ -278,8 +278,8 @@ def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
     return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident, adapter=ref)
 
 
-def residents() -> Call[tuple[types.ResidentAdapter, ...]]:
-    request = inference_pb.ListResidentAdaptersRequest()
+def residents(limit: int) -> Call[tuple[types.ResidentAdapter, ...]]:
+    request = build(inference_pb.ListResidentAdaptersRequest, limit=limit)
     return Call(Service.INFERENCE, "ListResidentAdapters", request, convert.residents)
 
 

@@ -340,8 +340,11 @@ class Client:
     def unpin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
         return self._call(calls.unpin_resident(ref), timeout_s)
 
-    def residents(self, *, timeout_s: float | None = None) -> tuple[types.ResidentAdapter, ...]:
-        return self._call(calls.residents(), timeout_s)
+    def residents(
+        self, limit: int = 0, *, timeout_s: float | None = None
+    ) -> tuple[types.ResidentAdapter, ...]:
+        """What is resident, those on the device first; `limit` 0: all."""
+        return self._call(calls.residents(limit), timeout_s)
 
     def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return self._call(calls.server_info(), timeout_s)
