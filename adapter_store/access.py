@@ -27,6 +27,7 @@ class Action(enum.Enum):
     PIN = "pin or unpin adapters"
     REGISTER_LAYOUT = "register layouts"
     STATUS = "read the store's status"
+    INSPECT = "debug the store"
 
 
 _ACTIONS_OF_ROLE: dict[Role, frozenset[Action]] = {
@@ -65,6 +66,13 @@ class Principal:
                 f"{f'{subject}: ' if subject else ''}the token {self.name!r} (roles: {roles}) "
                 f"may not {action.value}",
                 subject=subject,
+            )
+
+    def require_all_tenants(self, what: str) -> None:
+        """For what tells of everybody. Raises PermissionDenied."""
+        if self.tenants is not None:
+            raise PermissionDenied(
+                f"the token {self.name!r} is not for all tenants, of which {what}"
             )
 
     def require_tenant(self, tenant: str, subject: str) -> None:

@@ -32,6 +32,11 @@ class Ahead:
         self._tasks = [asyncio.create_task(self._make()) for _ in range(num_workers)]
         self._tasks.append(asyncio.create_task(self._scan()))
 
+    @property
+    def num_queued(self) -> int:
+        """Images that are wanted, and nobody has begun with."""
+        return self._keys.qsize()
+
     def want(self, keys: Iterable[ImageKey]) -> None:
         """What is made for them is a part of what the caller does."""
         for key in keys:

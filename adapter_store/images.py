@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from adapter_store.buffers import resident_buffer
 from adapter_store.builder import Build, ImageBuilder, NotAhead
@@ -40,6 +41,15 @@ class _Flight:
         self.task: asyncio.Task[None]
         self.begun: asyncio.Future[MemoryEntry] = asyncio.get_running_loop().create_future()
         self.room: Room | None = None
+
+
+class ImageInProgress(NamedTuple):
+    """What it is made for, such as "pull" or "ahead", and whether it has got room and grows."""
+
+    digest: str
+    layout_id: str
+    priority: str
+    is_growing: bool
 
 
 class Images:
@@ -81,6 +91,13 @@ class Images:
     @property
     def num_waiting_for_room(self) -> int:
         return self._num_waiting
+
+    def in_progress(self) -> list[ImageInProgress]:
+        """What `num_in_progress` counts."""
+        return [
+            ImageInProgress(*key, flight.priority.name.lower(), flight.begun.done())
+            for key, flight in self._flights.items()
+        ]
 
     @asynccontextmanager
     async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[GrowingImage]:

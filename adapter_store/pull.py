@@ -62,6 +62,16 @@ class ImageTrailer:
 PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
+@dataclass(eq=False, slots=True)
+class ActivePull:
+    """A pull in progress. `began_s` is of the monotonic clock."""
+
+    digest: str
+    layout_id: str
+    began_s: float
+    sent_bytes: int = 0
+
+
 class Pulls:
     """Streams images. Lives on the event loop. `use_layout` is told of each pull's layout."""
 
@@ -69,7 +79,11 @@ class Pulls:
         self._images = images
         self._metrics = metrics
         self._use_layout = use_layout
-        self.num_active = 0
+        self.active: set[ActivePull] = set()
+
+    @property
+    def num_active(self) -> int:
+        return len(self.active)
 
     async def stream(
         self, key: ImageKey, offset: int, image_id: str, tenants: Tenants = None
@@ -84,8 +98,9 @@ class Pulls:
         Raises as Images.hold and GrowingImage.part, and InvalidArgument for an offset beyond the
         image.
         """
-        self.num_active += 1
         began_s = time.monotonic()
+        active = ActivePull(*key, began_s)
+        self.active.add(active)
         result = "cancelled"
         phases, num_sent = Phases(), 0
         phases.enter("wait")
@@ -107,6 +122,7 @@ class Pulls:
                     num_bytes = part.end - max(part.start, start)
                     self._metrics.pulled_bytes.inc(num_bytes)
                     num_sent += num_bytes
+                    active.sent_bytes += num_bytes
                 yield ImageTrailer((await image.whole()).sha256)
                 result = "complete"
         except BaseException as error:
@@ -116,7 +132,7 @@ class Pulls:
             raise
         finally:
             phases.end(failure, bytes=num_sent)
-            self.num_active -= 1
+            self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
 
 

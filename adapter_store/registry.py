@@ -39,7 +39,7 @@ from adapter_store.policy import PolicyFile
 from adapter_store.pull import PullMessage, Pulls
 from adapter_store.rates import Rates
 from adapter_store.registration import Registrar, Registration
-from adapter_store.report import StoreStatus, Work
+from adapter_store.report import StoreStatus, Work, WorkDetails
 from adapter_store.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.tiers import TierCounts
@@ -224,6 +224,16 @@ class Registry:
             None if self.shared_counts is None else dataclasses.replace(self.shared_counts),
             self._images.num_in_progress,
             self._images.num_waiting_for_room,
+        )
+
+    def work_details(self) -> WorkDetails:
+        """On the event loop."""
+        return WorkDetails(
+            len(self._registrations),
+            self._num_uploads,
+            self._ahead.num_queued,
+            self._images.in_progress(),
+            list(self._pulls.active),
         )
 
     @asynccontextmanager

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.catalog import CatalogCounts
+from adapter_store.images import ImageInProgress
 from adapter_store.metrics import Sample
+from adapter_store.pull import ActivePull
 from adapter_store.tiers import TierCounts
 
 
@@ -23,6 +25,17 @@ class Work:
     """What this replica found in the tier shared with others; its size is not known here."""
     images_in_progress: int = 0
     images_waiting_for_room: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDetails:
+    """What the store is doing, one by one."""
+
+    num_registrations: int
+    num_uploads: int
+    num_queued_ahead: int
+    images: list[ImageInProgress]
+    pulls: list[ActivePull]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from grpc_reflection.v1alpha import reflection
 
 from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
+from adapter_store.debug.info import DebugInfo
+from adapter_store.debug.last_errors import LastErrors
 from adapter_store.durable import write_atomically
 from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 from adapter_store.gate import Gate
@@ -103,14 +105,17 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
         store = await stack.enter_async_context(open_store(settings))
         store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
-        calls = StatusInterceptor(store.metrics, tracing)
+        errors = LastErrors()
+        calls = StatusInterceptor(store.metrics, errors, tracing)
         gate = Gate(store.policies)
         # Outermost what counts and drains.
         interceptors = [calls, TokenGuard(gate, partial(audit_refusal, audit))]
         server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
-        adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(
-            AdapterStoreServicer(store.registry, gate, audit, settings.pull_stall_seconds), server
+        debug = DebugInfo(settings, store.registry, store.metrics, errors)
+        servicer = AdapterStoreServicer(
+            store.registry, gate, audit, settings.pull_stall_seconds, debug
         )
+        adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(servicer, server)
         status = _add_health_and_reflection(server)
         grpc_address = _bind(server, settings.listen, certificates)
         await server.start()

@@ -13,6 +13,7 @@ import grpc
 from adapter_store import call_facts, convert
 from adapter_store.access import Action, Principal
 from adapter_store.audit import Audit, AuditLine
+from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled, StoreError
 from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
@@ -47,9 +48,15 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     """`pull_stall_seconds`: how long a pull waits for a reader that takes nothing."""
 
     def __init__(
-        self, registry: Registry, gate: Gate, audit: Audit, pull_stall_seconds: float
+        self,
+        registry: Registry,
+        gate: Gate,
+        audit: Audit,
+        pull_stall_seconds: float,
+        debug: DebugInfo,
     ) -> None:
         self._registry = registry
+        self._debug = debug
         self._gate = gate
         self._audit = audit
         self._pull_stall_seconds = pull_stall_seconds
@@ -201,6 +208,16 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             blob_bytes=catalog.blob_bytes,
             active_pulls=work.active_pulls,
         )
+
+    async def GetDebugInfo(  # noqa: N802
+        self, request: pb.GetDebugInfoRequest, context: Context
+    ) -> AsyncIterator[pb.GetDebugInfoResponse]:
+        self._admit(context, Action.INSPECT).require_all_tenants("this tells")
+        async with aclosing(self._debug.parts()) as parts:
+            async for part in parts:
+                yield pb.GetDebugInfoResponse(
+                    name=part.name, content=part.content, error=part.error
+                )
 
     def _admit(self, context: Context, action: Action) -> Principal:
         """The caller. Raises as Gate.admit: the first thing that a call does."""

@@ -22,6 +22,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from adapter_store import call_facts, errors
+from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
 from adapter_store.tracing import Tracing, begin_call, end_call
@@ -124,8 +125,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     grpc stops are dropped, and their callers would read CANCELLED.
     """
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        last_errors: LastErrors | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._metrics = metrics
+        self._last_errors = LastErrors() if last_errors is None else last_errors
         self._tracing = tracing
         self._is_draining = False
         self._running = 0
@@ -208,9 +215,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
             code = "CANCELLED"
             await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
-        except Exception:
+        except Exception as error:
             code = "INTERNAL"
-            call_facts.note(reason=code)
+            call_facts.note(reason=code, why=where(error))
             logger.exception("call failed", extra={"method": method})
             await abort(context, _unknown())
         finally:
@@ -227,6 +234,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         reason = facts.get("reason")
         if reason is not None:
             self._metrics.rejections.labels(method, reason).inc()
+            self._last_errors.note(code, facts)
         level = logging.DEBUG if code == "OK" and method in QUIET_METHODS else logging.INFO
         if logger.isEnabledFor(level):
             message = "call finished" if reason is None else "call refused"

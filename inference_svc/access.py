@@ -19,12 +19,13 @@ class Action(enum.Enum):
 
     GENERATE = "generate"
     OPERATE = "load, unload, pin or list adapters"
+    INSPECT = "debug or profile the server"
     INFO = "read the server's facts"
 
 
 _ACTIONS_OF_ROLE: dict[Role, frozenset[Action]] = {
     Role.CALLER: frozenset({Action.GENERATE, Action.INFO}),
-    Role.OPERATOR: frozenset({Action.OPERATE, Action.INFO}),
+    Role.OPERATOR: frozenset({Action.OPERATE, Action.INSPECT, Action.INFO}),
 }
 
 
@@ -47,6 +48,13 @@ class Principal:
             roles = ", ".join(sorted(role.value for role in self.roles)) or "none in this service"
             raise PermissionDenied(
                 f"the token {self.name!r} (roles: {roles}) may not {action.value}"
+            )
+
+    def require_all_tenants(self, what: str) -> None:
+        """For what tells of everybody. Raises PermissionDenied."""
+        if self.tenants is not None:
+            raise PermissionDenied(
+                f"the token {self.name!r} is not for all tenants, of which {what}"
             )
 
     def is_for(self, tenant: str) -> bool:

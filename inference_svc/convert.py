@@ -28,6 +28,10 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }
+MAX_PROFILED_STEPS = 200
+PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
+"""For so many steps to come by."""
+
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
@@ -165,3 +169,21 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
         pb.MemoryUse(name=name, used_bytes=used, capacity_bytes=capacity)
         for name, (used, capacity) in memory.items()
     ]
+
+
+def from_profile_request(request: pb.ProfileStepsRequest) -> tuple[int, float]:
+    """(steps, seconds to wait for them). Raises InvalidRequest."""
+    num_steps = request.num_steps
+    if not 1 <= num_steps <= MAX_PROFILED_STEPS:
+        raise InvalidRequest(
+            f"num_steps must be from 1 to {MAX_PROFILED_STEPS}", subject="num_steps"
+        )
+    timeout_s = PROFILE_SECONDS
+    if request.HasField("timeout_seconds"):
+        timeout_s = request.timeout_seconds
+    if not 0 < timeout_s <= MAX_PROFILE_SECONDS:  # NaN, too
+        raise InvalidRequest(
+            f"timeout_seconds must be above 0 and at most {MAX_PROFILE_SECONDS:g}",
+            subject="timeout_seconds",
+        )
+    return num_steps, timeout_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 BASE_SLOT = -1
@@ -197,6 +198,8 @@ class Command(enum.Enum):
     UNPIN = "unpin"
     LIST_RESIDENT = "list_resident"
     DESCRIBE = "describe"
+    EXAMINE = "examine"
+    PROFILE = "profile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +207,10 @@ class Call:
     """An operator's command; answered by one Reply of the same id.
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
-    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus. `limit` is how many
-    LIST_RESIDENT answers at most, 0 for all: of each tier the last used first, those on the device
-    before the others. `trace` as of a Request.
+    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, EXAMINE EngineDetails,
+    PROFILE a StepTrace. `limit` is how many LIST_RESIDENT answers at most, 0 for all: of each tier
+    the last used first, those on the device before the others; how many rows of anything EXAMINE
+    tells; and how many steps PROFILE traces, within `timeout_s`. `trace` as of a Request.
     """
 
     call_id: int
@@ -214,7 +218,26 @@ class Call:
     digest: str = ""
     pin: bool = False
     limit: int = 0
+    timeout_s: float = 0.0
     trace: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Nobody waits for this call's Reply any more."""
+
+    call_id: int
+
+
+class StepTrace(NamedTuple):
+    """A gzipped trace of `num_steps` steps, in a file that is the receiver's to remove."""
+
+    path: str
+    num_steps: int
+
+    def remove(self) -> None:
+        """Does nothing the second time."""
+        Path(self.path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +260,7 @@ class Stop:
     """Ends the loop; whatever still runs is answered with Draining."""
 
 
-Message = Submit | Cancel | Call | LayoutAccepted | Repointed | Stop
+Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +377,8 @@ class EngineStatus:
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
-    is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch".
+    is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch", and
+    `machine` on what.
     `counters`, `histograms` and `phases` are monotonic; `phases` are histograms of one label, by
     name and then by its value. `tiers` are "device" and, where there is one, "host"; `loads` counts
     adapters on their way by state.
@@ -369,6 +393,7 @@ class EngineStatus:
     memory_limit_bytes: int = 0
     process_id: int = 0
     kernels: str = ""
+    machine: str = ""
     histograms: dict[str, HistogramState] = field(default_factory=dict)
     phases: dict[str, dict[str, HistogramState]] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)

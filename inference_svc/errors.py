@@ -12,6 +12,8 @@ InferenceError
  ├─ CorruptImage         pulled bytes fail their hash
  ├─ QueueFull            too many requests wait; `retry_after_s` says when to come back
  ├─ NoRoom               what is asked for would pin or occupy more than there is
+ ├─ ProfileRunning       steps are being traced for somebody else
+ ├─ NoSteps              no step ran that could be traced
  ├─ Draining             the server drains
  └─ EngineFailed         our bug: the step raised
 
@@ -89,6 +91,14 @@ class QueueFull(InferenceError):
 
 class NoRoom(InferenceError):
     reason = "NO_ROOM"
+
+
+class ProfileRunning(InferenceError):
+    reason = "PROFILE_RUNNING"
+
+
+class NoSteps(InferenceError):
+    reason = "NO_STEPS"
 
 
 class Draining(InferenceError):

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from inference_svc import spans
 from inference_svc.core import (
+    Abandon,
     Call,
     Cancel,
     Command,
@@ -27,8 +28,10 @@ from inference_svc.core import (
     Request,
     ResidentAdapter,
     StepOutputs,
+    StepTrace,
     Submit,
 )
+from inference_svc.engine_details import EngineDetails
 from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.generation import Delta, Generation
 from inference_svc.memory import resident_bytes
@@ -161,21 +164,37 @@ class Frontend:
         own_bytes = resident_bytes()
         return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
 
+    async def examine(self, limit: int) -> EngineDetails:
+        """At most so many rows of anything."""
+        details: EngineDetails = await self._call(Command.EXAMINE, limit=limit)
+        return details
+
+    async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:
+        """Its file is the caller's to remove. Leaving ends it. Raises ProfileRunning, NoSteps."""
+        trace: StepTrace = await self._call(Command.PROFILE, limit=num_steps, timeout_s=timeout_s)
+        return trace
+
     async def _call(
-        self, command: Command, digest: str = "", pin: bool = False, limit: int = 0
+        self,
+        command: Command,
+        digest: str = "",
+        pin: bool = False,
+        limit: int = 0,
+        timeout_s: float = 0.0,
     ) -> Any:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
         span = spans.sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
-        call = Call(next(self._numbers), command, digest, pin, limit, trace)
+        call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls[call.call_id] = future
         self._engine.send(call)
         try:
             return await future
         finally:
-            self._calls.pop(call.call_id, None)
+            if self._calls.pop(call.call_id, None) and command is Command.PROFILE:
+                self._engine.send(Abandon(call.call_id))
 
     def send(self, message: Message) -> None:
         """For messages without an answer."""
@@ -237,6 +256,8 @@ class Frontend:
     def _reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)
         if future is None or future.done():
+            if isinstance(reply.result, StepTrace):
+                reply.result.remove()
             return
         if reply.error is not None:
             future.set_exception(reply.error)

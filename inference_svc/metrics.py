@@ -104,7 +104,7 @@ class Metrics:
         """What a scraper gets, and its media type. From any thread but the event loop's."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
 
-    def count_http(self, route: str, status: int, reason: str = "") -> None:
+    def count_http(self, route: str, status: str, reason: str = "") -> None:
         """A request to the HTTP front has ended; `reason` is the error's, "" if there was none."""
         self._http_requests.labels(route, status).inc()
         if reason:

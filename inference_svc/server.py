@@ -18,6 +18,8 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
 from inference_svc.core import LayoutAccepted, Repointed
+from inference_svc.debug.info import DebugInfo
+from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
@@ -100,7 +102,8 @@ class InferenceServer:
         self._health = Health(self._load)
         endpoint, ratio = config.otlp_endpoint, config.trace_sample_ratio
         self._tracing = open_tracing(TracingSettings(endpoint, ratio))
-        self._calls = StatusInterceptor(self._metrics.count_rpc, self._load, self._tracing)
+        self._errors = LastErrors()
+        self._calls = StatusInterceptor(self._note_end, self._load, self._tracing)
         interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
@@ -140,7 +143,8 @@ class InferenceServer:
             self._gate,
             self._audit,
         )
-        servicer = InferenceServicer(service)
+        parts = (self._frontend, directory, self._metrics, self.replicas, self._errors)
+        servicer = InferenceServicer(service, DebugInfo(config, *parts))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -202,11 +206,19 @@ class InferenceServer:
         num_requests = 0 if self._frontend is None else self._frontend.num_requests
         return load_report(num_requests, self._config.max_sequences, self._config.max_queue)
 
+    def _note_end(self, end: CallEnd) -> None:
+        self._metrics.count_rpc(end.method, end.code, end.reason)
+        self._errors.note(end)
+
+    def _note_http_end(self, end: CallEnd) -> None:
+        self._metrics.count_http(end.method, end.code, end.reason)
+        self._errors.note(end)
+
     def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
         """Of a call of which nothing was read."""
         facts = {"method": method, "peer": peer, "reason": error.reason}
         log.info("call refused", extra=facts)
-        self._metrics.count_rpc(method, "UNAUTHENTICATED", error.reason)
+        self._note_end(CallEnd.of(method, "UNAUTHENTICATED", error))
         self._audit.refuse(method, peer, error)
 
     def _accept_layout(self, layout_id: str) -> None:
@@ -224,7 +236,11 @@ class InferenceServer:
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.http.app import make_app
 
-        app = make_app(service, text, self._metrics, lambda: self._is_serving, self._tracing)
+        app = make_app(
+            *(service, text, self._metrics, self._note_http_end, self._load),
+            is_serving=lambda: self._is_serving,
+            tracing=self._tracing,
+        )
         await server.start(app)
 
     def _announce(self) -> None:

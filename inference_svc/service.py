@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from inference_svc.access import Action, Principal
 from inference_svc.accounts import Account, Accounts
@@ -22,6 +25,8 @@ from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source
 from inference_svc.spans import phase
 from inference_svc.text.prompt import PromptEncoder
+
+TRACE_CHUNK_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,18 @@ class Resident(NamedTuple):
     names: list[str]
 
 
+class TraceFile(NamedTuple):
+    """Of a trace of steps."""
+
+    num_steps: int
+    file: BinaryIO
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """What is in it, read off the event loop."""
+        while chunk := await asyncio.to_thread(self.file.read, TRACE_CHUNK_BYTES):
+            yield chunk
+
+
 class Service:
     """Everything here lives on one event loop. `registry` None: there is no store."""
 
@@ -84,6 +101,10 @@ class Service:
     def admit(self, caller: Caller, action: Action) -> Principal:
         """Raises as Gate.admit: the first thing that a call does."""
         return self._gate.admit(caller.metadata, action)
+
+    def admit_inspector(self, caller: Caller) -> None:
+        """As `admit`, for what tells of everybody's requests."""
+        self.admit(caller, Action.INSPECT).require_all_tenants("this tells")
 
     def recognise(self, caller: Caller, what: str) -> None:
         """For a call that is admitted once more of it is read. Raises Unauthenticated, and writes
@@ -175,11 +196,13 @@ class Service:
             line.digest = await self._digest(who, ref)
             return self._named(who, await self._frontend.unpin(line.digest))
 
-    async def list_resident(self, who: Principal) -> list[Resident]:
-        """Those of the caller's tenants."""
-        adapters = await self._frontend.list_resident()
+    async def list_resident(self, who: Principal, limit: int = 0) -> list[Resident]:
+        """Those of the caller's tenants, at most `limit` if that is not 0."""
+        # Who is not for all may have no part in the first so many.
+        adapters = await self._frontend.list_resident(limit if who.tenants is None else 0)
         owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
-        return [self._named(who, adapter) for adapter in adapters if adapter.digest in owned]
+        own = (adapter for adapter in adapters if adapter.digest in owned)
+        return [self._named(who, adapter) for adapter in islice(own, limit or None)]
 
     # --- telling --------------------------------------------------------------------------------
 
@@ -190,6 +213,17 @@ class Service:
 
     async def describe(self) -> EngineStatus:
         return await self._frontend.describe()
+
+    @asynccontextmanager
+    async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
+        """The trace of the next steps, readable while the context lasts. Raises ProfileRunning,
+        NoSteps."""
+        trace = await self._frontend.profile(num_steps, timeout_s)
+        try:
+            with Path(trace.path).open("rb") as file:
+                yield TraceFile(trace.num_steps, file)
+        finally:
+            trace.remove()
 
     async def list_adapters(self, who: Principal, page_size: int, page_token: str) -> AdapterPage:
         """Of a page of the catalog what the caller can generate with here. Raises

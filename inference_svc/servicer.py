@@ -9,6 +9,7 @@ import grpc
 
 from inference_svc import convert
 from inference_svc.access import Action
+from inference_svc.debug.info import DebugInfo
 from inference_svc.service import Caller, Service
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -17,8 +18,9 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, debug: DebugInfo) -> None:
         self._service = service
+        self._debug = debug
 
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
@@ -66,7 +68,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
         who = self._service.admit(_caller(context), Action.OPERATE)
-        residents = await self._service.list_resident(who)
+        residents = await self._service.list_resident(who, request.limit)
         return pb.ListResidentAdaptersResponse(
             adapters=[convert.to_resident_adapter(*resident) for resident in residents]
         )
@@ -95,7 +97,28 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             memory=convert.to_memory(status.memory),
             versions=facts.versions,
             kernels=status.kernels,
+            machine=status.machine,
         )
+
+    async def GetDebugInfo(  # noqa: N802
+        self, request: pb.GetDebugInfoRequest, context: Context
+    ) -> None:
+        self._service.admit_inspector(_caller(context))
+        async with aclosing(self._debug.parts()) as parts:
+            async for part in parts:
+                await context.write(
+                    pb.GetDebugInfoResponse(name=part.name, content=part.content, error=part.error)
+                )
+
+    async def ProfileSteps(  # noqa: N802
+        self, request: pb.ProfileStepsRequest, context: Context
+    ) -> None:
+        self._service.admit_inspector(_caller(context))
+        num_steps, timeout_s = convert.from_profile_request(request)
+        async with self._service.profile(num_steps, timeout_s) as trace:
+            await context.write(pb.ProfileStepsResponse(num_steps=trace.num_steps))
+            async for chunk in trace.chunks():
+                await context.write(pb.ProfileStepsResponse(chunk=chunk))
 
 
 def _caller(context: Context) -> Caller:

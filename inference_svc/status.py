@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.debug.last_errors import CallEnd
 from inference_svc.gate import Gate
 from inference_svc.load import LOAD_HEADER
 from inference_svc.tracing import Tracing, begin_call, end_call
@@ -39,6 +40,8 @@ CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
     errors.CorruptImage: grpc.StatusCode.DATA_LOSS,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NoRoom: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ProfileRunning: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NoSteps: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
 }
@@ -91,10 +94,6 @@ def code_of(error: BaseException) -> str:
     return "CANCELLED"  # the caller has gone
 
 
-def _reason_of(error: Exception) -> str:
-    return error.reason if isinstance(error, errors.InferenceError) else "INTERNAL"
-
-
 Handler = Callable[[Any, Any], Awaitable[Any]]
 Load = Callable[[], str]
 """The value of LOAD_HEADER, now."""
@@ -121,16 +120,13 @@ def _trailers(load: Load) -> tuple[tuple[str, str], ...]:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Answers every error of our services with its status, and every call with the load.
 
-    `on_end(method, code, reason)` is told how each call ended ("OK", "NOT_FOUND", ...), with the
-    error's reason, "" where there was none. Our streaming handlers are coroutines that write, so
-    that one wrapper serves unary and streaming. Where there is `tracing`, each is a span.
+    `on_end` is told how each call ended ("OK", "NOT_FOUND", ...). Our streaming handlers are
+    coroutines that write, so that one wrapper serves unary and streaming. Where there is `tracing`,
+    each call is a span.
     """
 
     def __init__(
-        self,
-        on_end: Callable[[str, str, str], None],
-        load: Load,
-        tracing: Tracing | None = None,
+        self, on_end: Callable[[CallEnd], None], load: Load, tracing: Tracing | None = None
     ) -> None:
         self._on_end = on_end
         self._load = load
@@ -171,7 +167,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         name = path.rpartition("/")[2]
 
         async def guarded(request: Any, context: Any) -> Any:
-            code, reason = "OK", ""
+            code, failure = "OK", None
             span = None
             if self._tracing is not None:
                 span = begin_call(self._tracing, path, context.invocation_metadata())
@@ -191,7 +187,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
                 status = to_status(error)
-                code, reason = _code_name(status.code), _reason_of(error)
+                code, failure = _code_name(status.code), error
                 if code == "INTERNAL":
                     log.exception("%s failed", name)
                 refusal = rpc_status.to_status(status)
@@ -200,9 +196,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 self._running -= 1
                 self._last_end = time.monotonic()
-                self._on_end(name, code, reason)
+                end = CallEnd.of(name, code, failure, getattr(request, "request_id", ""))
+                self._on_end(end)
                 if span is not None:
-                    end_call(span, code, reason, context.time_remaining())
+                    end_call(span, code, end.reason, context.time_remaining())
 
         return guarded
 

@@ -240,6 +240,12 @@ class AsyncClient:
     async def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return await self._call(calls.store_status(), timeout_s)
 
+    def store_debug_info(self, *, timeout_s: float | None = None) -> AsyncStream[types.DebugPart]:
+        """What the store tells those who look for what is wrong; its callers are admins of all
+        tenants."""
+        call = calls.store_debug_info()
+        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+
     # --- the inference service ------------------------------------------------------------------
 
     def generate(
@@ -305,12 +311,27 @@ class AsyncClient:
         return await self._call(calls.unpin_resident(ref), timeout_s)
 
     async def residents(
-        self, *, timeout_s: float | None = None
+        self, limit: int = 0, *, timeout_s: float | None = None
     ) -> tuple[types.ResidentAdapter, ...]:
-        return await self._call(calls.residents(), timeout_s)
+        """What is resident, those on the device first; `limit` 0: all."""
+        return await self._call(calls.residents(limit), timeout_s)
 
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)
+
+    def server_debug_info(self, *, timeout_s: float | None = None) -> AsyncStream[types.DebugPart]:
+        """What the inference service tells those who look for what is wrong; its callers are
+        operators of all tenants."""
+        call = calls.server_debug_info()
+        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+
+    def profile(
+        self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
+    ) -> AsyncStream[types.TracePiece]:
+        """The trace of the server's next steps, in pieces; leaving it ends the tracing. `wait_s` is
+        how long the server waits for steps."""
+        call = calls.profile(num_steps, wait_s)
+        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
 
     def replicas(self) -> tuple[types.Replica, ...]:
         """The replicas of the inference service as they are known now; asks again, without waiting

@@ -278,11 +278,37 @@ def unpin_resident(ref: str) -> Call[types.ResidentAdapter]:
     return Call(Service.INFERENCE, "UnpinAdapter", request, convert.only_resident, adapter=ref)
 
 
-def residents() -> Call[tuple[types.ResidentAdapter, ...]]:
-    request = inference_pb.ListResidentAdaptersRequest()
+def residents(limit: int) -> Call[tuple[types.ResidentAdapter, ...]]:
+    request = build(inference_pb.ListResidentAdaptersRequest, limit=limit)
     return Call(Service.INFERENCE, "ListResidentAdapters", request, convert.residents)
 
 
 def server_info() -> Call[types.ServerInfo]:
     request = inference_pb.GetServerInfoRequest()
     return Call(Service.INFERENCE, "GetServerInfo", request, convert.server_info)
+
+
+# --- for operators of both ----------------------------------------------------------------------
+
+
+def _only_unanswered(request: Message) -> Callable[[Any | None], Message | None]:
+    """It cannot be gone on with, and so is repeated only while nothing came."""
+    return lambda last: request if last is None else None
+
+
+def store_debug_info() -> StreamCall[types.DebugPart]:
+    request = store_pb.GetDebugInfoRequest()
+    resume = _only_unanswered(request)
+    return StreamCall(Service.STORE, "GetDebugInfo", request, convert.debug_part, resume)
+
+
+def server_debug_info() -> StreamCall[types.DebugPart]:
+    request = inference_pb.GetDebugInfoRequest()
+    resume = _only_unanswered(request)
+    return StreamCall(Service.INFERENCE, "GetDebugInfo", request, convert.debug_part, resume)
+
+
+def profile(num_steps: int, wait_s: float | None) -> StreamCall[types.TracePiece]:
+    request = build(inference_pb.ProfileStepsRequest, num_steps=num_steps, timeout_seconds=wait_s)
+    resume = _only_unanswered(request)
+    return StreamCall(Service.INFERENCE, "ProfileSteps", request, convert.trace_piece, resume)

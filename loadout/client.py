@@ -274,6 +274,12 @@ class Client:
     def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return self._call(calls.store_status(), timeout_s)
 
+    def store_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
+        """What the store tells those who look for what is wrong; its callers are admins of all
+        tenants."""
+        call = calls.store_debug_info()
+        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+
     # --- the inference service ------------------------------------------------------------------
 
     def generate(
@@ -343,11 +349,28 @@ class Client:
     def unpin_resident(self, ref: str, *, timeout_s: float | None = None) -> types.ResidentAdapter:
         return self._call(calls.unpin_resident(ref), timeout_s)
 
-    def residents(self, *, timeout_s: float | None = None) -> tuple[types.ResidentAdapter, ...]:
-        return self._call(calls.residents(), timeout_s)
+    def residents(
+        self, limit: int = 0, *, timeout_s: float | None = None
+    ) -> tuple[types.ResidentAdapter, ...]:
+        """What is resident, those on the device first; `limit` 0: all."""
+        return self._call(calls.residents(limit), timeout_s)
 
     def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return self._call(calls.server_info(), timeout_s)
+
+    def server_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
+        """What the inference service tells those who look for what is wrong; its callers are
+        operators of all tenants."""
+        call = calls.server_debug_info()
+        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+
+    def profile(
+        self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
+    ) -> Stream[types.TracePiece]:
+        """The trace of the server's next steps, in pieces; leaving it ends the tracing. `wait_s` is
+        how long the server waits for steps."""
+        call = calls.profile(num_steps, wait_s)
+        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
 
     def replicas(self) -> tuple[types.Replica, ...]:
         """The replicas of the inference service as they are known now; asks again, without waiting

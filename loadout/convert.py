@@ -260,4 +260,18 @@ def server_info(message: inference_pb.GetServerInfoResponse) -> types.ServerInfo
         ),
         versions=dict(message.versions),
         kernels=message.kernels,
+        machine=message.machine,
     )
+
+
+# --- for operators of both ----------------------------------------------------------------------
+
+
+def debug_part(
+    message: store_pb.GetDebugInfoResponse | inference_pb.GetDebugInfoResponse,
+) -> types.DebugPart:
+    return types.DebugPart(message.name, message.content, message.error)
+
+
+def trace_piece(message: inference_pb.ProfileStepsResponse) -> types.TracePiece:
+    return types.TracePiece(message.chunk, message.num_steps)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadout.errors import NotFound, Unavailable
 
 TIMEOUT_S = 5.0
+MAX_BYTES = 32 << 20
+"""Ours have a thousandth of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,28 @@ class Metrics:
         )
 
 
+def quantile(share: float, now: Metrics, before: Metrics, name: str) -> float | None:
+    """Of a histogram, in seconds, by the observations between two scrapes: the bound of the bucket
+    in which it lies, or what Prometheus would interpolate within it. None: there were none."""
+    counts: dict[float, float] = {}
+    for sign, metrics in ((1, now), (-1, before)):
+        for sample in metrics.select(f"{name}_bucket"):
+            bound = float(sample.labels["le"])
+            counts[bound] = counts.get(bound, 0.0) + sign * sample.value
+    bounds = sorted(counts)
+    if not bounds or counts[bounds[-1]] <= 0:
+        return None
+    wanted, low, below = share * counts[bounds[-1]], 0.0, 0.0
+    for bound in bounds:
+        if counts[bound] >= wanted:
+            if bound == float("inf"):
+                return low
+            within = counts[bound] - below
+            return low + (bound - low) * ((wanted - below) / within if within else 1.0)
+        low, below = bound, counts[bound]
+    return low
+
+
 def parse(text: str) -> Metrics:
     families = text_string_to_metric_families(text)
     return Metrics(
@@ -60,6 +85,9 @@ def scrape(address: str) -> Metrics:
     """Reads http://`address`/metrics. Raises Unavailable."""
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
-            return parse(answer.read().decode())
-    except (urllib.error.URLError, OSError, ValueError) as error:
+            text = answer.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        return parse(text.decode())
+    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         raise Unavailable(f"no metrics at {address}: {error}", code="UNAVAILABLE") from error

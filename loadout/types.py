@@ -330,3 +330,25 @@ class ServerInfo:
     memory: tuple[MemoryUse, ...]
     versions: Mapping[str, str]
     kernels: str
+    machine: str = ""
+    """What it computes on, such as "NVIDIA H200"; "": the server is too old to say."""
+
+
+# --- for operators of both ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DebugPart:
+    """A file of debug info, such as "config.json"; `error` says why there is no content."""
+
+    name: str
+    content: bytes
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class TracePiece:
+    """Of a gzipped trace in Chrome's JSON. `num_steps` comes with the first piece, else it is 0."""
+
+    data: bytes
+    num_steps: int

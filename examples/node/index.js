@@ -1,4 +1,4 @@
-// Streams one generation: node index.js [--inference HOST:PORT] [--adapter REF] TEXT
+// Streams one generation: node index.js [--inference HOST:PORT] [--adapter REF] [--tenant TENANT] TEXT
 // LOADOUT_TOKEN or --token-file has the bearer token; --tls-ca, --tls-cert and --tls-key are PEM files.
 "use strict";
 
@@ -46,6 +46,14 @@ function identity(tokenFile, address, isSecure) {
   return metadata;
 }
 
+// What proxies keep an adapter's calls together by: "tenant/name" without version, or the digest.
+// A name without a tenant means the token's first one, which a client has to be told.
+function adapterKey(ref, tenant) {
+  if (ref.startsWith("sha256:")) return ref;
+  const name = ref.split("@")[0];
+  return name.includes("/") ? name : `${tenant}/${name}`;
+}
+
 async function generate(client, request, metadata, onText) {
   const stream = client.Generate(request, metadata, { deadline: Date.now() + 60_000 });
   let last;
@@ -62,6 +70,7 @@ async function main() {
     options: {
       inference: { type: "string", default: process.env.LOADOUT_INFERENCE ?? "127.0.0.1:7080" },
       adapter: { type: "string", default: "" },
+      tenant: { type: "string", default: process.env.LOADOUT_TENANT ?? "default" },
       "max-tokens": { type: "string", default: "64" },
       "token-file": { type: "string" },
       "tls-ca": { type: "string" },
@@ -72,6 +81,7 @@ async function main() {
   const isSecure = Boolean(values["tls-ca"] || values["tls-cert"] || values["tls-key"]);
   const credentials = isSecure ? tlsCredentials(values) : grpc.credentials.createInsecure();
   const metadata = identity(values["token-file"], values.inference, isSecure);
+  if (values.adapter) metadata.set("x-adapter-id", adapterKey(values.adapter, values.tenant));
   const client = connect(values.inference, credentials, isSecure);
   const request = {
     text: positionals.join(" "),

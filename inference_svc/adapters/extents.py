@@ -61,6 +61,11 @@ class ExtentAllocator:
         return max(self._sizes, default=0)
 
     @property
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """(start, bytes), ascending."""
+        return list(zip(self._starts, self._sizes, strict=True))
+
+    @property
     def num_free_ranges(self) -> int:
         return len(self._sizes)
 

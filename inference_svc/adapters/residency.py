@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference_svc.adapters.loader import Loader
-from inference_svc.adapters.loads import LoadState
+from inference_svc.adapters.loads import Load, LoadState
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.spans import Span, SpanContext
 
@@ -106,6 +107,17 @@ class Residency(Loader):
     def is_draining(self, digest: str) -> bool:
         resident = self.device.get(digest)
         return resident is not None and resident.draining
+
+    # What those see who look for what is wrong.
+
+    @property
+    def loads_by_digest(self) -> Mapping[str, Load]:
+        """Adapters on their way; those that are being copied have left it."""
+        return self._loads.by_digest
+
+    def num_waiters(self, digest: str) -> int:
+        """Requests, and operators, that wait for it."""
+        return self._waiters[digest]
 
     # The engine's end.
 

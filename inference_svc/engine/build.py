@@ -22,7 +22,10 @@ from inference_svc.engine.build_model import build_model, native_library
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig, padding_pages
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.examine import Examine
+from inference_svc.engine.machine import machine_name
 from inference_svc.engine.pages import PagePool
+from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
@@ -92,24 +95,16 @@ def build_engine(
         slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s, prefetch
     )
     scheduler = Scheduler(_limits(config), pages, residency)
-    runner = Runner(model, arena, Sampler(geometry.eos_token_ids))
+    profiler = StepProfiler(config.device)
+    runner = Runner(model, arena, Sampler(geometry.eos_token_ids), profiler.marks)
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times = StepTimes()
-    describe = Describe(
-        scheduler, residency, runner, settler, weights_bytes, kv_cache.num_bytes, budget, times
-    )
-    commands = Commands(residency, describe, config.adapter_wait_s)
+    bytes_, machine = (weights_bytes, kv_cache.num_bytes), machine_name(config.device)
+    describe = Describe(scheduler, residency, runner, settler, *bytes_, budget, times, machine)
+    wait_s, examine = config.adapter_wait_s, Examine(scheduler, residency, config.device)
+    commands = Commands(residency, describe, examine, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
-    engine = Engine(
-        scheduler,
-        runner,
-        settler,
-        residency,
-        commands,
-        admission,
-        times,
-        config.adapter_wait_s,
-    )
+    engine = Engine(scheduler, runner, settler, residency, commands, admission, times, wait_s)
     return BuiltEngine(engine, residency, puller, layout, geometry, library)
 
 

@@ -1,4 +1,4 @@
-"""What operators ask of the engine: load, unload, pin, list, describe."""
+"""What operators ask of the engine: load, unload, pin, list, describe, examine, profile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import islice
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Resident
 from inference_svc.core import Call, Command, EngineStatus, Reply, ResidentAdapter
+from inference_svc.engine.profiler import StepProfiler
+from inference_svc.engine_details import EngineDetails
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, InferenceError
 
 
@@ -20,10 +22,13 @@ class _PendingLoad:
 
 @dataclass
 class Commands:
-    """Answers Calls; a LOAD once its adapter is resident, an UNLOAD once its memory is free."""
+    """Answers Calls; a LOAD once its adapter is resident, an UNLOAD once its memory is free, a
+    PROFILE once its trace is written."""
 
     residency: Residency
     describe: Callable[[], EngineStatus]
+    examine: Callable[[int], EngineDetails]
+    profiler: StepProfiler
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
     _unloads: list[tuple[Call, int]] = field(default_factory=list)
@@ -40,6 +45,9 @@ class Commands:
             if call.command is Command.UNLOAD:
                 self._unloads.append((call, self.residency.unload(call.digest)))
                 return None
+            if call.command is Command.PROFILE:
+                self.profiler.start(call)
+                return None
             return Reply(call.call_id, self._answer(call))
         except InferenceError as error:
             return Reply(call.call_id, error=error)
@@ -50,6 +58,8 @@ class Commands:
             return self._list(call.limit)
         if call.command is Command.DESCRIBE:
             return self.describe()
+        if call.command is Command.EXAMINE:
+            return self.examine(call.limit)
         if not self.residency.can_run(call.digest):
             raise AdapterNotFound(f"adapter {call.digest} is not on the device", subject="ref")
         change = device.pin if call.command is Command.PIN else device.unpin
@@ -69,7 +79,7 @@ class Commands:
 
     def poll(self, now_s: float) -> list[Reply]:
         """Replies that have become possible."""
-        replies = []
+        replies = self.profiler.poll(now_s)
         for pending in list(self._loads):
             reply = self._poll_load(pending, now_s)
             if reply is not None:
@@ -119,11 +129,13 @@ class Commands:
         for pending in self._loads:
             self.residency.unwant(pending.call.digest)
         self._loads, self._unloads = [], []
+        self.profiler.close()
         return replies
 
     @property
     def open_call_ids(self) -> list[int]:
-        return [p.call.call_id for p in self._loads] + [call.call_id for call, _ in self._unloads]
+        waiting = [p.call.call_id for p in self._loads] + [c.call_id for c, _ in self._unloads]
+        return waiting + self.profiler.open_call_ids
 
     @property
     def loading(self) -> list[str]:
@@ -131,7 +143,7 @@ class Commands:
         return [pending.call.digest for pending in self._loads]
 
     def next_expiry_s(self) -> float | None:
-        moments = map(self._expiry_s, self._loads)
+        moments = [*map(self._expiry_s, self._loads), self.profiler.next_expiry_s()]
         return min((moment for moment in moments if moment is not None), default=None)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import (
+    Abandon,
     Call,
     Cancel,
     FinishReason,
@@ -77,9 +78,15 @@ class Engine:
         return self._say(), stepped or self.residency.is_copying
 
     def step(self) -> bool:
+        with self.commands.profiler.step():
+            return self._step()
+
+    def _step(self) -> bool:
         began_s = time.monotonic()
+        profiler = self.commands.profiler
         self.residency.copied(self.runner.take_copied(), began_s)
-        batch = self.scheduler.schedule(began_s)
+        with profiler.marks("schedule"):
+            batch = self.scheduler.schedule(began_s)
         if batch is None:
             return False
         scheduled_s = time.monotonic()
@@ -87,7 +94,8 @@ class Engine:
         sampled = runner.run(batch)
         self.times.changed(runner.changes_s)
         settled_s = time.monotonic()
-        outputs = self.settler.settle(batch, sampled, settled_s)
+        with profiler.marks("settle"):
+            outputs = self.settler.settle(batch, sampled, settled_s)
         is_busy = bool(self.scheduler.running)
         self.admission.pace.note(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:
@@ -95,6 +103,7 @@ class Engine:
                 del self.sequences[output.request_id]
         self._outputs += outputs
         if batch.rows:
+            profiler.stepped()
             schedule_s, settle_s = scheduled_s - began_s, time.monotonic() - settled_s
             self.times.stepped(
                 StepPhases(
@@ -125,6 +134,8 @@ class Engine:
         elif isinstance(message, Call):
             reply = self.commands.handle(message, now_s)
             self._replies += [] if reply is None else [reply]
+        elif isinstance(message, Abandon):
+            self.commands.profiler.abandon(message.call_id)
         elif isinstance(message, LayoutAccepted):
             self.residency.set_layout(message.layout_id)
         elif isinstance(message, Repointed):

@@ -8,17 +8,19 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.core import Batch, SampledToken
+from inference_svc.engine.profiler import Marks
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.step_model import StepModel
 
 
 class Runner:
-    """Owns nothing but references."""
+    """Owns nothing but references. `marks` name in a trace what it does."""
 
-    def __init__(self, model: StepModel, arena: Arena, sampler: Sampler) -> None:
+    def __init__(self, model: StepModel, arena: Arena, sampler: Sampler, marks: Marks) -> None:
         self.model = model
         self._arena = arena
         self._sampler = sampler
+        self._marks = marks
         self.changes_s = 0.0
         """What the residency changes of the last batch cost."""
         self.prepare_s = self.forward_s = self.sample_s = 0.0
@@ -39,17 +41,21 @@ class Runner:
         """Applies the residency changes, computes every row, and samples for the rows that
         `samples`, in their order."""
         began_s = time.perf_counter()
-        self._arena.apply(batch.residency)
+        with self._marks("change_residency"):
+            self._arena.apply(batch.residency)
         self.changes_s = time.perf_counter() - began_s
         if not batch.rows:
             return []
         began_s = time.perf_counter()
-        self.model.prepare(batch)
+        with self._marks("prepare"):
+            self.model.prepare(batch)
         sampling = [row.sequence for row in batch.rows if row.samples]
         prepared_s = time.perf_counter()
-        logits = self.model.forward()
+        with self._marks("forward"):
+            logits = self.model.forward()
         computed_s = time.perf_counter()
-        sampled = self._sampler.sample(logits, sampling)
+        with self._marks("sample"):
+            sampled = self._sampler.sample(logits, sampling)
         self.prepare_s, self.forward_s = prepared_s - began_s, computed_s - prepared_s
         self.sample_s = time.perf_counter() - computed_s
         return sampled

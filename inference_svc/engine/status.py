@@ -29,6 +29,7 @@ class Describe:
     kv_bytes: int
     budget: Budget
     times: StepTimes
+    machine: str
 
     def __call__(self) -> EngineStatus:
         scheduler = self.scheduler
@@ -42,6 +43,7 @@ class Describe:
             memory_limit_bytes=self.budget.limit_bytes or 0,
             process_id=os.getpid(),
             kernels=self.runner.model.kernels,
+            machine=self.machine,
             histograms=self._histograms(),
             phases=self._phases(),
             gauges=self._gauges(),

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inference_svc.access import Action
-from inference_svc.errors import InferenceError, PermissionDenied
+from inference_svc.debug.last_errors import CallEnd
+from inference_svc.errors import InferenceError
 from inference_svc.http.adapters import Adapters
 from inference_svc.http.chat import ChatBody, ChatCompletions
 from inference_svc.http.completions import CompletionBody, Completions
@@ -42,10 +43,7 @@ class Operations:
     async def metrics(self, request: Request) -> Response:
         """Names of all tenants' adapters are in it, and callers may come here."""
         who = self._service.admit(caller_of(request), Action.OPERATE)
-        if who.tenants is not None:
-            raise PermissionDenied(
-                f"the token {who.name!r} is not for all tenants, of which the metrics tell"
-            )
+        who.require_all_tenants("the metrics tell")
         text, media_type = await asyncio.to_thread(self._metrics.exposition)
         return Response(text, headers={"content-type": media_type})
 
@@ -54,10 +52,13 @@ def make_app(
     service: Service,
     vocabulary: Vocabulary,
     metrics: Metrics,
+    on_end: Callable[[CallEnd], None],
+    load: Callable[[], str],
+    *,
     is_serving: Callable[[], bool],
     tracing: Tracing | None = None,
 ) -> Counting:
-    """To be made, and served, on the event loop of `service`."""
+    """To be served on the event loop of `service`. `on_end` and `load` are Counting's."""
     pieces = Pieces(vocabulary)
     models, adapters = Models(service), Adapters(service)
     operations = Operations(service, metrics, is_serving)
@@ -76,4 +77,4 @@ def make_app(
     handled = (InferenceError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
     app.router.redirect_slashes = False
-    return Counting(app, [route.path for route in routes], metrics.count_http, tracing)
+    return Counting(app, [route.path for route in routes], on_end, load, tracing)

@@ -1,4 +1,4 @@
-"""Around all routes: what is counted, and how many requests run."""
+"""Around all routes: what is counted, how many requests run, and what every answer tells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference_svc.debug.last_errors import CallEnd
+from inference_svc.http.reading import REQUEST_ID_HEADER
 from inference_svc.http.statuses import CLIENT_GONE
+from inference_svc.load import LOAD_HEADER
 from inference_svc.spans import CANCELLED, OpenSpan, enter
 from inference_svc.tracing import Tracing
 
@@ -18,20 +21,23 @@ QUIET = frozenset({"/health", "/metrics", OTHER})
 
 
 class Counting:
-    """An application that tells `on_end(route, status, reason)` of each request that ended, with
-    the reason of the error that it was answered with, or "". `routes` are paths; one with a "{"
-    stands for all that begin with what is before it. Where there is `tracing`, each request is a
-    span, but for those of QUIET routes."""
+    """An application that tells `on_end` of each request that ended: its route, its status, the
+    error that it was answered with, and the id that its caller gave it. `routes` are paths; one
+    with a "{" stands for all that begin with what is before it. Every answer has the `load` that
+    there is when it begins, as a header: trailers are nothing that clients and proxies of HTTP/1.1
+    read. Where there is `tracing`, each request is a span, but for those of QUIET routes."""
 
     def __init__(
         self,
         app: ASGIApp,
         routes: list[str],
-        on_end: Callable[[str, int, str], None],
+        on_end: Callable[[CallEnd], None],
+        load: Callable[[], str],
         tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._on_end = on_end
+        self._load = load
         self._tracing = tracing
         self._plain = {route for route in routes if "{" not in route}
         self._prefixes = {route.partition("{")[0]: route for route in routes if "{" in route}
@@ -46,6 +52,8 @@ class Counting:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                header = (LOAD_HEADER.encode(), self._load().encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         route = self._route(scope["path"])
@@ -60,10 +68,12 @@ class Counting:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            reason = scope.get("state", {}).get("reason", "")
-            self._on_end(route, status, reason)
+            error = scope.get("state", {}).get("error")
+            given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
+            end = CallEnd.of(route, str(status), error, given.decode("latin-1"))
+            self._on_end(end)
             if span is not None:
-                _end(span, status, reason)
+                _end(span, status, end.reason)
 
     async def drain(self, grace_seconds: float) -> None:
         """Returns when nothing runs, or after the grace."""

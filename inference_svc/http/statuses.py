@@ -43,6 +43,8 @@ ANSWERS: dict[type[errors.InferenceError], Answer] = {
     errors.CorruptImage: Answer(500, "server_error", "corrupt_image"),
     errors.QueueFull: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.NoRoom: Answer(400, _INVALID, "no_room"),
+    errors.ProfileRunning: Answer(409, _INVALID, "profile_running"),
+    errors.NoSteps: Answer(504, "server_error", "no_steps"),
     errors.Draining: Answer(503, "server_error", "draining"),
     errors.EngineFailed: INTERNAL,
 }
@@ -108,7 +110,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
     answer, body = error_object(error, getattr(request.state, "names", {}))
-    request.state.reason = error.reason if isinstance(error, errors.InferenceError) else "INTERNAL"
+    request.state.error = error
     headers = {}
     if isinstance(error, errors.InferenceError) and error.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from loadout.cli import adapters, demo, generate, services, signing, token, top, versions
+from loadout.cli import (
+    adapters,
+    bench,
+    debug,
+    demo,
+    generate,
+    profile,
+    services,
+    signing,
+    token,
+    top,
+    versions,
+)
 
 # Plain help: it keeps the examples' line breaks and reads the same in a log as on a terminal.
 app = typer.Typer(
@@ -63,3 +75,6 @@ app.command("keygen", epilog=signing.KEYGEN_EXAMPLES)(signing.keygen)
 app.command("sign", epilog=signing.SIGN_EXAMPLES)(signing.sign)
 app.command("token", epilog=token.EXAMPLES)(token.token)
 app.command("top", epilog=top.EXAMPLES)(top.top)
+app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
+app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from loadout.aio import AsyncClient
 from loadout.cli.config import environment_token
 from loadout.cli.failure import CommandFailed
 from loadout.client import Client
@@ -33,15 +34,21 @@ class Connection:
     def client(self, **arguments: Any) -> Client:
         """A Client of these `arguments`, with token and TLS. Raises CommandFailed or
         LoadoutError."""
+        return Client(**self._arguments(), **arguments)
+
+    def async_client(self, **arguments: Any) -> AsyncClient:
+        """The same for asyncio."""
+        return AsyncClient(**self._arguments(), **arguments)
+
+    def _arguments(self) -> dict[str, Any]:
         files = (self.tls_ca, self.tls_cert, self.tls_key)
         uses_tls = self.tls or any(files)
-        return Client(
-            token=self._token(),
-            tls=TlsConfig(*files) if uses_tls else None,
-            allow_insecure_token=self.allow_insecure_token,
-            tenant=self.tenant,
-            **arguments,
-        )
+        return {
+            "token": self._token(),
+            "tls": TlsConfig(*files) if uses_tls else None,
+            "allow_insecure_token": self.allow_insecure_token,
+            "tenant": self.tenant,
+        }
 
     def _token(self) -> str | None:
         if self.token_file is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ Examples:
 UP_EXAMPLES = """\b
 Examples:
   loadout up
-  loadout up --model ./Qwen3-0.6B
+  loadout up --model ./Qwen3-0.6B --http
   loadout up --model ./llama --base-model meta-llama/Llama-3.1-8B --source-root /srv/adapters
 """
 
@@ -77,6 +78,9 @@ def run_up(
             metavar="DIR", help="Folder that file:// sources may lie in; may be repeated."
         ),
     ] = None,
+    http: Annotated[
+        bool, typer.Option("--http", help="Serve OpenAI's HTTP, too, at port 8000 if it is free.")
+    ] = False,
     work_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="Where logs and the store's data lie.")
     ] = Path(".loadout/up"),
@@ -96,6 +100,7 @@ def run_up(
         store_metrics_listen=_if_free(options.DEFAULT_STORE_METRICS),
         inference_listen=_if_free(options.DEFAULT_INFERENCE),
         inference_metrics_listen=_if_free(options.DEFAULT_INFERENCE_METRICS),
+        http_listen=_if_free(options.DEFAULT_HTTP) if http else "",
     )
     sources = work_dir / "sources"
     sources.mkdir(parents=True, exist_ok=True)
@@ -118,6 +123,7 @@ def _what_runs(addresses: Addresses, work_dir: Path) -> str:
         "its metrics": f"http://{addresses.store_metrics}/metrics",
         "inference service": addresses.inference,
         "its metrics ": f"http://{addresses.inference_metrics}/metrics",
+        "its HTTP front": f"http://{addresses.http}/v1" if addresses.http else "",
         "S3 server": addresses.s3_url,
         "logs": str(work_dir),
     }
@@ -125,23 +131,36 @@ def _what_runs(addresses: Addresses, work_dir: Path) -> str:
 
 
 def _commands(addresses: Addresses, *, is_demo: bool) -> list[str]:
-    """Three commands to try; an address is part of one only where it is not the usual one."""
+    """Commands to try; an address is part of one only where it is not the usual one."""
     store = _flag("--store", addresses.store, options.DEFAULT_STORE)
     inference = _flag("--inference", addresses.inference, options.DEFAULT_INFERENCE)
     metrics = _flag(
         "--inference-metrics", addresses.inference_metrics, options.DEFAULT_INFERENCE_METRICS
     )
+    watch = f"  loadout top{inference}{metrics}{store}"
     if is_demo:
+        text = prompt("loadout")
         return [
             f"  loadout adapters{store}",
-            f"  loadout generate --adapter reverse --temperature 0{inference} {prompt('loadout')}",
-            f"  loadout top{inference}{metrics}{store}",
+            f"  loadout generate --adapter reverse --temperature 0{inference} {text}",
+            *_curl(addresses.http, "reverse", text),
+            watch,
         ]
     return [
         f"  loadout register NAME ./path/to/adapter{store}",
         f"  loadout generate --adapter NAME TEXT{inference}",
-        f"  loadout top{inference}{metrics}{store}",
+        *_curl(addresses.http, "NAME", "TEXT"),
+        watch,
     ]
+
+
+def _curl(address: str, model: str, text: str) -> list[str]:
+    """The same over HTTP, where that is served."""
+    if not address:
+        return []
+    body = json.dumps({"model": model, "prompt": text, "temperature": 0})
+    url = f"http://{address}/v1/completions"
+    return [f"  curl {url} -H 'content-type: application/json' -d '{body}'"]
 
 
 def _flag(name: str, address: str, usual: str) -> str:

@@ -30,7 +30,7 @@ class SystemSettings:
     """What to start. `s3` adds an S3 server, whose bucket S3_BUCKET the store may read.
 
     `source_roots` are the folders that file:// sources may lie in. Further flags are handed to
-    the services as they are.
+    the services as they are. Without `http_listen` there is no HTTP front.
     """
 
     model: Path
@@ -41,20 +41,21 @@ class SystemSettings:
     store_metrics_listen: str = FREE_PORT
     inference_listen: str = FREE_PORT
     inference_metrics_listen: str = FREE_PORT
+    http_listen: str = ""
     store_flags: tuple[str, ...] = ()
     inference_flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port each; `s3_url` is "" without an S3 server, `http` without an HTTP front."""
+    """host:port each; `s3_url` is "" without an S3 server, and `http` without an HTTP front."""
 
     store: str
     store_metrics: str
     inference: str
     inference_metrics: str
     s3_url: str
-    http: str
+    http: str = ""
 
 
 class System:
@@ -160,6 +161,8 @@ class System:
         }
         if settings.base_model:
             flags["--base-model"] = settings.base_model
+        if settings.http_listen:
+            flags["--http"] = settings.http_listen
         command = [sys.executable, "-m", "inference_svc", *_flat(flags.items())]
         return [*command, *settings.inference_flags]
 

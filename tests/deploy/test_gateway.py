@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "gateway"
+SCHEMAS = {
+    schema["title"]: schema
+    for schema in (
+        json.loads(path.read_text())
+        for path in (Path(__file__).parent / "schemas" / "gateway").glob("*.json")
+    )
+}
+"""apiVersion/kind -> schema."""
 
 
 def objects() -> Iterator[dict[str, Any]]:
@@ -87,3 +99,55 @@ def test_the_picker_s_plugins_exist() -> None:
     assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= declared
     [argument] = [a for a in container(one("Deployment"))["args"] if a.startswith("--config-file=")]
     assert argument.endswith(f"/{file}")
+
+
+def title_of(thing: dict[str, Any]) -> str:
+    return f"{thing['apiVersion']}/{thing['kind']}"
+
+
+def is_gateways(thing: dict[str, Any]) -> bool:
+    """Of an API that clusters get from elsewhere."""
+    return "networking.k8s.io" in thing["apiVersion"] and thing["kind"] != "NetworkPolicy"
+
+
+def test_objects_are_what_the_gateway_apis_and_kubernetes_say() -> None:
+    things = list(objects())
+    custom = [each for each in things if is_gateways(each)]
+    assert {title_of(each) for each in custom} == set(SCHEMAS)
+    for each in custom:
+        jsonschema.validate(each, SCHEMAS[title_of(each)])
+    newest = max(
+        kubernetes_validate.utils.all_versions(), key=lambda v: [int(n) for n in v.split(".")]
+    )
+    minor = kubernetes_validate.utils.major_minor(newest)
+    for each in things:
+        if not is_gateways(each):
+            kubernetes_validate.validate(each, minor, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("InferencePool", ("endpointPickerRef", "portNumber"), 9002),  # as before v1
+        ("InferencePool", ("endpointPickerRef", "port"), None),  # a Service's is needed
+        ("InferencePool", ("endpointPickerRef", "failureMode"), "Open"),
+        ("InferencePool", ("selector",), {"app": "inference"}),  # as before v1
+        ("InferencePool", ("targetPorts", 0, "number"), 0),
+        ("HTTPRoute", ("rules", 0, "timeouts", "request"), "0"),
+        ("HTTPRoute", ("rules", 0, "backendRef"), {}),
+        ("Gateway", ("listeners", 0, "port"), "http"),
+    ],
+)
+def test_what_the_gateway_apis_do_not_know_is_refused(
+    kind: str, path: tuple[str | int, ...], value: Any
+) -> None:
+    thing = copy.deepcopy(one(kind))
+    place = thing["spec"]
+    for step in path[:-1]:
+        place = place[step]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(thing, SCHEMAS[title_of(thing)])

@@ -14,7 +14,7 @@ from inference_svc.policy import Policy, PolicyFile, parse_policy
 
 ALLOWED = {
     Role.CALLER: {Action.GENERATE, Action.INFO},
-    Role.OPERATOR: {Action.OPERATE, Action.INFO},
+    Role.OPERATOR: {Action.OPERATE, Action.INSPECT, Action.INFO},
 }
 
 

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.debug.last_errors import CallEnd
 from inference_svc.load import LOAD_HEADER
 from inference_svc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
 from loadout.inference.v1 import inference_pb2 as pb
@@ -48,7 +49,10 @@ def ask(
     ends: list[tuple[str, str, str]] = []
 
     async def body() -> list[grpc.aio.AioRpcError]:
-        interceptor = StatusInterceptor(lambda *end: ends.append(end), lambda: "TEXT load")
+        def note(end: CallEnd) -> None:
+            ends.append((end.method, end.code, end.reason))
+
+        interceptor = StatusInterceptor(note, lambda: "TEXT load")
         server = grpc.aio.server(interceptors=[interceptor])
         pb_grpc.add_InferenceServiceServicer_to_server(Raising(error), server)
         port = server.add_insecure_port("127.0.0.1:0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def chunks() -> list[inference_pb.GenerateResponse]:
 
 
 class Up:
-    """A running `loadout up`: its addresses, and its three commands to try."""
+    """A running `loadout up`: its addresses, and its commands to try."""
 
     def __init__(self, arguments: tuple[str, ...], cwd: Path) -> None:
         command = [sys.executable, "-u", "-m", "loadout.cli", "up", *arguments]
@@ -259,7 +260,7 @@ class Up:
         self.environment = {
             f"LOADOUT_{name.upper()}": address for name, address in self.addresses.items()
         }
-        self.commands = [line.split() for line in lines[lines.index("try:") + 1 : -1]]
+        self.commands = [shlex.split(line) for line in lines[lines.index("try:") + 1 : -1]]
 
     def end(self, number: int) -> tuple[int, str]:
         """Sends a signal; (exit code, stderr)."""

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
+from loadout.routing import ADAPTER_HEADER, adapter_key
 from tests.adapter_store.certificates import Authority
 from tests.loadout.conftest import Server
 
@@ -47,6 +48,33 @@ def run_example(node_modules):
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--adapter", "upper@2"], "default/upper"),
+        (["--adapter", "upper", "--tenant", "acme"], "acme/upper"),
+        (["--adapter", "team-a/upper"], "team-a/upper"),
+        (["--adapter", f"sha256:{0:064}"], f"sha256:{0:064}"),
+        ([], None),
+    ],
+)
+def test_names_the_adapter_to_proxies(
+    run_example, inference_server, fake_inference, chunks, arguments, key
+):
+    """As our own clients do."""
+    keys = []
+
+    def generate(request, context):
+        keys.append(dict(context.invocation_metadata()).get(ADAPTER_HEADER))
+        return iter(chunks)
+
+    fake_inference.on("Generate", generate)
+    assert run_example("--inference", inference_server.address, *arguments, "x").returncode == 0
+    reference = arguments[1] if arguments else ""
+    tenant = arguments[3] if len(arguments) > 2 else "default"
+    assert keys == [key] == [adapter_key(reference, tenant) or None]
 
 
 def test_streams_a_generation(run_example, inference_server, fake_inference, chunks):

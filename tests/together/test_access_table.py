@@ -49,6 +49,9 @@ ALLOWED = {
     "UnpinAdapter": OPERATORS,
     "ListResidentAdapters": OPERATORS,
     "GetServerInfo": GENERATORS | OPERATORS,
+    # What tells of all tenants is for who is for all.
+    "GetDebugInfo": {"root"},
+    "ProfileSteps": {"root"},
 }
 SUBJECTS = ["base", "own name", "own digest", "other name", "other digest"]
 
@@ -113,6 +116,20 @@ def list_residents(stub: Any, ref: str) -> None:
     residents(stub)
 
 
+def get_debug_info(stub: Any, ref: str) -> None:
+    assert list(stub.GetDebugInfo(pb.GetDebugInfoRequest(), timeout=60))
+
+
+def profile_steps(stub: Any, ref: str) -> None:
+    """Whoever is let in waits for a step that does not come."""
+    request = pb.ProfileStepsRequest(num_steps=1, timeout_seconds=0.01)
+    try:
+        assert list(stub.ProfileSteps(request, timeout=60))
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+
+
 ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "Generate": generate,
     "LoadAdapter": load,
@@ -120,7 +137,12 @@ ABOUT: dict[str, Callable[[Any, str], Any]] = {
     "PinAdapter": pin,
     "UnpinAdapter": unpin,
 }
-ASK = ABOUT | {"ListResidentAdapters": list_residents, "GetServerInfo": get_server_info}
+ASK = ABOUT | {
+    "ListResidentAdapters": list_residents,
+    "GetServerInfo": get_server_info,
+    "GetDebugInfo": get_debug_info,
+    "ProfileSteps": profile_steps,
+}
 
 
 def expected(rpc: str, caller: str, subject: str) -> str:

@@ -54,6 +54,8 @@ ALLOWED = {
     "PullAdapter": PULLERS,
     "WatchAdapters": READERS,
     "GetStoreStatus": OPERATORS,
+    # What tells of all tenants is for who is for all.
+    "GetDebugInfo": {"root"},
 }
 
 # How a caller with the role is answered about another tenant's adapter.
@@ -168,6 +170,11 @@ def get_store_status(house: House, client: Client, tenant: str) -> str:
     return "OK"
 
 
+def get_debug_info(house: House, client: Client, tenant: str) -> str:
+    assert list(client.stub.GetDebugInfo(pb.GetDebugInfoRequest()))
+    return "OK"
+
+
 ASK: dict[str, Callable[[House, Client, str], str]] = {
     "RegisterAdapter": register_adapter,
     "UploadAdapter": upload_adapter,
@@ -182,4 +189,5 @@ ASK: dict[str, Callable[[House, Client, str], str]] = {
     "PullAdapter": pull_adapter,
     "WatchAdapters": watch_adapters,
     "GetStoreStatus": get_store_status,
+    "GetDebugInfo": get_debug_info,
 }

@@ -33,6 +33,7 @@ from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.pace import Pace
 from inference_svc.engine.pages import PagePool
+from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
 from tests.inference_svc.engine.server import Server
@@ -255,7 +256,7 @@ def test_the_engine_looks_at_every_turn() -> None:
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
     runner = Mock(take_copied=list)
-    commands = Commands(world.residency, Mock(), 10.0)
+    commands = Commands(world.residency, Mock(), Mock(), StepProfiler("cpu"), 10.0)
     engine = Engine(
         world.scheduler,
         runner,

@@ -13,7 +13,9 @@ import pytest
 
 from inference_svc.config import Config
 from inference_svc.http.server import HttpServer
+from inference_svc.load import LOAD_HEADER
 from inference_svc.tls import CertificateFiles
+from loadout.inference.v1 import inference_pb2 as pb
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import NOT_SERVING, digest_of, until
@@ -44,6 +46,29 @@ def test_ready_file_health_and_metrics(serve_http, tmp_path: Path) -> None:
             "vllm:num_requests_running 0.0",
         ):
             assert line in answer.text
+
+    serve_http(body)
+
+
+def test_every_answer_tells_the_load_as_trailers_of_grpc_do(serve_http) -> None:
+    async def body(front: Front) -> None:
+        idle = "TEXT application_utilization=0.0000,named_metrics.num_requests=0,"
+        paths = ("/health", "/v1/models", "/v1/models/nobody", "/v1/else", "/metrics")
+        answers = [await front.raw.get(path) for path in paths]
+        assert [answer.status_code for answer in answers] == [200, 200, 404, 404, 200]
+        for answer in answers:
+            assert answer.headers.get_list(LOAD_HEADER) == [answer.headers[LOAD_HEADER]]
+            assert answer.headers[LOAD_HEADER].startswith(idle)
+        front.engine.hold.set()
+        waiting = asyncio.create_task(front.complete())
+        await until(lambda: front.engine.num_running == 1)
+        busy = await front.raw.get("/health")
+        assert "named_metrics.num_requests=1," in busy.headers[LOAD_HEADER]
+        front.engine.hold.clear()
+        await waiting
+        call = front.running.stub.GetServerInfo(pb.GetServerInfoRequest())
+        told = dict(await call.trailing_metadata())[LOAD_HEADER]
+        assert told == (await front.raw.get("/health")).headers[LOAD_HEADER]
 
     serve_http(body)
 

@@ -21,7 +21,8 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 COMMANDS = (
     *("demo", "up", "store", "serve"),
     *("register", "adapters", "rollback", "delete", "generate"),
-    *("digest", "keygen", "sign", "token", "top"),
+    *("digest", "keygen", "sign", "token"),
+    *("top", "debug", "profile", "bench"),
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -77,7 +79,7 @@ def run_command(words: list[str], cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory, start_up):
     """One system for all tests that leave it as it was."""
-    return start_up("--work-dir", "work", cwd=tmp_path_factory.mktemp("up"))
+    return start_up("--work-dir", "work", "--http", cwd=tmp_path_factory.mktemp("up"))
 
 
 @pytest.fixture
@@ -86,12 +88,18 @@ def client(up):
         yield client
 
 
-def test_up_prints_three_commands_that_work(up, tmp_path):
-    adapters, generate, top = up.commands
+def test_up_prints_commands_that_work(up, tmp_path):
+    adapters, generate, curl, top = up.commands
     listing = run_command(adapters, tmp_path)
     assert all(f"default/{job.name}@1" in listing for job in ADAPTER_JOBS)
     assert run_command(generate, tmp_path) == "tuodaol\n"
     assert "loadout-demo" in run_command([*top, "--once"], tmp_path)
+    assert curl[0] == "curl"
+    request = urllib.request.Request(
+        curl[1], curl[-1].encode(), {"content-type": curl[curl.index("-H") + 1].split(": ")[1]}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer)["choices"][0]["text"] == "tuodaol"
 
 
 def test_client_against_the_real_services(client):

@@ -1,0 +1,1 @@
+"""What helps to find out what is wrong with a running store. Secrets stay in it."""

@@ -1,0 +1,55 @@
+"""What computes: its name, and what torch knows of it. Asked in the engine's process: asking a GPU
+takes memory of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from inference_svc.processors import usable_processors
+
+CPU_INFO = Path("/proc/cpuinfo")
+_MODEL_KEYS = ("model name", "Model", "cpu model")
+
+
+@cache
+def machine_name(device: str) -> str:
+    """Such as "AMD EPYC 9B14, 2 processors" or "NVIDIA H200": what figures can be compared by. To
+    be asked first before threads are bound to processors."""
+    if torch.device(device).type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{cpu_name()}, {usable_processors()} processors"
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    try:
+        lines = CPU_INFO.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): value.strip() for key, value in facts.items()}
+    return next((named[key] for key in _MODEL_KEYS if named.get(key)), "unknown processor")
+
+
+def device_facts(device: str) -> dict[str, object]:
+    """For people."""
+    facts: dict[str, object] = {
+        "device": device,
+        "machine": machine_name(device),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        facts |= {
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "total_bytes": total_bytes,
+            "free_bytes": free_bytes,
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "reserved_bytes": torch.cuda.memory_reserved(device),
+        }
+    return facts

@@ -1,0 +1,152 @@
+"""Runs a workload against a server, and turns what its callers saw into figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from loadout.aio import AsyncClient
+from loadout.benchmark.workload import BenchRequest, Workload, plan
+from loadout.errors import NotFound, ServerError
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`tolerance` is the share by which it may be worse than the baseline, if nobody says
+    otherwise: what is rare, as a 99th percentile is, varies more."""
+
+    name: str
+    unit: str
+    is_more_better: bool
+    tolerance: float
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("tokens_per_second", "tokens/s", True, 0.10),
+        Metric("first_token_p50_seconds", "s", False, 0.15),
+        Metric("first_token_p99_seconds", "s", False, 0.30),
+        Metric("inter_token_p50_seconds", "s", False, 0.10),
+        Metric("inter_token_p99_seconds", "s", False, 0.30),
+        Metric("adapter_load_p50_seconds", "s", False, 0.30),
+    )
+}
+
+Figures = dict[str, float]
+"""Of one round, by the metric's name."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What callers saw: seconds, and how many tokens there were."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+async def run(
+    client: AsyncClient,
+    workload: Workload,
+    adapters: list[str],
+    on_round: Callable[[int], None] = lambda number: None,
+) -> list[Figures]:
+    """One round that does not count, then `num_rounds`. Raises LoadoutError: a request that fails
+    is no figure."""
+    rounds = []
+    for number in range(workload.num_rounds + 1):
+        figures = await _round(client, workload, plan(workload, number, adapters))
+        if adapters and workload.num_loads:
+            loads_s = [await _load(client, ref) for ref in adapters[: workload.num_loads]]
+            figures["adapter_load_p50_seconds"] = median(loads_s)
+        if number:
+            rounds.append(figures)
+        on_round(number)
+    return rounds
+
+
+async def _round(client: AsyncClient, workload: Workload, requests: list[BenchRequest]) -> Figures:
+    seen = _Round()
+    left = iter(requests)
+    start_s = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workload.num_in_flight):
+                group.create_task(_work(client, workload, left, seen))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    seconds = time.perf_counter() - start_s
+    if not seen.gaps_s:
+        raise ServerError("no answer had two tokens: ask for more", code="UNKNOWN")
+    return {
+        "tokens_per_second": seen.num_tokens / seconds,
+        "first_token_p50_seconds": percentile(seen.first_token_s, 50),
+        "first_token_p99_seconds": percentile(seen.first_token_s, 99),
+        "inter_token_p50_seconds": percentile(seen.gaps_s, 50),
+        "inter_token_p99_seconds": percentile(seen.gaps_s, 99),
+    }
+
+
+async def _work(
+    client: AsyncClient, workload: Workload, left: Iterator[BenchRequest], seen: _Round
+) -> None:
+    """One after the other, as long as there are any."""
+    for request in left:
+        await _generate(client, workload, request, seen)
+
+
+async def _generate(
+    client: AsyncClient, workload: Workload, request: BenchRequest, seen: _Round
+) -> None:
+    before_s = time.perf_counter()
+    is_first = True
+    stream = client.generate(
+        request.prompt,
+        adapter=request.adapter,
+        max_tokens=workload.num_tokens,
+        temperature=0,
+        ignore_eos=True,
+        # Nothing that an earlier round or run has computed may be found.
+        cache_salt=uuid.uuid4().hex,
+    )
+    async with stream:
+        async for chunk in stream:
+            count = len(chunk.token_ids)
+            if not count:
+                continue
+            now_s = time.perf_counter()
+            if is_first:
+                seen.first_token_s.append(now_s - before_s)
+                is_first = False
+            else:
+                # Tokens that came together came after as many equal gaps.
+                seen.gaps_s += [(now_s - before_s) / count] * count
+            seen.num_tokens += count
+            before_s = now_s
+
+
+async def _load(client: AsyncClient, ref: str) -> float:
+    """Seconds until an adapter that was nowhere in the server is resident."""
+    with contextlib.suppress(NotFound):  # it was not resident
+        await client.unload(ref)
+    start_s = time.perf_counter()
+    await client.load(ref)
+    return time.perf_counter() - start_s
+
+
+def percentile(values: list[float], share: float) -> float:
+    """By nearest rank, of at least one value; `share` is from 0 to 100."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * share // 100)
+    return ordered[max(0, int(rank) - 1)]
+
+
+def medians(rounds: list[Figures]) -> Figures:
+    """Of all rounds, which have the same figures."""
+    return {name: median(each[name] for each in rounds) for name in METRICS if name in rounds[0]}

@@ -1,0 +1,96 @@
+"""A measurement as a file: what was measured, on what, and the figures of each round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from loadout.benchmark.measure import METRICS, Figures, medians
+from loadout.benchmark.workload import Workload
+from loadout.types import ServerInfo
+
+FORMAT = 1
+
+
+class BadResult(Exception):
+    """Not a measurement of ours; the message says which field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`conditions` must be equal for two measurements to be compared; `facts` are for people.
+    `rounds` have the same metrics."""
+
+    conditions: dict[str, Any]
+    facts: dict[str, Any]
+    rounds: list[Figures]
+
+    @property
+    def figures(self) -> Figures:
+        return medians(self.rounds)
+
+    def to_json(self) -> str:
+        document = {
+            "format": FORMAT,
+            "conditions": self.conditions,
+            "facts": self.facts,
+            "medians": self.figures,
+            "rounds": self.rounds,
+        }
+        return json.dumps(document, indent=1)
+
+
+def conditions_of(
+    workload: Workload, server: ServerInfo, adapters: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What figures depend on. `adapters` are what is known of each."""
+    limits = server.limits
+    return {
+        "workload": asdict(workload),
+        "adapters": [dict(adapter) for adapter in adapters],
+        "server": {
+            "base_model": server.base_model,
+            "architecture": server.architecture,
+            "dtype": server.dtype,
+            "device": server.device,
+            "kernels": server.kernels,
+            "machine": server.machine,
+            "max_sequences": limits.max_sequences,
+            "max_batch_tokens": limits.max_batch_tokens,
+            "max_loras": limits.max_loras,
+        },
+    }
+
+
+def parse(text: str) -> Result:
+    """What `to_json` wrote. Raises BadResult."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadResult(f"is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise BadResult(f"is not a measurement of format {FORMAT}")
+    conditions, facts = document.get("conditions"), document.get("facts")
+    for name, value in (("conditions", conditions), ("facts", facts)):
+        if not isinstance(value, dict):
+            raise BadResult(f"has no {name}")
+    rounds = document.get("rounds")
+    if not isinstance(rounds, list) or not rounds:
+        raise BadResult("has no rounds")
+    assert isinstance(conditions, dict)
+    assert isinstance(facts, dict)
+    return Result(conditions, facts, [_figures(each, rounds[0]) for each in rounds])
+
+
+def _figures(value: Any, first: Any) -> Figures:
+    if not isinstance(value, dict) or not value or value.keys() != first.keys():
+        raise BadResult("has rounds of different metrics")
+    for name, figure in value.items():
+        if name not in METRICS:
+            raise BadResult(f"has an unknown metric {name!r}")
+        is_number = isinstance(figure, int | float) and not isinstance(figure, bool)
+        if not is_number or not 0 < figure < float("inf"):
+            raise BadResult(f"has {figure!r} for {name}")
+    return {name: float(figure) for name, figure in value.items()}

@@ -1,0 +1,67 @@
+"""`loadout profile`: a trace of live steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from loadout.cli import options
+from loadout.cli.connection import Connection, connects
+from loadout.cli.failure import CommandFailed
+from loadout.cli.output_file import new_file, stamp
+from loadout.retry import RetryPolicy
+
+EXAMPLES = """\b
+Examples:
+  loadout profile
+  loadout profile --steps 50 --out decode.json.gz
+"""
+
+NUM_STEPS = 20
+MAX_STEPS = 200
+WRITE_S = 120.0
+"""For the trace to be written and sent, once its steps have run."""
+
+
+@connects
+def profile(
+    steps: Annotated[
+        int, typer.Option(min=1, max=MAX_STEPS, help="How many steps to trace.")
+    ] = NUM_STEPS,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The trace. Default: loadout-profile-TIME.json.gz, here."
+        ),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0.1, max=300, metavar="SECONDS", help="For so many steps to run.")
+    ] = 30.0,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """Trace steps of the running engine.
+
+    Writes Chrome's JSON, which ui.perfetto.dev opens: each step with its parts, its operators, and
+    on a GPU its kernels. Requests go on meanwhile. Needs the role operator for all tenants.
+    """
+    path = out or Path(f"loadout-profile-{stamp()}.json.gz")
+    num_steps = size_bytes = 0
+    # Another attempt would trace other steps, and a second time.
+    with (
+        connection.client(inference=inference, retry=RetryPolicy(max_attempts=1)) as client,
+        client.profile(steps, wait_s=wait, timeout_s=wait + WRITE_S) as pieces,
+        new_file(path) as file,
+    ):
+        for piece in pieces:
+            num_steps += piece.num_steps
+            size_bytes += file.write(piece.data)
+        if not size_bytes:
+            raise CommandFailed("the trace is empty")
+    typer.echo(f"{path} ({decimal(size_bytes)}, {num_steps} steps)")
+    if num_steps < steps:
+        typer.echo(f"only {num_steps} steps ran in {wait:g} s", err=True)

@@ -1,0 +1,39 @@
+"""What is told of the store's settings: neither its database's password nor its environment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from adapter_store.config import Settings
+from adapter_store.debug.config import secrets_of, shown_settings
+from adapter_store.debug.scrub import Scrub
+
+DSN = "postgresql+psycopg://loadout:pa%2Fss-word@db:5432/catalog?sslpassword=query-secret"
+
+
+@pytest.fixture
+def settings(monkeypatch) -> Settings:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "environment-secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-secret@proxy:3128")
+    monkeypatch.setenv("SOME_TOKEN_FILE", "/run/secrets/some-file")
+    return Settings(catalog_dsn=DSN, shared_s3="s3://bucket/prefix", max_rank=128)
+
+
+def test_settings_are_told_and_the_password_is_not(settings):
+    told = json.loads(json.dumps(shown_settings(settings)))
+    assert told["settings"]["catalog_dsn"] == "postgresql+psycopg://db/catalog"
+    assert told["settings"]["max_rank"] == 128
+    assert {"catalog_dsn", "max_rank"} <= set(told["set"])
+    for secret in ("pa%2Fss-word", "pa/ss-word", "query-secret"):
+        assert secret not in json.dumps(told)
+
+
+def test_secrets_are_known_however_they_are_written(settings):
+    scrub = Scrub(secrets_of(settings))
+    text = f"{DSN} pa/ss-word pa%2Fss-word query-secret environment-secret proxy-secret"
+    left = scrub.text(text)
+    for secret in ("pa%2Fss-word", "pa/ss-word", "query-secret", "environment", "proxy-secret"):
+        assert secret not in left
+    assert scrub.text("/run/secrets/some-file") == "/run/secrets/some-file"

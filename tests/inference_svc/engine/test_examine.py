@@ -1,0 +1,47 @@
+"""The engine laid open: true, and bounded, whatever it holds."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.store import ImageHeader, Segment
+from inference_svc.engine.examine import Examine, _memory
+from tests.inference_svc.engine.world import World
+
+NUM_IMAGES = 2_000
+
+
+def test_who_runs_waits_and_lies_where() -> None:
+    world = World(host_kib=0)
+    for number, digest in enumerate(["a", "b", "c", ""]):
+        world.submit(digest, number, 4, tenant=f"t{number}")
+    for _ in range(3):
+        world.turn()
+    details = Examine(world.scheduler, world.residency, "cpu")(1000)
+    pickle.dumps(details)
+    told = [*details.running, *details.waiting]
+    assert len(told) == len(world.live)
+    assert {each.tenant for each in told} == {s.request.tenant for s in world.live.values()}
+    device = details.memories["device"]
+    assert len(device.images) == device.num_images == len(world.residency.device)
+    held = [extent for image in device.images for extent in image.extents]
+    assert sum(size for _, size in [*held, *device.free_ranges]) == device.capacity_bytes
+    assert {load.digest for load in details.loads} == set(world.residency.loads_by_digest)
+    bounded = Examine(world.scheduler, world.residency, "cpu")(1)
+    assert len(bounded.running) + len(bounded.waiting) <= 2
+    assert bounded.num_waiting == details.num_waiting
+
+
+def test_many_images_are_counted_and_the_last_used_told() -> None:
+    slots = Slots(NUM_IMAGES * 256, NUM_IMAGES)
+    for number in range(NUM_IMAGES):
+        segments = (Segment(0, "a", 1, 0, 256),)
+        slots.reserve(ImageHeader(f"i{number}", f"{number}", "l", 1, 256, segments))
+    began_s = time.perf_counter()
+    told = _memory(slots, 1000)
+    assert time.perf_counter() - began_s < 1.0
+    assert (told.num_images, len(told.images)) == (NUM_IMAGES, 1000)
+    assert told.images[0].digest == f"{NUM_IMAGES - 1}"
+    assert (told.used_bytes, told.free_ranges) == (NUM_IMAGES * 256, ())
