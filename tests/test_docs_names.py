@@ -26,9 +26,9 @@ PAGES = {
 }
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 ELSEWHERE = {
-    # Of programs that are not ours: kubectl, kustomize, sqlite3, PostgreSQL's, apt, docker, curl.
-    "--from-file", "--format", "--file", "--exit-on-error", "--single-transaction", "--no-owner",
-    "--dbname", "--env-file", "--build", "--previous",
+    # Of programs that are not ours: kubectl, PostgreSQL's, docker.
+    "--from-file", "--previous", "--format", "--file", "--exit-on-error", "--single-transaction",
+    "--no-owner", "--dbname", "--env-file", "--build",
     # Of modules that are run with `python -m`; their own --help names them.
     "--device-memory", "--rank", "--help",
 }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference_svc.otlp import OtlpTracing
-from inference_svc.spans import SpanContext, caller_of, new_id
+from inference_svc.spans import SpanContext, caller_of, enter, new_id
 from inference_svc.tracing import TracingSettings, begin_call, end_call, standard_endpoint
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.inference_svc.serving import Running
@@ -25,8 +25,10 @@ PATH = "/loadout.inference.v1.InferenceService/Generate"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    yield
+    enter(None)  # calls have tasks of their own, tests have not
 
 
 @pytest.fixture
