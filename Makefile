@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SOURCES := loadout adapter_store inference_svc kernels tests bench fuzz tools deploy setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Processes that tests run in, each of a file's in one. Most wait for services that they have started.
+TEST_WORKERS ?= 2
 BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
@@ -19,7 +21,7 @@ up: $(VENV)/.installed-demo
 	$(BIN)/loadout up
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)

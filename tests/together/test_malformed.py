@@ -129,7 +129,11 @@ REFUSED: dict[str, tuple[Change, type[errors.LoadoutError], str]] = {
 }
 
 UNSERVABLE: dict[str, tuple[Change, str]] = {
-    "wrong-base": (config(base_model_name_or_path="another-model"), "another-model"),
+    # Of content of its own: a digest means the first name that has it.
+    "wrong-base": (
+        config(base_model_name_or_path="another-model", lora_alpha=3),
+        "another-model",
+    ),
     "wrong-shape": (
         tensors(lambda v: v.update({A_NAME: torch.ones(16, 60)})),
         "q_proj",

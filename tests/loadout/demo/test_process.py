@@ -13,7 +13,10 @@ SERVE = """
 import json, pathlib, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit({exit_code}))
 print("serving")
-pathlib.Path(sys.argv[1]).write_text(json.dumps({{"grpc": "127.0.0.1:5"}}))
+ready = pathlib.Path(sys.argv[1])
+partial = ready.with_suffix(".partial")
+partial.write_text(json.dumps({{"grpc": "127.0.0.1:5"}}))
+partial.replace(ready)
 signal.pause()
 """
 
