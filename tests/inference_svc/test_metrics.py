@@ -2,6 +2,7 @@
 
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +35,8 @@ TIER = TierStatus(
     evictions={"request": 5, "aged": 1},
 )
 STATE = HistogramState((0.001, 0.01), (3, 2, 1), 0.0625)
+COLD = HistogramState((0.001, 0.01), (0, 0, 2), 3.0)
+TAKEN_TIME_S = 1_700_000_000.0
 STATUS = EngineStatus(
     num_running=2,
     num_waiting=3,
@@ -41,8 +44,11 @@ STATUS = EngineStatus(
     running_digests=(A,),
     memory={"kv_pages": (25, 100), "arena": (64, 128)},
     counters={"pulls": 2.0},
-    histograms={"step_host_seconds": STATE, "load_seconds": STATE},
-    phases={"load_phase_seconds": {"pull": STATE}},
+    histograms={"step_host_seconds": STATE},
+    phases={
+        "load_phase_seconds": {"pull": STATE},
+        "load_seconds": {"host": STATE, "store": COLD},
+    },
     gauges={"kv_pages_used": 25.0},
     tiers={"device": TIER},
     loads={"pulling": 1, "needs_turn": 0},
@@ -55,6 +61,7 @@ SNAPSHOT = Snapshot(
     ),
     {A: ["upper", "team/shout"]},
     store_connected=True,
+    taken_time_s=TAKEN_TIME_S,
 )
 PREFIX = "loadout_inference_"
 
@@ -102,6 +109,24 @@ def test_the_phases_of_loads_are_one_family() -> None:
     assert counts == {(("phase", "resolve"),): 1, (("phase", "pull"),): 6}
 
 
+def test_loads_from_the_host_tier_do_not_hide_those_from_the_store() -> None:
+    samples = scrape(Metrics(4, lambda: SNAPSHOT))
+    assert samples[f"{PREFIX}load_seconds_sum"] == {
+        (("source", "host"),): 0.0625,
+        (("source", "store"),): 3.0,
+    }
+
+
+def test_how_old_the_engines_numbers_are() -> None:
+    def age_s(taken_time_s: float) -> float:
+        snapshot = replace(SNAPSHOT, taken_time_s=taken_time_s)
+        samples = scrape(Metrics(4, lambda: snapshot))
+        return samples[f"{PREFIX}snapshot_age_seconds"][()]
+
+    assert 30 <= age_s(time.time() - 30) < 60
+    assert age_s(time.time() + 30) == 0, "the clock was set back"
+
+
 def test_the_tiers() -> None:
     samples = scrape(Metrics(4, lambda: SNAPSHOT))
     device = (("tier", "device"),)
@@ -135,7 +160,7 @@ def test_the_gateway_contract() -> None:
         "running_lora_adapters": "team/shout,upper",
         "waiting_lora_adapters": B,
     }
-    assert unix_time_s == pytest.approx(time.time(), abs=60)
+    assert unix_time_s == TAKEN_TIME_S
     loaded = [dict(labels) for labels in samples["vllm:lora_adapter_loaded"]]
     on_device = {"level": "gpu", "pinned": "true", "rank": "8"}
     assert loaded == [
@@ -144,10 +169,11 @@ def test_the_gateway_contract() -> None:
         {"adapter_name": B, "level": "cpu", "pinned": "false", "rank": "16"},
     ]
     assert set(samples["vllm:lora_adapter_loaded"].values()) == {1}
+    assert samples[f"{PREFIX}residency_series"] == {(("level", "gpu"),): 2, (("level", "cpu"),): 1}
     assert samples["vllm:num_gpu_loaded_lora_adapters"] == {(): 1}
     assert samples["vllm:max_gpu_lora_adapters"] == {(): 4}
-    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 6}
-    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 0.0625}
+    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 8}
+    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 3.0625}
 
 
 def pick(text: str) -> tuple[float, list[str], list[str], int]:
@@ -168,7 +194,8 @@ def pick(text: str) -> tuple[float, list[str], list[str], int]:
 def test_a_router_reads_what_runs_and_waits() -> None:
     text = scrape_text(Metrics(4, lambda: SNAPSHOT))
     assert pick(text) == (3, ["team/shout", "upper"], [B], 4)
-    idle = Snapshot(EngineStatus(0, 0, (), (), {}, {}), (), {}, store_connected=False)
+    nothing = EngineStatus(0, 0, (), (), {}, {})
+    idle = Snapshot(nothing, (), {}, store_connected=False, taken_time_s=TAKEN_TIME_S)
     assert pick(scrape_text(Metrics(4, lambda: idle))) == (0, [], [], 4)
 
 
@@ -178,8 +205,13 @@ def test_what_gateways_are_told_is_bounded() -> None:
     residents = tuple(
         ResidentAdapter(digest, "host", 640, 8, False, 0, 0.0, 0.25) for digest in digests
     )
-    samples = scrape(Metrics(4, lambda: Snapshot(status, residents, {}, store_connected=True)))
+    snapshot = Snapshot(status, residents, {}, store_connected=True, taken_time_s=TAKEN_TIME_S)
+    samples = scrape(Metrics(4, lambda: snapshot))
     assert len(samples["vllm:lora_adapter_loaded"]) == MAX_LOADED_SERIES
+    assert samples[f"{PREFIX}residency_series"] == {
+        (("level", "gpu"),): 0,
+        (("level", "cpu"),): MAX_LOADED_SERIES,
+    }
     ((labels, _),) = samples["vllm:lora_requests_info"].items()
     assert len(dict(labels)["waiting_lora_adapters"].split(",")) == MAX_LISTED_NAMES
 

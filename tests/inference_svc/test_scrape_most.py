@@ -25,6 +25,7 @@ ROUTES = [f"/route/{number}" for number in range(10)]
 VALUES = {
     "phase": ["a", "b", "c", "d", "e"],
     "tier": ["device", "host"],
+    "source": ["host", "store"],
 }
 """Of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
@@ -51,7 +52,7 @@ def snapshot() -> Snapshot:
     engine = EngineStatus(
         1, 1, (), tuple(digests), {}, {}, histograms=plain, phases=labelled, tiers=tiers
     )
-    return Snapshot(engine, residents, names, store_connected=True)
+    return Snapshot(engine, residents, names, store_connected=True, taken_time_s=0.0)
 
 
 def test_it_is_less_than_a_scrape_may_have() -> None:
