@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 
 from prometheus_client.core import Metric
 
@@ -86,5 +87,8 @@ def _num_series(loaded: Metric) -> Metric:
 
 
 def _joined_names(digests: Sequence[str], names: Names) -> str:
-    found = sorted(name for digest in digests for name in names.get(digest) or [digest])
-    return ",".join(found[:MAX_LISTED_NAMES])
+    """The first name of each, then the second, and so on: an adapter of many names leaves none of
+    the others without one."""
+    ranks = zip_longest(*(names.get(digest) or [digest] for digest in digests))
+    found = islice((name for rank in ranks for name in rank if name is not None), MAX_LISTED_NAMES)
+    return ",".join(sorted(found))

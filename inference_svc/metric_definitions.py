@@ -86,13 +86,23 @@ REQUESTS = (
     _own(_C, "cached_prompt_tokens", "Of these, tokens that the prefix cache had."),
     _own(_C, "generated_tokens", "Tokens sent to callers, counted when their request ends."),
     _own(_C, "sampled_tokens", "Tokens as the engine makes them."),
-    _own(_H, "queue_seconds", "From a request's arrival until it first ran."),
+    _own(
+        _H,
+        "queue_seconds",
+        "From a request's arrival until it first ran; of one whose caller left before its first "
+        "token, until then, though it may have begun to run.",
+    ),
     _own(
         _H,
         "adapter_wait_seconds",
         "Of that, until its adapter was resident; of a request that gave up, until then.",
     ),
-    _own(_H, "first_token_seconds", "From a request's arrival to its first token."),
+    _own(
+        _H,
+        "first_token_seconds",
+        "From a request's arrival to its first token; of one that got none before its caller left "
+        "or its deadline, until then: it would have been more.",
+    ),
     _own(_H, "inter_token_seconds", "Between two tokens of a request, as the engine makes them."),
     _own(_H, "request_seconds", "From a request's arrival to its last token."),
     _own(

@@ -216,6 +216,17 @@ def test_what_gateways_are_told_is_bounded() -> None:
     assert len(dict(labels)["waiting_lora_adapters"].split(",")) == MAX_LISTED_NAMES
 
 
+def test_an_adapter_of_many_names_leaves_the_others_theirs() -> None:
+    """Routers know an adapter by any of its names, but by none that is not there."""
+    names = {A: [f"a{number:03}" for number in range(MAX_LISTED_NAMES)], B: ["z0", "z1"]}
+    status = EngineStatus(2, 0, (), (A, B), {}, {})
+    snapshot = Snapshot(status, (), names, store_connected=True, taken_time_s=TAKEN_TIME_S)
+    _, running, _, _ = pick(scrape_text(Metrics(4, lambda: snapshot)))
+    assert len(running) == MAX_LISTED_NAMES
+    assert running == sorted(running)
+    assert running[-3:] == ["a509", "z0", "z1"]
+
+
 def test_our_own_numbers() -> None:
     metrics = Metrics(4, lambda: SNAPSHOT)
     metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
@@ -226,7 +237,7 @@ def test_our_own_numbers() -> None:
     by_code = (("code", "NOT_FOUND"), ("method", "Generate"))
     assert samples[f"{PREFIX}rpcs_total"][by_code] == 1
     rejected = (("method", "Generate"), ("reason", "ADAPTER_NOT_FOUND"))
-    assert samples[f"{PREFIX}rejections_total"] == {rejected: 1}
+    assert samples[f"{PREFIX}rejections_total"][rejected] == 1
     assert samples[f"{PREFIX}requests_total"] == {
         (("finish_reason", reason),): float(reason == "stop")
         for reason in ("stop", "length", "aborted", "cancelled", "error")
@@ -249,14 +260,48 @@ def test_our_own_numbers() -> None:
     assert samples[f"{PREFIX}store_connected"] == {(): 1}
 
 
-def test_a_request_without_tokens_has_no_first_one() -> None:
+def test_who_got_no_token_in_time_has_waited_for_one() -> None:
+    """Else the percentiles are best when nothing works."""
     metrics = Metrics(4, lambda: None)
-    timings = Timings(1, 0, 1)
-    metrics.count_request(RequestEnd("aborted", "", 0, 1.0, Usage(7, 0, 0), timings))
-    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), timings))
+    metrics.count_request(RequestEnd("aborted", "", 0, 3.0, Usage(7, 0, 0), Timings(1, 0, 3)))
+    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), Timings(1, 0, 1)))
+    metrics.count_request(RequestEnd("cancelled", "", 0, 120.0))
+    metrics.count_request(RequestEnd("cancelled", "", 1, 60.0))  # of this one nobody knows
+    metrics.count_request(RequestEnd("error", "", 0, 60.0))  # it was answered
     samples = scrape(metrics)
-    assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 1}
+    assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 3}
+    assert samples[f"{PREFIX}first_token_seconds_sum"] == {(): 124.0}
+    assert samples[f"{PREFIX}queue_seconds_count"] == {(): 3}
+    assert samples[f"{PREFIX}queue_seconds_sum"] == {(): 122.0}
+    assert samples[f"{PREFIX}request_seconds_count"] == {(): 2}
     assert samples[f"{PREFIX}adapter_first_token_seconds_count"][(("adapter", BASE),)] == 1
+
+
+def test_the_first_error_has_a_0_before_it() -> None:
+    samples = scrape(Metrics(4, lambda: None))
+    codes = ("DATA_LOSS", "INTERNAL", "OK", "UNAVAILABLE", "UNKNOWN")
+    assert samples[f"{PREFIX}rpcs_total"] == {
+        (("code", code), ("method", "Generate")): 0 for code in codes
+    }
+    routes = ("/v1/chat/completions", "/v1/completions")
+    assert samples[f"{PREFIX}http_requests_total"] == {
+        (("route", route), ("status", status)): 0
+        for route in routes
+        for status in ("200", "500", "503")
+    }
+    assert samples[f"{PREFIX}rejections_total"] == {
+        (("method", method), ("reason", "QUEUE_FULL")): 0 for method in ("Generate", *routes)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "longest_s"), [("request", 1800), ("queue", 300), ("first_token", 300)]
+)
+def test_what_takes_minutes_can_be_told_apart(name: str, longest_s: float) -> None:
+    buckets = scrape(Metrics(4, lambda: None))[f"{PREFIX}{name}_seconds_bucket"]
+    bounds_s = sorted(float(dict(labels)["le"]) for labels in buckets)
+    assert {60, 120, 300} < set(bounds_s)
+    assert bounds_s[-2:] == [longest_s, float("inf")]
 
 
 def test_who_gives_up_waiting_for_an_adapter_has_waited() -> None:
