@@ -46,7 +46,8 @@ class Watch:
         self, since_revision: int, tenants: Tenants = None
     ) -> AsyncGenerator[AdapterEvent]:
         """Events of these tenants after `since_revision`, then each as it happens, with bookmarks
-        in silence, and where others' events were passed over: the caller is never behind.
+        in silence, and where others' events were passed over: the caller is never behind. While we
+        do not know what others change there are none: the caller is not to believe us.
 
         Raises RevisionTooOld, at the start or when the caller is too slow, and Draining.
         """
@@ -65,7 +66,8 @@ class Watch:
                 if self._closed:
                     raise Draining("this store is shutting down")
                 # A caller may know of a change in another replica before it is known here.
-                if position >= self._revision and not await self._change_from(position):
+                is_silence = position >= self._revision and not await self._change_from(position)
+                if is_silence and self._catalog.is_current:
                     yield _bookmark(position)
         finally:
             self.num_watchers -= 1

@@ -18,7 +18,7 @@ from inference_svc.core import FinishReason, Request, Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
 from inference_svc.generation import Delta
 from inference_svc.generation_trace import GenerationTrace
-from inference_svc.metrics import Metrics, RequestEnd
+from inference_svc.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.names import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
 
@@ -89,7 +89,7 @@ class Account:
     def _outcome(self, status: str) -> str:
         if self.finish_reason is not None:  # whether or not the last of it could be sent
             return self.finish_reason.value
-        return "cancelled" if status == "CANCELLED" else "error"
+        return CANCELLED if status == "CANCELLED" else "error"
 
     def subject(self) -> dict[str, str]:
         """What it is about, for log and traces."""

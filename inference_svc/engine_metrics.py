@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,12 +31,14 @@ TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine at one moment. `names` maps digests to the names known to point to them."""
+    """The engine at one moment, `taken_time_s` in unix time. `names` maps digests to the names
+    known to point to them."""
 
     status: EngineStatus
     residents: tuple[ResidentAdapter, ...]
     names: dict[str, list[str]]
     store_connected: bool
+    taken_time_s: float
 
 
 class EngineCollector(Collector):
@@ -65,8 +68,12 @@ class EngineCollector(Collector):
         for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
             yield _labelled(key, {area: sizes[place] for area, sizes in status.memory.items()})
         yield sample("store_connected", snapshot.store_connected)
+        age_s = time.time() - snapshot.taken_time_s
+        yield sample("snapshot_age_seconds", max(0.0, age_s))  # clocks are set back
         yield from gateway_metrics(
-            status, snapshot.residents, snapshot.names, max_loras=self._max_loras
+            *(status, snapshot.residents, snapshot.names),
+            max_loras=self._max_loras,
+            taken_time_s=snapshot.taken_time_s,
         )
 
     def _numbers(self, status: EngineStatus) -> Iterator[Metric]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 
 from prometheus_client.core import Metric
 
@@ -23,29 +24,46 @@ Names = Mapping[str, Sequence[str]]
 
 
 def gateway_metrics(
-    status: EngineStatus, residents: Sequence[ResidentAdapter], names: Names, *, max_loras: int
+    status: EngineStatus,
+    residents: Sequence[ResidentAdapter],
+    names: Names,
+    *,
+    max_loras: int,
+    taken_time_s: float,
 ) -> Iterator[Metric]:
-    """`residents` are all on the device, and of the host tier as many as shall be shown."""
-    yield from _requests(status, names, max_loras)
-    yield _loaded(residents, names)
+    """`residents` are all on the device, and of the host tier as many as shall be shown. All this
+    was so at `taken_time_s`, unix time."""
+    yield from _requests(status)
+    yield _requests_info(status, names, max_loras, taken_time_s)
+    loaded = _loaded(residents, names)
+    yield loaded
+    yield _num_series(loaded)
     num_on_device = sum(adapter.tier == "device" for adapter in residents)
     yield sample("vllm:num_gpu_loaded_lora_adapters", num_on_device)
     yield sample("vllm:max_gpu_lora_adapters", max_loras)
     loads = family("vllm:lora_adapter_load_seconds")
-    times = status.histograms.get("load_seconds")
-    if times is not None:
-        loads.add_metric([], sum(times.counts), times.sum_seconds)
+    times = status.phases.get("load_seconds", {}).values()
+    count = sum(sum(each.counts) for each in times)
+    loads.add_metric([], count, sum(each.sum_seconds for each in times))
     yield loads
 
 
-def _requests(status: EngineStatus, names: Names, max_loras: int) -> Iterator[Metric]:
+def _requests(status: EngineStatus) -> Iterator[Metric]:
     used, capacity = status.memory.get("kv_pages", (0, 0))
     yield sample("vllm:num_requests_running", status.num_running)
     yield sample("vllm:num_requests_waiting", status.num_waiting)
     yield sample("vllm:kv_cache_usage_perc", used / capacity if capacity else 0.0)
+
+
+def _requests_info(
+    status: EngineStatus, names: Names, max_loras: int, taken_time_s: float
+) -> Metric:
+    """Of several such series routers believe the one of the greatest value: one that does not
+    answer must not stay the newest."""
     running = _joined_names(status.running_digests, names)
     waiting = _joined_names(status.waiting_digests, names)
-    yield sample("vllm:lora_requests_info", time.time(), str(max_loras), running, waiting)
+    labels = (str(max_loras), running, waiting)
+    return sample("vllm:lora_requests_info", taken_time_s, *labels)
 
 
 def _loaded(residents: Sequence[ResidentAdapter], names: Names) -> Metric:
@@ -59,6 +77,18 @@ def _loaded(residents: Sequence[ResidentAdapter], names: Names) -> Metric:
     return loaded
 
 
+def _num_series(loaded: Metric) -> Metric:
+    """Tells that residency is shown to whoever does not keep it: names come and go without end."""
+    levels = Counter(each.labels["level"] for each in loaded.samples)
+    made = family("residency_series")
+    for level in _LEVELS.values():
+        made.add_metric([level], levels[level])
+    return made
+
+
 def _joined_names(digests: Sequence[str], names: Names) -> str:
-    found = sorted(name for digest in digests for name in names.get(digest) or [digest])
-    return ",".join(found[:MAX_LISTED_NAMES])
+    """The first name of each, then the second, and so on: an adapter of many names leaves none of
+    the others without one."""
+    ranks = zip_longest(*(names.get(digest) or [digest] for digest in digests))
+    found = islice((name for rank in ranks for name in rank if name is not None), MAX_LISTED_NAMES)
+    return ",".join(sorted(found))

@@ -86,15 +86,31 @@ REQUESTS = (
     _own(_C, "cached_prompt_tokens", "Of these, tokens that the prefix cache had."),
     _own(_C, "generated_tokens", "Tokens sent to callers, counted when their request ends."),
     _own(_C, "sampled_tokens", "Tokens as the engine makes them."),
-    _own(_H, "queue_seconds", "From a request's arrival until it first ran."),
+    _own(
+        _H,
+        "queue_seconds",
+        "From a request's arrival until it first ran; of one whose caller left before its first "
+        "token, until then, though it may have begun to run.",
+    ),
     _own(
         _H,
         "adapter_wait_seconds",
         "Of that, until its adapter was resident; of a request that gave up, until then.",
     ),
-    _own(_H, "first_token_seconds", "From a request's arrival to its first token."),
+    _own(
+        _H,
+        "first_token_seconds",
+        "From a request's arrival to its first token; of one that got none before its caller left "
+        "or its deadline, until then: it would have been more.",
+    ),
     _own(_H, "inter_token_seconds", "Between two tokens of a request, as the engine makes them."),
     _own(_H, "request_seconds", "From a request's arrival to its last token."),
+    _own(
+        _G,
+        "snapshot_age_seconds",
+        "How old what the engine has told is: about 0, and more when it does not answer. All that "
+        "is not counted where calls end is as old, among it what gateways are told.",
+    ),
     _own(_G, "requests_running", "Requests in the batch."),
     _own(_G, "requests_waiting", "Requests in the queue."),
     _own(_G, "requests_waiting_for_adapter", "Of these, requests whose adapter is not resident."),
@@ -143,10 +159,22 @@ TIERS = (
     ),
     _own(_G, "tier_free_ranges", "Ranges that the free bytes lie in.", "tier"),
     _own(_G, "tier_images", "Adapters that have their room there.", "tier"),
+    _own(
+        _G,
+        "residency_series",
+        "Series of vllm:lora_adapter_loaded in this scrape, by level (gpu, cpu).",
+        "level",
+    ),
 )
 
 LOADS = (
-    _own(_H, "load_seconds", "From wanting an adapter until requests could run with it."),
+    _own(
+        _H,
+        "load_seconds",
+        "From wanting an adapter until requests could run with it, by where its bytes came from: "
+        "host is the host tier, store a cold load.",
+        "source",
+    ),
     _own(
         _H,
         "load_phase_seconds",
@@ -217,7 +245,8 @@ GATEWAYS = (
     _foreign(
         _G,
         "vllm:lora_requests_info",
-        "Adapters with requests, separated by commas; the value is the unix time.",
+        "Adapters with requests, separated by commas; the value is the unix time of the engine's "
+        "answer.",
         "max_lora",
         "running_lora_adapters",
         "waiting_lora_adapters",

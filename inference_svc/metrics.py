@@ -19,12 +19,29 @@ from inference_svc import histogram
 from inference_svc.busiest import AdapterCounts, BusiestAdapters
 from inference_svc.core import FinishReason, Timings, Usage
 from inference_svc.engine_metrics import EngineCollector, Snapshot
+from inference_svc.errors import QueueFull
 from inference_svc.metric_definitions import DEFINITIONS, family
+
+BOUNDS_S = {
+    "queue_seconds": histogram.QUEUE_BOUNDS_S,
+    "adapter_wait_seconds": histogram.QUEUE_BOUNDS_S,
+    "first_token_seconds": histogram.QUEUE_BOUNDS_S,
+    "request_seconds": histogram.REQUEST_BOUNDS_S,
+}
+"""Of histograms that are kept here; the engine's are its own."""
 
 MAX_ADAPTERS = 50
 """Adapters that are counted by name, unless a setting says otherwise."""
 
-OUTCOMES = (*(reason.value for reason in FinishReason), "cancelled", "error")
+GENERATE = "Generate"
+COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions")
+GENERATE_CODES = ("OK", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
+COMPLETION_STATUSES = ("200", "500", "503")
+"""What alerts count. A series that begins with its first error has no rise that a rate could see:
+these begin at 0 with the process."""
+
+CANCELLED = "cancelled"
+OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
 # Each counter and histogram would bring a series of when it was made, which nobody asks for.
 prometheus_client.disable_created_metrics()
@@ -63,8 +80,6 @@ class Metrics:
         self._http_requests = self._counter("http_requests")
         self._rejections = self._counter("rejections")
         self._requests = self._counter("requests")
-        for outcome in OUTCOMES:  # from 0 on, so that the first one counts in a rate
-            self._requests.labels(outcome)
         self._prompt_tokens = self._counter("prompt_tokens")
         self._cached_prompt_tokens = self._counter("cached_prompt_tokens")
         self._generated_tokens = self._counter("generated_tokens")
@@ -77,6 +92,19 @@ class Metrics:
         self.registry.register(AdapterCollector(self.adapters))
         self.registry.register(EngineCollector(max_loras, snapshot, self.resolve_times))
         ProcessCollector(registry=self.registry)
+        self._begin_at_0()
+
+    def _begin_at_0(self) -> None:
+        """So that the first of these counts in a rate."""
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        for code in GENERATE_CODES:
+            self._rpcs.labels(GENERATE, code)
+        for route in COMPLETION_ROUTES:
+            for status in COMPLETION_STATUSES:
+                self._http_requests.labels(route, status)
+        for method in (GENERATE, *COMPLETION_ROUTES):
+            self._rejections.labels(method, QueueFull.reason)
 
     def _counter(self, key: str) -> Counter:
         found = DEFINITIONS[key]
@@ -87,7 +115,7 @@ class Metrics:
         return Gauge(found.name, found.meaning, found.labels, registry=self.registry)
 
     def _histogram(self, key: str) -> Histogram:
-        found, bounds = DEFINITIONS[key], histogram.WAIT_BOUNDS_S
+        found, bounds = DEFINITIONS[key], BOUNDS_S[key]
         return Histogram(
             found.name, found.meaning, found.labels, buckets=bounds, registry=self.registry
         )
@@ -125,21 +153,24 @@ class Metrics:
         if end.gave_up:
             self._adapter_wait_seconds.observe(end.total_s)
         if usage is not None and timings is not None:
-            self._count_finished(end.total_s, usage, timings)
+            self._count_finished(end, usage, timings)
             counts.prompt_tokens = usage.prompt_tokens
             if usage.completion_tokens:
                 counts.first_tokens, counts.first_token_seconds = 1, timings.first_token_s
             if end.adapter:
                 counts.load_waits, counts.load_wait_seconds = 1, timings.adapter_wait_s
+        elif end.outcome == CANCELLED and not end.num_sent:
+            self._queue_seconds.observe(end.total_s)
+            self._first_token_seconds.observe(end.total_s)
         self.adapters.count(end.adapter, counts)
 
-    def _count_finished(self, total_s: float, usage: Usage, timings: Timings) -> None:
+    def _count_finished(self, end: RequestEnd, usage: Usage, timings: Timings) -> None:
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_prompt_tokens.inc(usage.cached_prompt_tokens)
         self._queue_seconds.observe(timings.queued_s)
         self._adapter_wait_seconds.observe(timings.adapter_wait_s)
-        self._request_seconds.observe(total_s)
-        if usage.completion_tokens:
+        self._request_seconds.observe(end.total_s)
+        if usage.completion_tokens or end.outcome == FinishReason.ABORTED.value:
             self._first_token_seconds.observe(timings.first_token_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from inference_svc.access import OPEN
 from inference_svc.engine_metrics import Snapshot
@@ -12,7 +13,7 @@ from inference_svc.names import Directory
 from inference_svc.refs import short_name
 
 ANSWER_SECONDS = 2.0
-"""An engine in a longer step is shown as it was at the last scrape."""
+"""An engine in a longer step is shown as it was at the last scrape, with its age."""
 MAX_RESIDENTS = 512
 """Resident adapters that are asked for, beside all on the device: the engine lists them between
 two steps."""
@@ -63,6 +64,7 @@ async def _ask(frontend: Frontend, directory: Directory, max_residents: int) -> 
         residents,
         {digest: _labels(directory.names_of(OPEN, digest, MAX_NAMES)) for digest in digests},
         directory.is_live,
+        time.time(),
     )
 
 

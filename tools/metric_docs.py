@@ -23,7 +23,7 @@ exported.
 A histogram has the series `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. Counters
 start at 0 with their process.
 
-However many adapters there are, a server has fewer than 5,000 series. In series by `adapter` the
+However many adapters there are, a scrape has fewer than 5,000 series. In series by `adapter` the
 busiest `--metrics-adapters` have one each, as `tenant/name`; requests to the base model count as
 `base`, all others as `other`. When another adapter has become clearly busier, one of them loses its
 series. What it had counted goes to `former`, so that sums over all series never fall; take rates
@@ -34,6 +34,16 @@ topk(10, rate(loadout_inference_adapter_generated_tokens_total{adapter!="former"
 ```
 
 An adapter that gets its series back starts at 0 again, as after a restart, which `rate` allows for.
+
+Two families for gateways name adapters as they come and go: `vllm:lora_adapter_loaded` and
+`vllm:lora_requests_info`. A scrape has a bounded number of them, but each adapter that is loaded,
+and each new set of adapters with requests, begins a series that Prometheus keeps for as long as it
+keeps anything. Routers scrape the servers themselves, so drop both where Prometheus scrapes
+(`metric_relabel_configs`, action `drop`), as `deploy/` does. What alerts need of them is in
+`loadout_inference_residency_series` and `loadout_inference_snapshot_age_seconds`.
+
+What the engine counts is asked of it at each scrape. One that does not answer within two seconds is
+shown as it last was, and `loadout_inference_snapshot_age_seconds` grows.
 """
 
 

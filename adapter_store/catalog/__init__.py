@@ -109,6 +109,12 @@ class Catalog:
         """Other replicas may change it too."""
         return self._follower is not None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the listeners have been told of all commits but the last seconds'. False: the
+        database does not answer, or is cut off, and others may have changed it."""
+        return self._follower is None or self._follower.is_current
+
     def close(self) -> None:
         if self._follower is not None:
             self._follower.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from sqlalchemy import Connection
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 CHANNEL = "loadout_changes"
 LOOK_SECONDS = 1.0
+BEHIND_SECONDS = 3.0
+"""It looks every second: after this long without an answer it does not know what was committed."""
 STOP_SECONDS = 0.2
 RETRY_SECONDS = 0.2
 BATCH_EVENTS = 256
@@ -43,9 +46,15 @@ class Follower:
         self._database = database
         self._position = since_revision
         self._tell = tell
+        self._known_s = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all that had been committed BEHIND_SECONDS ago has been told."""
+        return time.monotonic() - self._known_s < BEHIND_SECONDS
 
     def close(self) -> None:
         self._stopping.set()
@@ -78,9 +87,12 @@ class Follower:
                 waited = 0.0
 
     def _catch_up(self) -> None:
+        asked_s = time.monotonic()
         while found := self._read():
             self._tell(found)
             self._position = found[-1].revision
+            asked_s = time.monotonic()
+        self._known_s = asked_s
 
     def _read(self) -> list[AdapterEvent]:
         with self._database.read() as conn:

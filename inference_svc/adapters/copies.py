@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.load_times import LoadTimes
 from inference_svc.adapters.load_traces import LoadTraces
+from inference_svc.adapters.loads import Load
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     change: HostCopy
     began_s: float
-    wanted_s: float | None
+    load: Load | None
 
 
 @dataclass
@@ -34,15 +35,15 @@ class Copies:
     def __len__(self) -> int:
         return len(self._by_digest)
 
-    def begin(self, change: HostCopy, now_s: float, wanted_s: float | None) -> None:
-        """`wanted_s` is when the load began; None: nobody has asked for it."""
-        self._by_digest[change.host.digest] = _Copy(change, now_s, wanted_s)
+    def begin(self, change: HostCopy, now_s: float, load: Load | None) -> None:
+        """It is the last part of `load`; None: nobody has asked for it."""
+        self._by_digest[change.host.digest] = _Copy(change, now_s, load)
 
     def end(self, digest: str, now_s: float) -> HostCopy:
         """It lies in the arena, whole."""
         copy = self._by_digest.pop(digest)
         self.traces.end(digest, now_s, is_here=True)
-        if copy.wanted_s is not None:
+        if copy.load is not None:
             self.times.copy.observe(now_s - copy.began_s)
-            self.times.load.observe(now_s - copy.wanted_s)
+            self.times.load[copy.load.source].observe(now_s - copy.load.started_s)
         return copy.change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from dataclasses import dataclass, field
 
@@ -10,8 +11,19 @@ from inference_svc.core import HistogramState
 from inference_svc.histogram import IDLE_BOUNDS_S, WAIT_BOUNDS_S, Histogram
 
 
+class LoadSource(enum.Enum):
+    """Where a load took the bytes from: the host tier had them, or the store sent them."""
+
+    HOST = "host"
+    STORE = "store"
+
+
 def _waits() -> Histogram:
     return Histogram(WAIT_BOUNDS_S)
+
+
+def _loads() -> dict[LoadSource, Histogram]:
+    return {source: _waits() for source in LoadSource}
 
 
 def _idles() -> Histogram:
@@ -20,14 +32,15 @@ def _idles() -> Histogram:
 
 @dataclass
 class LoadTimes:
-    """One observation each per load. `load` is from the wish until requests could run; of that
-    `wait` is for a turn and for room, `pull` until the bytes were here, `copy` from the host tier
-    into the arena. Only `pull` knows of what nobody had asked for.
+    """One observation each per load. `load` is from the wish until requests could run, by source:
+    loads from the host tier are many and short, and would hide what the store takes. Of that `wait`
+    is for a turn and for room, `pull` until the bytes were here, `copy` from the host tier into the
+    arena. Only `pull` knows of what nobody had asked for.
 
     `device_idle` and `host_idle`: how long what was evicted there had not been used.
     """
 
-    load: Histogram = field(default_factory=_waits)
+    load: dict[LoadSource, Histogram] = field(default_factory=_loads)
     wait: Histogram = field(default_factory=_waits)
     pull: Histogram = field(default_factory=_waits)
     copy: Histogram = field(default_factory=_waits)
@@ -36,7 +49,7 @@ class LoadTimes:
 
     def loaded(self, load_s: float, waited_s: float) -> None:
         """It has been pulled to where requests can run with it."""
-        self.load.observe(load_s)
+        self.load[LoadSource.STORE].observe(load_s)
         self.wait.observe(waited_s)
 
     def left_device(self, resident: Resident) -> None:
@@ -46,6 +59,11 @@ class LoadTimes:
     def left_host(self, resident: Resident) -> None:
         """It has been evicted from the host tier."""
         _observe_idle(self.host_idle, resident)
+
+    @property
+    def load_states(self) -> dict[str, HistogramState]:
+        """By source."""
+        return {source.value: histogram.state for source, histogram in self.load.items()}
 
     @property
     def phase_states(self) -> dict[str, HistogramState]:

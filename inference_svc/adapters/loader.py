@@ -230,6 +230,7 @@ class Loader:
         digest = job.digest
         resident = self._memories.pulled.get(digest)
         assert resident is not None
+        assert load.granted_s is not None
         load_seconds = now_s - load.started_s
         self.counters.pulls_done += 1
         self.counters.pulled_bytes += resident.header.total_bytes

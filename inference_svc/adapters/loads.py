@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+from inference_svc.adapters.load_times import LoadSource
 from inference_svc.adapters.load_traces import LoadTraces
 from inference_svc.adapters.pull_job import PullJob
 from inference_svc.adapters.store import ImageHeader
@@ -37,8 +38,8 @@ class Load:
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
     waited for room instead. `room_wait_since_s` is set while it waits for room. `header` is known
-    once the pull has opened; `granted_s` is when it got room to write to. `waited_s` is how long it
-    has waited for its turn and for room so far.
+    once the pull has opened; `granted_s` is when that got room to write to, None before.
+    `waited_s` is how long it has waited for its turn and for room so far.
     """
 
     started_s: float
@@ -47,12 +48,17 @@ class Load:
     job: PullJob | None = None
     header: ImageHeader | None = None
     room_wait_since_s: float | None = None
-    granted_s: float = 0.0
+    granted_s: float | None = None
     waited_s: float = 0.0
 
     @property
     def needs_room(self) -> bool:
         return self.state in (LoadState.NEEDS_PULL_ROOM, LoadState.NEEDS_DEVICE_ROOM)
+
+    @property
+    def source(self) -> LoadSource:
+        """Of a load that needs no more than room on the device."""
+        return LoadSource.HOST if self.granted_s is None else LoadSource.STORE
 
     @property
     def is_cancelled(self) -> bool:

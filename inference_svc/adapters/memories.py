@@ -18,6 +18,7 @@ from inference_svc.adapters.copies import Copies
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.load_times import LoadTimes
 from inference_svc.adapters.load_traces import LoadTraces
+from inference_svc.adapters.loads import Load
 from inference_svc.adapters.slots import EvictionReason, Resident, Slots
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,11 @@ class Memories:
         assert self.host is not None
         self.host.slots.release(digest)
 
-    def copy(self, host: Resident, room: Resident, now_s: float, wanted_s: float | None) -> None:
+    def copy(self, host: Resident, room: Resident, now_s: float, load: Load | None) -> None:
         """Into the arena, with the next batch that has room for it. The host image is held until
-        `copied`. `wanted_s` is when the load began; None: nobody has asked for it."""
+        `copied`. It is the last part of `load`; None: nobody has asked for it."""
         change = HostCopy(host, room)
-        self.copying.begin(change, now_s, wanted_s)
+        self.copying.begin(change, now_s, load)
         self._changes.append(change)
 
     def copied(self, digests: Iterable[str], now_s: float) -> None:

@@ -59,7 +59,7 @@ class Rooms:
             return False
         load = self.loads.got_device_room(digest, now_s)
         memories.times.wait.observe(load.waited_s)
-        memories.copy(hosted, resident, now_s, load.started_s)
+        memories.copy(hosted, resident, now_s, load)
         return True
 
     def drain(self, digest: str, load: Load, ahead: Collection[str]) -> None:

@@ -108,8 +108,7 @@ class Describe:
         return tiers
 
     def _histograms(self) -> dict[str, HistogramState]:
-        gaps, load = self.settler.token_gaps.state, self.residency.times.load.state
-        return {**self.times.states, "inter_token_seconds": gaps, "load_seconds": load}
+        return {**self.times.states, "inter_token_seconds": self.settler.token_gaps.state}
 
     def _phases(self) -> dict[str, dict[str, HistogramState]]:
         times = self.residency.times
@@ -118,6 +117,7 @@ class Describe:
             idle["host"] = times.host_idle.state
         return {
             "step_phase_seconds": self.times.phase_states,
+            "load_seconds": times.load_states,
             "load_phase_seconds": times.phase_states,
             "tier_evicted_idle_seconds": idle,
         }

@@ -9,6 +9,7 @@ import pytest
 
 from adapter_store import watch as watch_module
 from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.catalog import follower as follower_module
 from adapter_store.core import AdapterName, EventKind
 from adapter_store.errors import Draining, RevisionTooOld
 from adapter_store.watch import Watch
@@ -81,6 +82,35 @@ def test_bookmarks_in_silence_carry_the_revision(catalog):
                 assert (event.kind, event.revision) == (EventKind.BOOKMARK, 2)
 
     run(catalog, scenario, bookmark_seconds=0.05)
+
+
+def test_a_watch_that_knows_nothing_of_the_database_is_silent(postgres, catalog_dsn, monkeypatch):
+    """Else who watches would believe for ever that names are as they were."""
+    monkeypatch.setattr(follower_module, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(follower_module, "BEHIND_SECONDS", 1.0)
+    catalog = Catalog(catalog_dsn, event_retention=200)
+    register(catalog, 1)
+
+    async def scenario(watch: Watch) -> None:
+        async with aclosing(watch.follow(1)) as events:
+            assert (await anext(events)).kind is EventKind.BOOKMARK
+            await asyncio.to_thread(postgres.stop)
+            try:
+                waiting = asyncio.ensure_future(anext(events))
+                while catalog.is_current:
+                    if (await asyncio.wait({waiting}, timeout=0.05))[0]:
+                        assert waiting.result().kind is EventKind.BOOKMARK
+                        waiting = asyncio.ensure_future(anext(events))
+                await asyncio.wait({waiting}, timeout=0.5)
+                assert not waiting.done()
+            finally:
+                await asyncio.to_thread(postgres.start)
+            assert (await waiting).kind is EventKind.BOOKMARK
+
+    try:
+        run(catalog, scenario, bookmark_seconds=0.05)
+    finally:
+        catalog.close()
 
 
 def test_a_slow_watcher_reads_on_from_the_catalog(catalog, monkeypatch):

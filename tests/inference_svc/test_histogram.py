@@ -6,10 +6,15 @@ import itertools
 
 import pytest
 
-from inference_svc.histogram import IDLE_BOUNDS_S, STEP_BOUNDS_S, WAIT_BOUNDS_S, Histogram
+from inference_svc.histogram import (
+    IDLE_BOUNDS_S,
+    REQUEST_BOUNDS_S,
+    STEP_BOUNDS_S,
+    Histogram,
+)
 
 
-@pytest.mark.parametrize("bounds", [STEP_BOUNDS_S, WAIT_BOUNDS_S, IDLE_BOUNDS_S])
+@pytest.mark.parametrize("bounds", [STEP_BOUNDS_S, REQUEST_BOUNDS_S, IDLE_BOUNDS_S])
 def test_every_observation_is_in_the_bucket_of_the_first_bound_that_holds_it(
     bounds: tuple[float, ...],
 ) -> None:

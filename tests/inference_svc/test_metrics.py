@@ -2,6 +2,7 @@
 
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +35,8 @@ TIER = TierStatus(
     evictions={"request": 5, "aged": 1},
 )
 STATE = HistogramState((0.001, 0.01), (3, 2, 1), 0.0625)
+COLD = HistogramState((0.001, 0.01), (0, 0, 2), 3.0)
+TAKEN_TIME_S = 1_700_000_000.0
 STATUS = EngineStatus(
     num_running=2,
     num_waiting=3,
@@ -41,8 +44,11 @@ STATUS = EngineStatus(
     running_digests=(A,),
     memory={"kv_pages": (25, 100), "arena": (64, 128)},
     counters={"pulls": 2.0},
-    histograms={"step_host_seconds": STATE, "load_seconds": STATE},
-    phases={"load_phase_seconds": {"pull": STATE}},
+    histograms={"step_host_seconds": STATE},
+    phases={
+        "load_phase_seconds": {"pull": STATE},
+        "load_seconds": {"host": STATE, "store": COLD},
+    },
     gauges={"kv_pages_used": 25.0},
     tiers={"device": TIER},
     loads={"pulling": 1, "needs_turn": 0},
@@ -55,6 +61,7 @@ SNAPSHOT = Snapshot(
     ),
     {A: ["upper", "team/shout"]},
     store_connected=True,
+    taken_time_s=TAKEN_TIME_S,
 )
 PREFIX = "loadout_inference_"
 
@@ -102,6 +109,24 @@ def test_the_phases_of_loads_are_one_family() -> None:
     assert counts == {(("phase", "resolve"),): 1, (("phase", "pull"),): 6}
 
 
+def test_loads_from_the_host_tier_do_not_hide_those_from_the_store() -> None:
+    samples = scrape(Metrics(4, lambda: SNAPSHOT))
+    assert samples[f"{PREFIX}load_seconds_sum"] == {
+        (("source", "host"),): 0.0625,
+        (("source", "store"),): 3.0,
+    }
+
+
+def test_how_old_the_engines_numbers_are() -> None:
+    def age_s(taken_time_s: float) -> float:
+        snapshot = replace(SNAPSHOT, taken_time_s=taken_time_s)
+        samples = scrape(Metrics(4, lambda: snapshot))
+        return samples[f"{PREFIX}snapshot_age_seconds"][()]
+
+    assert 30 <= age_s(time.time() - 30) < 60
+    assert age_s(time.time() + 30) == 0, "the clock was set back"
+
+
 def test_the_tiers() -> None:
     samples = scrape(Metrics(4, lambda: SNAPSHOT))
     device = (("tier", "device"),)
@@ -135,7 +160,7 @@ def test_the_gateway_contract() -> None:
         "running_lora_adapters": "team/shout,upper",
         "waiting_lora_adapters": B,
     }
-    assert unix_time_s == pytest.approx(time.time(), abs=60)
+    assert unix_time_s == TAKEN_TIME_S
     loaded = [dict(labels) for labels in samples["vllm:lora_adapter_loaded"]]
     on_device = {"level": "gpu", "pinned": "true", "rank": "8"}
     assert loaded == [
@@ -144,10 +169,11 @@ def test_the_gateway_contract() -> None:
         {"adapter_name": B, "level": "cpu", "pinned": "false", "rank": "16"},
     ]
     assert set(samples["vllm:lora_adapter_loaded"].values()) == {1}
+    assert samples[f"{PREFIX}residency_series"] == {(("level", "gpu"),): 2, (("level", "cpu"),): 1}
     assert samples["vllm:num_gpu_loaded_lora_adapters"] == {(): 1}
     assert samples["vllm:max_gpu_lora_adapters"] == {(): 4}
-    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 6}
-    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 0.0625}
+    assert samples["vllm:lora_adapter_load_seconds_count"] == {(): 8}
+    assert samples["vllm:lora_adapter_load_seconds_sum"] == {(): 3.0625}
 
 
 def pick(text: str) -> tuple[float, list[str], list[str], int]:
@@ -168,7 +194,8 @@ def pick(text: str) -> tuple[float, list[str], list[str], int]:
 def test_a_router_reads_what_runs_and_waits() -> None:
     text = scrape_text(Metrics(4, lambda: SNAPSHOT))
     assert pick(text) == (3, ["team/shout", "upper"], [B], 4)
-    idle = Snapshot(EngineStatus(0, 0, (), (), {}, {}), (), {}, store_connected=False)
+    nothing = EngineStatus(0, 0, (), (), {}, {})
+    idle = Snapshot(nothing, (), {}, store_connected=False, taken_time_s=TAKEN_TIME_S)
     assert pick(scrape_text(Metrics(4, lambda: idle))) == (0, [], [], 4)
 
 
@@ -178,10 +205,26 @@ def test_what_gateways_are_told_is_bounded() -> None:
     residents = tuple(
         ResidentAdapter(digest, "host", 640, 8, False, 0, 0.0, 0.25) for digest in digests
     )
-    samples = scrape(Metrics(4, lambda: Snapshot(status, residents, {}, store_connected=True)))
+    snapshot = Snapshot(status, residents, {}, store_connected=True, taken_time_s=TAKEN_TIME_S)
+    samples = scrape(Metrics(4, lambda: snapshot))
     assert len(samples["vllm:lora_adapter_loaded"]) == MAX_LOADED_SERIES
+    assert samples[f"{PREFIX}residency_series"] == {
+        (("level", "gpu"),): 0,
+        (("level", "cpu"),): MAX_LOADED_SERIES,
+    }
     ((labels, _),) = samples["vllm:lora_requests_info"].items()
     assert len(dict(labels)["waiting_lora_adapters"].split(",")) == MAX_LISTED_NAMES
+
+
+def test_an_adapter_of_many_names_leaves_the_others_theirs() -> None:
+    """Routers know an adapter by any of its names, but by none that is not there."""
+    names = {A: [f"a{number:03}" for number in range(MAX_LISTED_NAMES)], B: ["z0", "z1"]}
+    status = EngineStatus(2, 0, (), (A, B), {}, {})
+    snapshot = Snapshot(status, (), names, store_connected=True, taken_time_s=TAKEN_TIME_S)
+    _, running, _, _ = pick(scrape_text(Metrics(4, lambda: snapshot)))
+    assert len(running) == MAX_LISTED_NAMES
+    assert running == sorted(running)
+    assert running[-3:] == ["a509", "z0", "z1"]
 
 
 def test_our_own_numbers() -> None:
@@ -194,7 +237,7 @@ def test_our_own_numbers() -> None:
     by_code = (("code", "NOT_FOUND"), ("method", "Generate"))
     assert samples[f"{PREFIX}rpcs_total"][by_code] == 1
     rejected = (("method", "Generate"), ("reason", "ADAPTER_NOT_FOUND"))
-    assert samples[f"{PREFIX}rejections_total"] == {rejected: 1}
+    assert samples[f"{PREFIX}rejections_total"][rejected] == 1
     assert samples[f"{PREFIX}requests_total"] == {
         (("finish_reason", reason),): float(reason == "stop")
         for reason in ("stop", "length", "aborted", "cancelled", "error")
@@ -217,14 +260,48 @@ def test_our_own_numbers() -> None:
     assert samples[f"{PREFIX}store_connected"] == {(): 1}
 
 
-def test_a_request_without_tokens_has_no_first_one() -> None:
+def test_who_got_no_token_in_time_has_waited_for_one() -> None:
+    """Else the percentiles are best when nothing works."""
     metrics = Metrics(4, lambda: None)
-    timings = Timings(1, 0, 1)
-    metrics.count_request(RequestEnd("aborted", "", 0, 1.0, Usage(7, 0, 0), timings))
-    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), timings))
+    metrics.count_request(RequestEnd("aborted", "", 0, 3.0, Usage(7, 0, 0), Timings(1, 0, 3)))
+    metrics.count_request(RequestEnd("length", "", 1, 1.0, Usage(7, 0, 1), Timings(1, 0, 1)))
+    metrics.count_request(RequestEnd("cancelled", "", 0, 120.0))
+    metrics.count_request(RequestEnd("cancelled", "", 1, 60.0))  # of this one nobody knows
+    metrics.count_request(RequestEnd("error", "", 0, 60.0))  # it was answered
     samples = scrape(metrics)
-    assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 1}
+    assert samples[f"{PREFIX}first_token_seconds_count"] == {(): 3}
+    assert samples[f"{PREFIX}first_token_seconds_sum"] == {(): 124.0}
+    assert samples[f"{PREFIX}queue_seconds_count"] == {(): 3}
+    assert samples[f"{PREFIX}queue_seconds_sum"] == {(): 122.0}
+    assert samples[f"{PREFIX}request_seconds_count"] == {(): 2}
     assert samples[f"{PREFIX}adapter_first_token_seconds_count"][(("adapter", BASE),)] == 1
+
+
+def test_the_first_error_has_a_0_before_it() -> None:
+    samples = scrape(Metrics(4, lambda: None))
+    codes = ("DATA_LOSS", "INTERNAL", "OK", "UNAVAILABLE", "UNKNOWN")
+    assert samples[f"{PREFIX}rpcs_total"] == {
+        (("code", code), ("method", "Generate")): 0 for code in codes
+    }
+    routes = ("/v1/chat/completions", "/v1/completions")
+    assert samples[f"{PREFIX}http_requests_total"] == {
+        (("route", route), ("status", status)): 0
+        for route in routes
+        for status in ("200", "500", "503")
+    }
+    assert samples[f"{PREFIX}rejections_total"] == {
+        (("method", method), ("reason", "QUEUE_FULL")): 0 for method in ("Generate", *routes)
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "longest_s"), [("request", 1800), ("queue", 300), ("first_token", 300)]
+)
+def test_what_takes_minutes_can_be_told_apart(name: str, longest_s: float) -> None:
+    buckets = scrape(Metrics(4, lambda: None))[f"{PREFIX}{name}_seconds_bucket"]
+    bounds_s = sorted(float(dict(labels)["le"]) for labels in buckets)
+    assert {60, 120, 300} < set(bounds_s)
+    assert bounds_s[-2:] == [longest_s, float("inf")]
 
 
 def test_who_gives_up_waiting_for_an_adapter_has_waited() -> None:

@@ -159,12 +159,21 @@ def test_kill_9_while_registering_leaves_the_catalog_whole(
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
     digests = {open_checkpoint(folder).digest for folder in folders}
     answered: dict[str, tuple[str, int]] = {}
-    for delay in (0.05, 0.15, 0.3):
+    is_answered = threading.Event()
+    for delay, after_an_answer in ((0.05, False), (0.15, False), (0.1, True)):
         process = spawn()
         client = connect(process.wait_until_ready()["grpc"])
         layout_id = client.register_layout(make_layout())
-        timer = threading.Timer(delay, process.process.kill)
-        timer.start()
+        kill = process.process.kill
+
+        def kill_later(delay=delay, after_an_answer=after_an_answer, kill=kill) -> None:
+            if after_an_answer:
+                is_answered.wait(60)
+            time.sleep(delay)
+            kill()
+
+        killer = threading.Thread(target=kill_later)
+        killer.start()
 
         def register(thread: int, client=client) -> None:
             i = 0
@@ -176,13 +185,14 @@ def test_kill_9_while_registering_leaves_the_catalog_whole(
                 except grpc.RpcError:
                     return
                 answered[f"default/{name}"] = (made.adapter.digest, made.revision)
+                is_answered.set()
 
         threads = [threading.Thread(target=register, args=(i,)) for i in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        timer.join()
+        killer.join()
         process.process.wait()
     process = spawn()
     client = connect(process.wait_until_ready()["grpc"])

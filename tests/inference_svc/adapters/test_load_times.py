@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from inference_svc.adapters.load_times import LoadSource
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.slots import EvictionReason
 from inference_svc.core import HistogramState
@@ -31,7 +32,7 @@ def test_without_a_host_tier_a_load_waits_and_is_pulled() -> None:
     times = world.residency.times
     assert total(times.wait.state) == (1, 1.0)
     assert total(times.pull.state) == (1, 2.0)
-    assert total(times.load.state) == (1, 3.0)
+    assert total(times.load[LoadSource.STORE].state) == (1, 3.0)
     assert total(times.copy.state) == (0, 0.0)
     assert sum(world.residency.num_loads.values()) == 0
 
@@ -47,7 +48,8 @@ def test_with_a_host_tier_the_copy_is_part_of_it() -> None:
     assert (count, copy_s >= 1.0) == (1, True)
     waits, wait_s = total(times.wait.state)
     assert waits == 1
-    assert total(times.load.state) == (1, wait_s + 2.0 + copy_s)
+    assert total(times.load[LoadSource.STORE].state) == (1, wait_s + 2.0 + copy_s)
+    assert total(times.load[LoadSource.HOST].state) == (0, 0.0)
 
 
 def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
@@ -63,7 +65,9 @@ def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
     times = world.residency.times
     assert world.residency.can_run("d")
     assert total(times.pull.state)[0] == 3
-    assert total(times.load.state)[0] == total(times.copy.state)[0] == 4
+    assert total(times.copy.state)[0] == 4
+    loads = {source: total(histogram.state)[0] for source, histogram in times.load.items()}
+    assert loads == {LoadSource.STORE: 3, LoadSource.HOST: 1}
 
 
 @pytest.mark.parametrize(

@@ -188,10 +188,12 @@ class Silent:
 
     def __init__(self, messages: list[PullMessage]) -> None:
         self.messages = messages
+        self.fell_silent = threading.Event()
         self.cancelled = threading.Event()
 
     def __iter__(self) -> Iterator[PullMessage]:
         yield from self.messages
+        self.fell_silent.set()
         assert self.cancelled.wait(30)
         raise StoreUnavailable("cancelled")
 
@@ -237,13 +239,14 @@ def test_pull_threads_give_way_and_no_others_do(store, layout) -> None:
 
 
 class TwoSources(MemoryStore):
-    """Two replicas; of "one" come the first `num_messages`, and nothing more. `asked` are those
-    that were asked."""
+    """Two replicas; of "one" come the first `num_messages`, and nothing more: `silent` is the last
+    such stream. `asked` are those that were asked."""
 
     def __init__(self, num_messages: int) -> None:
         super().__init__()
         self.num_messages = num_messages
         self.asked: list[str] = []
+        self.silent = Silent([])
 
     def pull(
         self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
@@ -254,9 +257,9 @@ class TwoSources(MemoryStore):
         self.asked.append(good.source)
         if good.source == "two":
             return good
-        silent = Silent(list(good)[: self.num_messages])
-        silent.source = "one"
-        return silent
+        self.silent = Silent(list(good)[: self.num_messages])
+        self.silent.source = "one"
+        return self.silent
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
@@ -268,14 +271,15 @@ def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
     store.add("aaaa")
     loop = Loop(store, layout, 16384, host_bytes)
     residency = loop.residency
-    residency.stall_s = 0.3
-    for _ in range(2):  # whoever goes before that blames nobody
+    for _ in range(2):  # whoever goes before that blames nobody, however long this machine takes
         residency.want("aaaa", time.monotonic())
         loop.until(lambda: loop.puller._active and residency._loads["aaaa"].job._stream is not None)
         residency.unwant("aaaa")
         loop.until(lambda: residency.num_loading == 0)
     assert store.asked == ["one", "one"]
+    residency.stall_s = 0.3
     residency.want("aaaa", time.monotonic())
+    loop.until(lambda: len(store.asked) == 3 and store.silent.fell_silent.is_set())
     expires_s = time.monotonic() + residency.stall_s
     loop.until(lambda: time.monotonic() > expires_s)
     residency.unwant("aaaa", expired=True)
