@@ -15,7 +15,36 @@ Json = dict[str, Any]
 class Source(Protocol):
     """What Grafana asks for the values of variables."""
 
-    def asked(variable: Json) -> str:
+    def label_values(self, label: str, selector: str = "", /) -> Sequence[str]:
+        """The values that a label has in the selector's series."""
+
+    def query(self, promql: str, /) -> Sequence[Series]:
+        """The answer now."""
+
+
+VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
+_LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)", re.DOTALL)
+_QUERY_RESULT = re.compile(r"query_result\((.+)\)", re.DOTALL)
+
+
+def panels(board: Json) -> list[Json]:
+    """All but the headings of rows."""
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def expressions(board: Json) -> Iterator[str]:
+    """The PromQL of all panels and annotations."""
+    for panel in panels(board):
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (mark["expr"] for mark in board["annotations"]["list"])
+
+
+def variables(board: Json) -> dict[str, Json]:
+    """By name."""
+    return {variable["name"]: variable for variable in board["templating"]["list"]}
+
+
+def asked(variable: Json) -> str:
     """The selector or query whose answer can be chosen from. Raises ValueError for a variable that
     is asked for in another way."""
     text = str(variable["query"]["query"])
@@ -54,9 +83,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda found: values[found[1] or found[2]], text)
 
 
-def everything(
-    board: Json, source: Source, *, window_s: float, range_s: float
-) -> dict[str, str]:
+def everything(board: Json, source: Source, *, window_s: float, range_s: float) -> dict[str, str]:
     """What variables stand for when All is chosen of each. `window_s` is Grafana's rate interval,
     `range_s` the chosen time."""
     values = {"__rate_interval": f"{window_s:.0f}s", "__range": f"{range_s:.0f}s"}
