@@ -6,7 +6,7 @@ from tools.dashboards import adapters_loads, adapters_tiers, limits, links, vari
 from tools.dashboards.board import Board, Row
 from tools.dashboards.links import Link
 from tools.dashboards.panels import Column, Panel, Query, lines, number, rows_by
-from tools.dashboards.queries import INFERENCE, or_zero
+from tools.dashboards.queries import INFERENCE, SAME_TARGET
 
 _CHOSEN = f'adapter=~"$adapter",adapter!="{variables.NOT_ADAPTERS}"'
 _TOP = 10
@@ -41,9 +41,9 @@ def _now() -> list[Panel]:
         ),
         number(
             "Load, p99",
-            "From wanting an adapter until requests could run with it.",
+            "From wanting an adapter until requests could run with it, of those from the store.",
             "s",
-            INFERENCE.quantile(0.99, "load_seconds"),
+            INFERENCE.quantile(0.99, "load_seconds", where='source="store"'),
             limit=limits.LOAD,
         ),
         number(
@@ -85,8 +85,9 @@ def _now() -> list[Panel]:
             "Replicas whose watch of the store is down. They serve what is resident, and names "
             "that they know, for a while.",
             "short",
-            or_zero(f"count({INFERENCE.series('store_connected')} == 0)"),
+            _without_store(),
             limit=limits.ANY,
+            missing="no targets",
             links=[links.TO_STORE],
         ),
     ]
@@ -139,6 +140,15 @@ def _busiest() -> list[Panel]:
             INFERENCE.mean("adapter_load_wait_seconds", "adapter", _CHOSEN),
         ),
     ]
+
+
+def _without_store() -> str:
+    """Of the replicas that have one."""
+    connected = (
+        f"{INFERENCE.series('store_connected')} and {SAME_TARGET} "
+        f"{INFERENCE.series('store_replicas_healthy')}"
+    )
+    return f"count(({connected}) == 0) or 0 * count({connected})"
 
 
 def _top(title: str, description: str, unit: str, expression: str) -> Panel:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from tools.dashboards import limits, links
 from tools.dashboards.panels import Panel, Query, distribution, lines, percentiles
-from tools.dashboards.queries import INFERENCE
+from tools.dashboards.queries import INFERENCE, REPLICA, WHICH
 
 
 def loads() -> list[Panel]:
     return [
         percentiles(
             INFERENCE,
-            "Load",
-            "From wanting an adapter until requests could run with it.",
+            "Load from the store",
+            "From wanting an adapter that was neither on the device nor in the host tier until "
+            "requests could run with it.",
             "load_seconds",
+            span=6,
+            where='source="store"',
             limit=limits.LOAD,
+        ),
+        percentiles(
+            INFERENCE,
+            "Load from the host tier",
+            "The same of adapters that only had to be copied to the device.",
+            "load_seconds",
+            span=6,
+            where='source="host"',
         ),
         _phases("Phases of loads, p50", 0.5),
         _phases("Phases of loads, p99", 0.99),
@@ -46,7 +57,7 @@ def loads() -> list[Panel]:
             "Bytes pulled",
             "From the store, by replica of the inference service.",
             "binBps",
-            Query(INFERENCE.rate("pulled_bytes_total", "instance"), "{{instance}}"),
+            Query(INFERENCE.rate("pulled_bytes_total", REPLICA), WHICH),
             span=12,
             is_stacked=True,
             links=[links.TO_STORE],
@@ -59,7 +70,7 @@ def loads() -> list[Panel]:
             Query(
                 f"{INFERENCE.rate('step_blocked_by_load_seconds_sum', 'instance')} / "
                 f"{INFERENCE.rate('step_seconds_sum', 'instance')}",
-                "{{instance}}",
+                WHICH,
             ),
             span=12,
         ),
@@ -94,7 +105,7 @@ def replicas() -> list[Panel]:
             "Connected",
             "1 while a replica's watch of the store is live. At 0 it learns of no new names.",
             "short",
-            Query(INFERENCE.series("store_connected"), "{{instance}}"),
+            Query(INFERENCE.series("store_connected"), WHICH),
             maximum=1,
         ),
         lines(
@@ -107,7 +118,7 @@ def replicas() -> list[Panel]:
             "Failovers",
             "Pulls and questions that went on at another replica of the store.",
             "cps",
-            Query(INFERENCE.rate("store_failovers_total", "instance"), "{{instance}}"),
+            Query(INFERENCE.rate("store_failovers_total", REPLICA), WHICH),
         ),
         lines(
             "Streams from the store",
@@ -138,5 +149,6 @@ def _phases(title: str, q: float) -> Panel:
         "from the store; copy: from the host tier to the device.",
         "s",
         Query(INFERENCE.quantile(q, "load_phase_seconds", "phase"), "{{phase}}"),
+        span=6,
         links=[links.TO_STORE],
     )

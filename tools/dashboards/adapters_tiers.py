@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tools.dashboards import limits
 from tools.dashboards.panels import Panel, Query, distribution, lines
-from tools.dashboards.queries import INFERENCE, share
+from tools.dashboards.queries import INFERENCE, REPLICA, WHICH, share
 
 _DEVICE = 'tier="device"'
-_WHERE = "{{instance}} {{tier}}"
+_WHERE = f"{{{{tier}}}} {WHICH}"
 
 
 def lookups() -> list[Panel]:
@@ -31,7 +31,7 @@ def lookups() -> list[Panel]:
             "Share of hits by replica",
             "On the device. Replicas far apart: requests are not routed by adapter.",
             "percentunit",
-            Query(found_on_device("instance"), "{{instance}}"),
+            Query(found_on_device(REPLICA), WHICH),
             maximum=1,
         ),
     ]
@@ -97,9 +97,11 @@ def room() -> list[Panel]:
         ),
         lines(
             "Adapters",
-            "That have their room in each tier, in all replicas.",
+            "That have their room in each tier, in all replicas, and names of them that routers "
+            "are told, by the routers' words for tiers.",
             "short",
             Query(INFERENCE.sum("tier_images", "tier"), "{{tier}}"),
+            Query(INFERENCE.sum("residency_series", "level"), "names on {{level}}"),
         ),
         lines(
             "Share pinned",

@@ -43,7 +43,7 @@ class Board:
         board = builders.Dashboard(links.TITLES[self.uid]).uid(self.uid)
         board.description(self.description).tags([TAG]).refresh("30s").time("now-1h", "now")
         board.timezone("browser").tooltip(models.DashboardCursorSync.CROSSHAIR)
-        board.variables([variables.datasource(), variables.namespace()])
+        board.variables([variables.datasource(), variables.cluster(), variables.namespace()])
         for service in self.services:
             board.with_variable(variables.job(service)).with_variable(variables.instance(service))
             board.annotation(_starts(service))

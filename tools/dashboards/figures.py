@@ -93,10 +93,16 @@ def _number(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None
         times, values = zip(*points, strict=True)
         axes.fill_between(times, values, color="tab:green", alpha=0.25, linewidth=0)
         axes.set_ylim(0, 2.5 * max(*values, 1e-9))
-    text = show(points[-1][1], defaults["unit"]) if points else "no data"
+    text = show(points[-1][1], defaults["unit"]) if points else _nothing(defaults)
     axes.text(0.5, 0.6, text, transform=axes.transAxes, fontsize=15, ha="center", va="center")
     axes.set_xticks([])
     axes.set_yticks([])
+
+
+def _nothing(defaults: Json) -> str:
+    """What is shown instead of no value."""
+    texts = [mapping["options"]["result"]["text"] for mapping in defaults.get("mappings", [])]
+    return str(texts[0]) if texts else "no data"
 
 
 def _distribution(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
@@ -116,7 +122,7 @@ def _distribution(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -
 
 
 def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
-    """Rows are joined by their first label."""
+    """Rows are joined by the labels that all answers have."""
     organized = panel["transformations"][-1]["options"]
     names = sorted(organized["indexByName"], key=organized["indexByName"].__getitem__)
     labels = [name for name in names if name not in organized["renameByName"]]
@@ -125,10 +131,11 @@ def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
         override["matcher"]["options"]: override["properties"][0]["value"]
         for override in panel["fieldConfig"]["overrides"]
     }
-    rows: dict[str, dict[str, str]] = {}
+    keys = [name for name in labels if all(_have(found, name) for found in answers)]
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
     for title, found in zip(titles, answers, strict=True):
         for series in sorted(found, key=lambda series: series.value, reverse=True):
-            row = rows.setdefault(series.labels.get(labels[0], ""), {})
+            row = rows.setdefault(tuple(series.labels.get(name, "") for name in keys), {})
             row |= {name: series.labels[name] for name in labels if name in series.labels}
             row[title] = show(series.value, units[title])
     axes.axis("off")
@@ -138,6 +145,10 @@ def _table(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
     drawn = axes.table(cells, colLabels=columns, loc="upper center", cellLoc="left", edges="B")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(SMALL)
+
+
+def _have(found: Sequence[Series], label: str) -> bool:
+    return any(label in series.labels for series in found)
 
 
 def _time_axis(axes: Any) -> None:

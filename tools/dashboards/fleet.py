@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.dashboards import adapters_tiers, fleet_engine, limits, links
 from tools.dashboards.board import Board, Row
 from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
-from tools.dashboards.queries import INFERENCE, STORE, or_zero
+from tools.dashboards.queries import INFERENCE, REPLICA, STORE, WHICH
 
 _FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"
 
@@ -33,10 +33,24 @@ def _now() -> list[Panel]:
     return [
         number(
             "Replicas down",
-            "Scrape targets of both services that do not answer. See Replicas below for which.",
+            "Inference services that Prometheus scrapes in vain. See Replicas below for which. No "
+            "targets: none was known for a week.",
             "short",
-            or_zero(f"count({INFERENCE.up} == 0 or {STORE.up} == 0)"),
+            INFERENCE.down,
+            span=2,
             limit=limits.ANY,
+            missing="no targets",
+        ),
+        number(
+            "Stores down",
+            "Replicas of the adapter store that Prometheus scrapes in vain. No targets: none was "
+            "known for a week.",
+            "short",
+            STORE.down,
+            span=2,
+            limit=limits.ANY,
+            missing="no targets",
+            links=[links.TO_STORE],
         ),
         number(
             "Requests",
@@ -61,6 +75,7 @@ def _now() -> list[Panel]:
             "Requests in the queues of all replicas.",
             "short",
             INFERENCE.sum("requests_waiting"),
+            span=2,
         ),
         number(
             "Failed generations",
@@ -110,7 +125,7 @@ def _traffic() -> list[Panel]:
             "Tokens by replica",
             "A replica far below the others has no traffic (routing) or is slow (see its steps).",
             "si:tok/s",
-            Query(INFERENCE.rate("sampled_tokens_total", "instance"), "{{instance}}"),
+            Query(INFERENCE.rate("sampled_tokens_total", REPLICA), WHICH),
             links=[links.TO_REPLICA],
         ),
         lines(
@@ -139,7 +154,7 @@ def _errors() -> list[Panel]:
             "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
             "DATA_LOSS, 5xx), within five minutes. One replica: drain it; all: the store, or us.",
             "percentunit",
-            Query(INFERENCE.series(_FAILED), "{{instance}}"),
+            Query(INFERENCE.series(_FAILED), WHICH),
             limit=limits.FAILED_GENERATIONS,
             links=[links.TO_REPLICA],
         ),
@@ -148,14 +163,16 @@ def _errors() -> list[Panel]:
             "gRPC calls that did not end OK, by status code. RESOURCE_EXHAUSTED: the queue was "
             "full; UNAVAILABLE: an adapter did not come in time, or the server drains.",
             "reqps",
-            Query(or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"),
+            Query(
+                INFERENCE.or_zero(INFERENCE.rate("rpcs_total", "code", 'code!="OK"')), "{{code}}"
+            ),
             is_stacked=True,
         ),
         lines(
             "Rejections",
             "Calls that were refused or failed over gRPC and HTTP, by the error's reason.",
             "reqps",
-            Query(or_zero(INFERENCE.rate("rejections_total", "reason")), "{{reason}}"),
+            Query(INFERENCE.or_zero(INFERENCE.rate("rejections_total", "reason")), "{{reason}}"),
             is_stacked=True,
         ),
     ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tools.dashboards import limits, links
 from tools.dashboards.links import Link
 from tools.dashboards.panels import Column, Panel, Query, lines, percentiles, rows_by
-from tools.dashboards.queries import INFERENCE, STORE, or_zero
+from tools.dashboards.queries import INFERENCE, REPLICA, SAME_TARGET, STORE, WHERE, WHICH
 
-_FIRING = 'alertname=~"Loadout.*",alertstate="firing"'
+_FIRING = f'{WHERE},alertname=~"Loadout.*",alertstate="firing"'
 _ABOUT, _BUILT_OF = ("base_model", "dtype", "device"), ("version", "python", "torch")
 
 
@@ -17,7 +17,7 @@ def queue() -> list[Panel]:
             "Running",
             "Requests in the batch of each replica; at most max-sequences.",
             "short",
-            Query(INFERENCE.sum("requests_running", "instance"), "{{instance}}"),
+            Query(INFERENCE.sum("requests_running", REPLICA), WHICH),
             links=[links.TO_REPLICA],
         ),
         lines(
@@ -25,7 +25,7 @@ def queue() -> list[Panel]:
             "Requests in the queue of each replica. Grows: more arrives than is done, and "
             "autoscaling should react.",
             "short",
-            Query(INFERENCE.sum("requests_waiting", "instance"), "{{instance}}"),
+            Query(INFERENCE.sum("requests_waiting", REPLICA), WHICH),
             limit=limits.QUEUE,
             links=[links.TO_REPLICA],
         ),
@@ -34,7 +34,7 @@ def queue() -> list[Panel]:
             "Of the waiting, those whose adapter is not resident. Near all of them: loads are the "
             "limit, not the model.",
             "short",
-            Query(INFERENCE.sum("requests_waiting_for_adapter", "instance"), "{{instance}}"),
+            Query(INFERENCE.sum("requests_waiting_for_adapter", REPLICA), WHICH),
             links=[links.TO_REPLICA],
         ),
     ]
@@ -74,7 +74,7 @@ def steps() -> list[Panel]:
             Query(
                 f"{INFERENCE.rate('lora_steps_total', 'instance')} / "
                 f"{INFERENCE.rate('step_seconds_count', 'instance')}",
-                "{{instance}}",
+                WHICH,
             ),
             span=6,
             maximum=1,
@@ -101,7 +101,7 @@ def pages() -> list[Panel]:
             "percentunit",
             Query(
                 INFERENCE.series("instance:loadout_inference_preemptions:ratio_rate5m"),
-                "{{instance}}",
+                WHICH,
             ),
             limit=limits.PREEMPTIONS,
             links=[links.TO_REPLICA],
@@ -142,7 +142,7 @@ def memory() -> list[Panel]:
             "Resident memory",
             "Of the processes that listen. One that only grows will be killed for it.",
             "bytes",
-            Query(INFERENCE.series("process_resident_memory_bytes"), "{{instance}}"),
+            Query(INFERENCE.series("process_resident_memory_bytes"), WHICH),
             span=6,
             links=[links.TO_REPLICA],
         ),
@@ -150,7 +150,7 @@ def memory() -> list[Panel]:
             "CPU",
             "Cores in use by the processes that listen.",
             "short",
-            Query(INFERENCE.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+            Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
             span=6,
             links=[links.TO_REPLICA],
         ),
@@ -163,13 +163,13 @@ def replicas() -> list[Panel]:
             "Inference replicas",
             "What runs where. Several versions: an upgrade is under way, or got stuck. Without a "
             "version: it does not answer.",
-            ["instance", *_ABOUT, *_BUILT_OF],
+            ["instance", "namespace", "cluster", *_ABOUT, *_BUILT_OF],
             [
-                Column("Up", f"sum by (instance) ({INFERENCE.up})", "short"),
+                Column("Up", f"sum by ({REPLICA}) ({INFERENCE.up})", "short"),
                 Column("Runs for", _running_seconds(), "s"),
-                Column("Running", INFERENCE.sum("requests_running", "instance"), "short"),
-                Column("Waiting", INFERENCE.sum("requests_waiting", "instance"), "short"),
-                Column("Store", INFERENCE.sum("store_connected", "instance"), "short"),
+                Column("Running", INFERENCE.sum("requests_running", REPLICA), "short"),
+                Column("Waiting", INFERENCE.sum("requests_waiting", REPLICA), "short"),
+                Column("Store", INFERENCE.sum("store_connected", REPLICA), "short"),
                 Column(
                     "Open files",
                     f"{INFERENCE.sum('process_open_fds', 'instance')} / "
@@ -188,22 +188,27 @@ def replicas() -> list[Panel]:
             "1 while Prometheus reaches a replica. A gap is a crash, a network problem, or a "
             "replica that was scaled away.",
             "short",
-            Query(INFERENCE.up, "{{job}} {{instance}}"),
-            Query(STORE.up, "{{job}} {{instance}}"),
-            span=12,
+            Query(INFERENCE.up, f"{{{{job}}}} {WHICH}"),
+            Query(STORE.up, f"{{{{job}}}} {WHICH}"),
             maximum=1,
+        ),
+        lines(
+            "Engine's last word",
+            "How long ago the engine of a replica told anything. Grows while it hangs: the replica "
+            "answers Prometheus, and nobody else.",
+            "s",
+            Query(INFERENCE.series("snapshot_age_seconds"), WHICH),
+            limit=limits.ENGINE_SILENT,
+            links=[links.TO_REPLICA],
         ),
         lines(
             "Alerts that fire",
             "By name. docs/operations.md has a paragraph on each.",
             "short",
             Query(
-                or_zero(
-                    'count by (alertname) (ALERTS{alertname=~"Loadout.*",alertstate="firing"})'
-                ),
+                INFERENCE.or_zero(f"count by (alertname) (ALERTS{{{_FIRING}}})"),
                 "{{alertname}}",
             ),
-            span=12,
             is_stacked=True,
         ),
     ]
@@ -214,7 +219,7 @@ def _running_seconds() -> str:
     about, built_of = ", ".join(_ABOUT), ", ".join(_BUILT_OF)
     seconds = f"(time() - {INFERENCE.series('process_start_time_seconds')})"
     return (
-        f"sum by (instance, {about}, {built_of}) ({seconds} "
-        f"* on (job, instance) group_left ({about}) {INFERENCE.series('info')} "
-        f"* on (job, instance) group_left ({built_of}) {INFERENCE.series('build_info')})"
+        f"sum by ({REPLICA}, {about}, {built_of}) ({seconds} "
+        f"* {SAME_TARGET} group_left ({about}) {INFERENCE.series('info')} "
+        f"* {SAME_TARGET} group_left ({built_of}) {INFERENCE.series('build_info')})"
     )

@@ -34,6 +34,7 @@ def unlimited() -> builders.ThresholdsConfig:
 ANY = Limit(1)
 FAILED_GENERATIONS = Limit(0.05, "LoadoutInferenceErrors")
 QUEUE = Limit(8, "LoadoutQueueGrows")
+ENGINE_SILENT = Limit(60, "LoadoutEngineSilent")
 PREEMPTIONS = Limit(0.1, "LoadoutKvPagesExhausted")
 LOAD = Limit(2.5, "LoadoutColdLoadsSlow")
 THRASH = Limit(0.1, "LoadoutThrash")

@@ -20,16 +20,17 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """To a dashboard, at the same time and in the same namespaces. `variables` are set there, to
-    what Grafana knows of the point that was clicked: a label, `${__field.labels.instance}`, or of a
-    table a column, `${__data.fields.adapter}`."""
+    """To a dashboard, at the same time, in the same clusters and namespaces. `variables` are set
+    there, to what Grafana knows of the point that was clicked: a label,
+    `${__field.labels.instance}`, or of a table a column, `${__data.fields.adapter}`."""
 
     title: str
     uid: str
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def builder(self) -> DashboardLink:
-        parts = ["${__url_time_range}", "${datasource:queryparam}", "${namespace:queryparam}"]
+        parts = ["${__url_time_range}", "${datasource:queryparam}"]
+        parts += ["${cluster:queryparam}", "${namespace:queryparam}"]
         parts += [f"var-{name}={value}" for name, value in self.variables.items()]
         return DashboardLink(self.title).url(f"/d/{self.uid}?{'&'.join(parts)}")
 

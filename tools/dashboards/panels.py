@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from tools.dashboards.limits import Limit, unlimited
+from tools.dashboards.limits import BAD, Limit, unlimited
 from tools.dashboards.links import Link
 from tools.dashboards.queries import Service
 from tools.dashboards.variables import DATASOURCE
@@ -79,10 +79,13 @@ def percentiles(
     metric: str,
     *,
     span: int = 8,
+    where: str = "",
     limit: Limit | None = None,
 ) -> Panel:
     """A histogram's p50, p90 and p99 over time."""
-    queries = [Query(service.quantile(q, metric), f"p{q * 100:.0f}") for q in (0.5, 0.9, 0.99)]
+    queries = [
+        Query(service.quantile(q, metric, where=where), f"p{q * 100:.0f}") for q in (0.5, 0.9, 0.99)
+    ]
     return lines(title, description, "s", *queries, span=span, limit=limit)
 
 
@@ -94,15 +97,25 @@ def number(
     *,
     span: int = 3,
     limit: Limit | None = None,
+    missing: str = "",
     links: Sequence[Link] = (),
 ) -> Panel:
-    """The newest value, large, coloured by `limit`, over a small line of what it was."""
+    """The newest value, large, coloured by `limit`, over a small line of what it was. `missing` is
+    shown in red where there is no value; without it Grafana says that there are no data."""
     panel = stat.Panel().title(title).description(description).datasource(DATASOURCE)
     panel.unit(unit).span(span).height(4).targets(_targets([Query(expression)]))
     panel.graph_mode(options.BigValueGraphMode.AREA).color_mode(options.BigValueColorMode.VALUE)
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     panel.thresholds(limit.thresholds() if limit else unlimited())
+    if missing:
+        panel.mappings([_instead_of_nothing(missing)])
     return panel.data_links([link.builder() for link in links])
+
+
+def _instead_of_nothing(text: str) -> models.SpecialValueMap:
+    result = models.ValueMappingResult(text=text, color=BAD)
+    match = models.SpecialValueMatch.NULL_AND_NAN
+    return models.SpecialValueMap(models.DashboardSpecialValueMapOptions(match, result))
 
 
 def distribution(title: str, description: str, unit: str, buckets: str, *, span: int = 8) -> Panel:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
 RULES = sorted((ROOT / "deploy" / "prometheus").glob("*.rules.yml"))
 SECONDS = 120.0
-SCRAPE_S, STEP_S, WINDOW_S = 1.0, 2.0, 15.0
+SCRAPE_S, STEP_S, WINDOW_S = 2.0, 2.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Span:
 def ask(board: Json, prometheus: Prometheus, span: Span) -> Answers:
     """Each panel's answers by its id: over the span, or of a table at its end. Times are seconds
     since its start."""
-    values = everything(board, prometheus.label_values, window_s=WINDOW_S, range_s=span.length_s)
+    values = everything(board, prometheus, window_s=WINDOW_S, range_s=span.length_s)
 
     def answer(target: Json) -> list[Series]:
         promql = expand(target["expr"], values)

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 WINDOW = "$__rate_interval"
 """Grafana's: at least four scrapes long."""
+REPLICA = "cluster, namespace, instance"
+"""By one replica: addresses of pods are there again in other clusters, and in other namespaces."""
+WHICH = "{{instance}} {{namespace}} {{cluster}}"
+"""The legend of that; of labels that nobody has nothing is left."""
+SAME_TARGET = "on (cluster, namespace, job, instance)"
+CATALOG = "cluster, namespace"
+"""By what has one catalog."""
+
+
+WHERE = 'cluster=~"$cluster",namespace=~"$namespace"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,19 +23,27 @@ class Service:
     """`name` is the word in its metrics and the start of its variables, `<name>_job` and
     `<name>_instance`. Metrics are given without their prefix; whole are those of the process and
     what rules record. `where` is more matchers of labels, `by` the labels that are kept.
+    `presence` is exported from a process's first moment on: whatever the jobs are called, those
+    that have it are ours.
     """
 
     name: str
+    presence: str
 
     @property
     def targets(self) -> str:
         """What Prometheus scrapes of it: the matchers that also `up` understands."""
-        return f'namespace=~"$namespace",job=~"${self.name}_job"'
+        return f'{WHERE},job=~"${self.name}_job"'
 
     @property
     def up(self) -> str:
         """1 for each target that answers, 0 for each that does not."""
         return f"up{{{self.targets}}}"
+
+    @property
+    def down(self) -> str:
+        """How many targets do not answer; where there is no target, nothing, which is not zero."""
+        return f"count({self.up} == 0) or 0 * count({self.up})"
 
     def series(self, metric: str, where: str = "") -> str:
         """The metric's series of the chosen instances."""
@@ -46,6 +64,10 @@ class Service:
         """By how much a counter grew, added up."""
         return f"{_over('sum', by)}(increase({self.series(metric, where)}[{window}]))"
 
+    def or_zero(self, expression: str) -> str:
+        """For what has no series until it first happens: until then zero, if there are targets."""
+        return f"{expression} or on () 0 * count({self.up})"
+
     def buckets(self, metric: str, window: str = WINDOW) -> str:
         """A histogram's growth by bucket: what a heatmap draws."""
         return self.growth(f"{metric}_bucket", "le", window=window)
@@ -61,13 +83,8 @@ class Service:
         return f"{total} / {self.rate(f'{metric}_count', by, where, window)}"
 
 
-INFERENCE = Service("inference")
-STORE = Service("store")
-
-
-def or_zero(expression: str) -> str:
-    """For what has no series until it first happens: as long as there is none, zero."""
-    return f"{expression} or on () vector(0)"
+INFERENCE = Service("inference", presence="loadout_inference_generated_tokens_total")
+STORE = Service("store", presence="loadout_store_build_info")
 
 
 def share(part: str, *others: str) -> str:

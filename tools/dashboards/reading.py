@@ -4,15 +4,27 @@ everything is chosen."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tools.prometheus import Series
 
 Json = dict[str, Any]
-LabelValues = Callable[[str, str], Sequence[str]]
-"""Gives the values that a label has in series of a selector."""
+
+
+class Source(Protocol):
+    """What Grafana asks for the values of variables."""
+
+    def label_values(self, label: str, selector: str = "", /) -> Sequence[str]:
+        """The values that a label has in the selector's series."""
+
+    def query(self, promql: str, /) -> Sequence[Series]:
+        """The answer now."""
+
 
 VARIABLE = re.compile(r"\$(?:\{(\w+)[^}]*\}|(\w+))")
 _LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)", re.DOTALL)
+_QUERY_RESULT = re.compile(r"query_result\((.+)\)", re.DOTALL)
 
 
 def panels(board: Json) -> list[Json]:
@@ -32,13 +44,33 @@ def variables(board: Json) -> dict[str, Json]:
     return {variable["name"]: variable for variable in board["templating"]["list"]}
 
 
-def label_values(variable: Json) -> tuple[str, str]:
-    """The series and the label whose values can be chosen. Raises ValueError for a variable that is
-    asked for in another way."""
-    found = _LABEL_VALUES.fullmatch(str(variable["query"]["query"]))
+def asked(variable: Json) -> str:
+    """The selector or query whose answer can be chosen from. Raises ValueError for a variable that
+    is asked for in another way."""
+    text = str(variable["query"]["query"])
+    found = _LABEL_VALUES.fullmatch(text) or _QUERY_RESULT.fullmatch(text)
     if found is None:
-        raise ValueError(f"{variable['name']} is not made of label_values: {variable['query']}")
-    return found[1], found[2]
+        raise ValueError(f"{variable['name']} is neither label_values nor query_result: {text}")
+    return found[1]
+
+
+def choices(variable: Json, values: Mapping[str, str], source: Source) -> list[str]:
+    """What Grafana would show: `values` are of the variables before it. Raises as `asked`."""
+    promql = expand(asked(variable), values)
+    found = _LABEL_VALUES.fullmatch(str(variable["query"]["query"]))
+    if found is not None:
+        shown = list(source.label_values(found[2], promql))
+    else:
+        shown = [_line(series) for series in source.query(promql)]
+    chosen = variable.get("regex", "").strip("/")
+    matches = (re.search(chosen, each) for each in shown)
+    return sorted({match[match.re.groups] for match in matches if match} if chosen else shown)
+
+
+def _line(series: Series) -> str:
+    """As Grafana writes it, for regular expressions to find something in."""
+    labels = ",".join(f'{name}="{value}"' for name, value in series.labels.items())
+    return f"{{{labels}}} {series.value:g}"
 
 
 def names_in(text: str) -> set[str]:
@@ -51,21 +83,18 @@ def expand(text: str, values: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda found: values[found[1] or found[2]], text)
 
 
-def everything(
-    board: Json, known: LabelValues, *, window_s: float, range_s: float
-) -> dict[str, str]:
+def everything(board: Json, source: Source, *, window_s: float, range_s: float) -> dict[str, str]:
     """What variables stand for when All is chosen of each. `window_s` is Grafana's rate interval,
     `range_s` the chosen time."""
     values = {"__rate_interval": f"{window_s:.0f}s", "__range": f"{range_s:.0f}s"}
     for name, variable in variables(board).items():
         if variable["type"] == "query":
-            values[name] = variable.get("allValue") or _all(variable, values, known)
+            values[name] = variable.get("allValue") or _all(variable, values, source)
     return values
 
 
-def _all(variable: Json, values: Mapping[str, str], known: LabelValues) -> str:
+def _all(variable: Json, values: Mapping[str, str], source: Source) -> str:
     """As Grafana joins them: a regular expression in a string of PromQL, where a backslash is
     written twice."""
-    series, label = label_values(variable)
-    found = known(label, expand(series, values))
+    found = choices(variable, values, source)
     return "|".join(re.escape(value).replace("\\", r"\\") for value in found)

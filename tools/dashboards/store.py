@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.dashboards import limits, links, store_images
 from tools.dashboards.board import Board, Row
 from tools.dashboards.panels import Panel, Query, lines, number, percentiles
-from tools.dashboards.queries import STORE, or_zero
+from tools.dashboards.queries import REPLICA, STORE, WHICH
 
 _STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"
 _FAILED = "instance:loadout_store_errors:ratio_rate5m"
@@ -34,10 +34,11 @@ def _now() -> list[Panel]:
     return [
         number(
             "Replicas down",
-            "Scrape targets that do not answer.",
+            "Replicas that Prometheus scrapes in vain. No targets: none was known for a week.",
             "short",
-            or_zero(f"count({STORE.up} == 0)"),
+            STORE.down,
             limit=limits.ANY,
+            missing="no targets",
         ),
         number(
             "Calls", "Per second, streams when they end.", "reqps", STORE.rate("requests_total")
@@ -103,7 +104,7 @@ def _calls() -> list[Panel]:
             "Calls by replica",
             "A replica without any is not asked: see Replicas asked under Adapters and caches.",
             "reqps",
-            Query(STORE.rate("requests_total", "instance"), "{{instance}}"),
+            Query(STORE.rate("requests_total", REPLICA), WHICH),
             span=6,
         ),
     ]
@@ -116,7 +117,7 @@ def _errors() -> list[Panel]:
             "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
             "DATA_LOSS), within five minutes.",
             "percentunit",
-            Query(STORE.series(_FAILED), "{{instance}}"),
+            Query(STORE.series(_FAILED), WHICH),
             limit=limits.FAILED_STORE_CALLS,
         ),
         lines(
@@ -125,7 +126,7 @@ def _errors() -> list[Panel]:
             "INTERNAL and DATA_LOSS are not.",
             "reqps",
             Query(
-                or_zero(STORE.rate("requests_total", "method, code", 'code!="OK"')),
+                STORE.or_zero(STORE.rate("requests_total", "method, code", 'code!="OK"')),
                 "{{method}} {{code}}",
             ),
             is_stacked=True,
@@ -134,7 +135,7 @@ def _errors() -> list[Panel]:
             "Rejections",
             "Calls that were refused or failed, by the error's reason.",
             "reqps",
-            Query(or_zero(STORE.rate("rejections_total", "reason")), "{{reason}}"),
+            Query(STORE.or_zero(STORE.rate("rejections_total", "reason")), "{{reason}}"),
             is_stacked=True,
         ),
     ]
@@ -159,7 +160,7 @@ def _registrations() -> list[Panel]:
             "Bytes fetched",
             "From sources and uploads.",
             "binBps",
-            Query(STORE.rate("fetched_bytes_total", "instance"), "{{instance}}"),
+            Query(STORE.rate("fetched_bytes_total", REPLICA), WHICH),
             is_stacked=True,
         ),
     ]

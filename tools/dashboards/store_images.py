@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tools.dashboards import limits, links
 from tools.dashboards.panels import Column, Panel, Query, distribution, lines, percentiles, rows_by
-from tools.dashboards.queries import STORE, share
+from tools.dashboards.queries import CATALOG, REPLICA, SAME_TARGET, STORE, WHICH, share
 
 _FREE = "instance:loadout_store_volume_free:ratio"
 _BUILT_OF = ("version", "python", "compiler")
+_WHOSE = "in all {{namespace}} {{cluster}}"
 
 
 def pulls() -> list[Panel]:
@@ -32,7 +33,7 @@ def pulls() -> list[Panel]:
             "Bytes sent",
             "Of images. At the network's limit, more replicas or stores beside the nodes help.",
             "binBps",
-            Query(STORE.rate("pulled_bytes_total", "instance"), "{{instance}}"),
+            Query(STORE.rate("pulled_bytes_total", REPLICA), WHICH),
             span=6,
             is_stacked=True,
         ),
@@ -40,8 +41,8 @@ def pulls() -> list[Panel]:
             "Streams in progress",
             "Pulls, and the watches of inference replicas: one for each, spread over the stores.",
             "short",
-            Query(STORE.sum("active_pulls", "instance"), "{{instance}} pulls"),
-            Query(STORE.sum("active_watches", "instance"), "{{instance}} watches"),
+            Query(STORE.sum("active_pulls", REPLICA), f"{WHICH} pulls"),
+            Query(STORE.sum("active_watches", REPLICA), f"{WHICH} watches"),
             span=6,
         ),
     ]
@@ -139,28 +140,28 @@ def catalog() -> list[Panel]:
             "Newest catalog revision of each replica. They share one catalog: a replica that stays "
             "behind does not see what others record.",
             "short",
-            Query(STORE.series("revision"), "{{instance}}"),
+            Query(STORE.series("revision"), WHICH),
             span=6,
         ),
         lines(
             "Adapters",
             "Names in the catalog.",
             "short",
-            Query(f"max({STORE.series('adapters')})", "adapters"),
+            Query(_of_each_catalog("adapters"), _WHOSE),
             span=6,
         ),
         lines(
             "Layouts",
             "Base models' layouts in use: each adapter of a base is compiled for all of them.",
             "short",
-            Query(f"max({STORE.series('layouts')})", "layouts"),
+            Query(_of_each_catalog("layouts"), _WHOSE),
             span=6,
         ),
         lines(
             "Kept sources",
             "Bytes of blobs. They only shrink when adapters are deleted.",
             "bytes",
-            Query(f"max({STORE.series('blob_bytes')})", "blobs"),
+            Query(_of_each_catalog("blob_bytes"), _WHOSE),
             span=6,
         ),
         lines(
@@ -168,7 +169,7 @@ def catalog() -> list[Panel]:
             "Of the file system that the data folder is on. Without room nothing can be "
             "registered.",
             "percentunit",
-            Query(STORE.series(_FREE), "{{instance}}"),
+            Query(STORE.series(_FREE), WHICH),
             span=12,
             limit=limits.FREE_VOLUME,
             maximum=1,
@@ -177,8 +178,8 @@ def catalog() -> list[Panel]:
             "Volume",
             "Free bytes, and all.",
             "bytes",
-            Query(STORE.series("volume_free_bytes"), "{{instance}} free"),
-            Query(STORE.series("volume_capacity_bytes"), "{{instance}} all"),
+            Query(STORE.series("volume_free_bytes"), f"{WHICH} free"),
+            Query(STORE.series("volume_capacity_bytes"), f"{WHICH} all"),
             span=12,
         ),
     ]
@@ -190,17 +191,17 @@ def replicas() -> list[Panel]:
         rows_by(
             "Store replicas",
             "What runs where. Without a version: it does not answer.",
-            ["instance", *_BUILT_OF],
+            ["instance", "namespace", "cluster", *_BUILT_OF],
             [
-                Column("Up", f"sum by (instance) ({STORE.up})", "short"),
+                Column("Up", f"sum by ({REPLICA}) ({STORE.up})", "short"),
                 Column(
                     "Runs for",
-                    f"sum by (instance, {built_of}) "
+                    f"sum by ({REPLICA}, {built_of}) "
                     f"((time() - {STORE.series('process_start_time_seconds')}) "
-                    f"* on (job, instance) group_left ({built_of}) {STORE.series('build_info')})",
+                    f"* {SAME_TARGET} group_left ({built_of}) {STORE.series('build_info')})",
                     "s",
                 ),
-                Column("Watches", STORE.sum("active_watches", "instance"), "short"),
+                Column("Watches", STORE.sum("active_watches", REPLICA), "short"),
                 Column(
                     "Open files",
                     f"{STORE.sum('process_open_fds', 'instance')} / "
@@ -214,14 +215,19 @@ def replicas() -> list[Panel]:
             "Resident memory",
             "Of the process. Above the memory tier there are compiles and streams.",
             "bytes",
-            Query(STORE.series("process_resident_memory_bytes"), "{{instance}}"),
+            Query(STORE.series("process_resident_memory_bytes"), WHICH),
             span=6,
         ),
         lines(
             "CPU",
             "Cores in use: compiling and hashing.",
             "short",
-            Query(STORE.rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+            Query(STORE.rate("process_cpu_seconds_total", REPLICA), WHICH),
             span=6,
         ),
     ]
+
+
+def _of_each_catalog(metric: str) -> str:
+    """Replicas share one, and each tells all of it."""
+    return f"max by ({CATALOG}) ({STORE.series(metric)})"

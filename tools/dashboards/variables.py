@@ -10,7 +10,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as models
 
-from tools.dashboards.queries import INFERENCE, STORE, Service
+from tools.dashboards.queries import INFERENCE, STORE, WHERE, Service
 
 Variable = Builder[models.VariableModel]
 
@@ -20,29 +20,42 @@ ANY = ".*"
 NOT_ADAPTERS = "former"
 """What adapters had counted that lost their series: of the past, and no adapter."""
 
-_ASKED_BY_EDITOR = {"qryType": 1, "refId": "PrometheusVariableQueryEditor-VariableQuery"}
-"""So that Grafana's editor shows it as values of a label."""
-_ABOUT = '{__name__=~"loadout_(inference|store)_build_info"}'
+MEMORY = "7d"
+"""Jobs that have been silent for so long are forgotten: until then they count as down, also where
+the chosen time has nothing of them."""
+
+_REF_ID = "PrometheusVariableQueryEditor-VariableQuery"
+_LABEL_VALUES, _QUERY_RESULT = 1, 3
+"""So that Grafana's editor shows the query as one of this kind."""
 
 
 def datasource() -> Variable:
     return builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
 
 
+def cluster() -> Variable:
+    """Where one Prometheus, or what stands before several, knows many."""
+    return _values("cluster", "Cluster", _present(), "cluster").all_value(ANY)
+
+
 def namespace() -> Variable:
     """Of Kubernetes."""
-    return _values("namespace", "Namespace", _ABOUT, "namespace").all_value(ANY)
+    series = _present('cluster=~"$cluster"')
+    return _values("namespace", "Namespace", series, "namespace").all_value(ANY)
 
 
 def job(service: Service) -> Variable:
-    """The service's scrape jobs. All are those that there are, as other things have jobs, too."""
-    series = f'loadout_{service.name}_build_info{{namespace=~"$namespace"}}'
-    return _values(f"{service.name}_job", f"{_TITLES[service]} job", series, "job")
+    """The service's scrape jobs, whatever they are called. All are those that there are, as other
+    things have jobs, too."""
+    present = f"last_over_time({service.presence}{{{WHERE}}}[{MEMORY}])"
+    query = f"query_result(group by (job) ({present}))"
+    variable = _choice(f"{service.name}_job", f"{_TITLES[service]} job", query, _QUERY_RESULT)
+    return variable.regex('/job="([^"]+)"/')
 
 
 def instance(service: Service) -> Variable:
     """The service's replicas."""
-    series = f"loadout_{service.name}_build_info{{{service.targets}}}"
+    series = f"{service.presence}{{{service.targets}}}"
     name, label = f"{service.name}_instance", f"{_TITLES[service]} replica"
     return _values(name, label, series, "instance").all_value(ANY)
 
@@ -57,11 +70,21 @@ def adapter() -> Variable:
 _TITLES = {INFERENCE: "Inference", STORE: "Store"}
 
 
+def _present(where: str = "") -> str:
+    """Series of all that is ours."""
+    matchers = [f'__name__=~"{INFERENCE.presence}|{STORE.presence}"', *([where] if where else [])]
+    return f"{{{','.join(matchers)}}}"
+
+
 def _values(name: str, label: str, series: str, of_label: str) -> builders.QueryVariable:
-    query = f"label_values({series}, {of_label})"
+    """The values of a label within the chosen time."""
+    return _choice(name, label, f"label_values({series}, {of_label})", _LABEL_VALUES)
+
+
+def _choice(name: str, label: str, query: str, kind: int) -> builders.QueryVariable:
     everything = models.VariableOption(selected=True, text=["All"], value=["$__all"])
     variable = builders.QueryVariable(name).label(label).datasource(DATASOURCE)
-    variable.query({**_ASKED_BY_EDITOR, "query": query}).definition(query)
+    variable.query({"qryType": kind, "refId": _REF_ID, "query": query}).definition(query)
     variable.multi(True).include_all(True).current(everything)
     variable.sort(models.VariableSort.NATURAL_ASC)
     return variable.refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
