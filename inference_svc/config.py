@@ -68,6 +68,10 @@ class Config(BaseSettings):
     """Address of the HTTP front, which is compatible with OpenAI's. Port 0: any free one. Empty:
     none."""
 
+    http_open_metrics: bool = False
+    """Answer /metrics of the HTTP front also without a token, with what gateways route by: the
+    vllm:* families, which name the adapters of all tenants."""
+
     policy_file: Path | None = None
     """TOML file with tokens; read again on SIGHUP. None: everybody who reaches this server may do
     everything."""

@@ -41,6 +41,25 @@ class Snapshot:
     taken_time_s: float
 
 
+class GatewayCollector(Collector):
+    """What gateways route by, alone; `snapshot` as of EngineCollector."""
+
+    def __init__(self, max_loras: int, snapshot: Callable[[], Snapshot | None]) -> None:
+        self._max_loras = max_loras
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask the engine."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._snapshot()
+        if found is not None:
+            yield from gateway_metrics(
+                found.status, found.residents, found.names, max_loras=self._max_loras
+            )
+
+
 class EngineCollector(Collector):
     """`snapshot` is called at every scrape; until it gives one there is nothing to show.
     `resolve_times` are the first phase of loads, which the engine knows nothing of."""

@@ -1,11 +1,16 @@
-"""How busy this server is, as every answer tells it: for clients and proxies that choose replicas.
+"""What answers tell clients and proxies that choose replicas: how busy this server is, and whether a
+refused call may go elsewhere.
 
-The format is ORCA's (Open Request Cost Aggregation) as text, which Envoy reads, too.
+The format of the load is ORCA's (Open Request Cost Aggregation) as text, which Envoy reads, too.
 """
 
 from __future__ import annotations
 
 LOAD_HEADER = "endpoint-load-metrics"
+
+REFUSED_HEADER = "x-loadout-refused"
+"""In answers to calls that this replica has refused and another one may take: the reason. Proxies
+see no details of a status, and its code is also that of what failed after a long wait."""
 
 
 def load_report(num_requests: int, max_sequences: int, max_queue: int) -> str:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from inference_svc import histogram
 from inference_svc.busiest import AdapterCounts, BusiestAdapters
 from inference_svc.core import FinishReason, Timings, Usage
-from inference_svc.engine_metrics import EngineCollector, Snapshot
+from inference_svc.engine_metrics import EngineCollector, GatewayCollector, Snapshot
 from inference_svc.errors import QueueFull
 from inference_svc.metric_definitions import DEFINITIONS, family
 
@@ -91,6 +91,8 @@ class Metrics:
         self._build_info = self._gauge("build_info")
         self.registry.register(AdapterCollector(self.adapters))
         self.registry.register(EngineCollector(max_loras, snapshot, self.resolve_times))
+        self._gateway_registry = CollectorRegistry()
+        self._gateway_registry.register(GatewayCollector(max_loras, snapshot))
         ProcessCollector(registry=self.registry)
         self._begin_at_0()
 
@@ -131,6 +133,10 @@ class Metrics:
     def exposition(self) -> tuple[bytes, str]:
         """What a scraper gets, and its media type. From any thread but the event loop's."""
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def gateway_exposition(self) -> tuple[bytes, str]:
+        """As `exposition`, of what gateways route by alone."""
+        return generate_latest(self._gateway_registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def count_http(self, route: str, status: str, reason: str = "") -> None:
         """A request to the HTTP front has ended; `reason` is the error's, "" if there was none."""

@@ -239,6 +239,7 @@ class InferenceServer:
         app = make_app(
             *(service, text, self._metrics, self._note_http_end, self._load),
             is_serving=lambda: self._is_serving,
+            opens_metrics=self._config.http_open_metrics,
             tracing=self._tracing,
         )
         await server.start(app)

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from inference_svc import errors
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.gate import Gate
-from inference_svc.load import LOAD_HEADER
+from inference_svc.load import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.tracing import Tracing, begin_call, end_call
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
 }
 """Every error of `errors`; what is not here is a bug and answers INTERNAL."""
+
+ELSEWHERE = (errors.Draining, errors.QueueFull)
+"""What another replica may take: nothing was done here."""
 
 INTERNAL_MESSAGE = "internal error"
 """All that a caller learns of our bugs; the log has the rest."""
@@ -115,6 +118,10 @@ class Health(health.aio.HealthServicer):
 
 def _trailers(load: Load) -> tuple[tuple[str, str], ...]:
     return ((LOAD_HEADER, load()),)
+
+
+def _refused(error: Exception) -> tuple[tuple[str, str], ...]:
+    return ((REFUSED_HEADER, error.reason),) if isinstance(error, ELSEWHERE) else ()
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -191,7 +198,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 if code == "INTERNAL":
                     log.exception("%s failed", name)
                 refusal = rpc_status.to_status(status)
-                trailers = (*refusal.trailing_metadata, *_trailers(self._load))
+                trailers = (*refusal.trailing_metadata, *_trailers(self._load), *_refused(error))
                 await context.abort(refusal.code, refusal.details, trailers)
             finally:
                 self._running -= 1

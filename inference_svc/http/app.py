@@ -31,10 +31,17 @@ from inference_svc.tracing import Tracing
 class Operations:
     """What orchestrators and scrapers ask for."""
 
-    def __init__(self, service: Service, metrics: Metrics, is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        is_serving: Callable[[], bool],
+        opens_metrics: bool,
+    ) -> None:
         self._service = service
         self._metrics = metrics
         self._is_serving = is_serving
+        self._opens_metrics = opens_metrics
 
     async def health(self, request: Request) -> Response:
         """Needs no token: probes have none."""
@@ -42,9 +49,13 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Names of all tenants' adapters are in it, and callers may come here."""
-        who = self._service.admit(caller_of(request), Action.OPERATE)
-        who.require_all_tenants("the metrics tell")
-        text, media_type = await asyncio.to_thread(self._metrics.exposition)
+        tell = self._metrics.exposition
+        if self._opens_metrics and "authorization" not in request.headers:
+            tell = self._metrics.gateway_exposition  # gateways have no token
+        else:
+            who = self._service.admit(caller_of(request), Action.OPERATE)
+            who.require_all_tenants("the metrics tell")
+        text, media_type = await asyncio.to_thread(tell)
         return Response(text, headers={"content-type": media_type})
 
 
@@ -56,12 +67,14 @@ def make_app(
     load: Callable[[], str],
     *,
     is_serving: Callable[[], bool],
+    opens_metrics: bool = False,
     tracing: Tracing | None = None,
 ) -> Counting:
-    """To be served on the event loop of `service`. `on_end` and `load` are Counting's."""
+    """To be served on the event loop of `service`. `on_end` and `load` are Counting's.
+    `opens_metrics`: who has no token learns what gateways route by."""
     pieces = Pieces(vocabulary)
     models, adapters = Models(service), Adapters(service)
-    operations = Operations(service, metrics, is_serving)
+    operations = Operations(service, metrics, is_serving, opens_metrics)
     chat: Generating[ChatBody] = Generating(service, pieces, ChatCompletions())
     completions: Generating[CompletionBody] = Generating(service, pieces, Completions())
     routes = [

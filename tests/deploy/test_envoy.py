@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
+from inference_svc.load import REFUSED_HEADER
 from loadout.inference.v1 import inference_pb2
 from loadout.routing import ADAPTER_HEADER
-from tests.together.envoy import CONFIG, configuration, round_robin, validate
+from tests.adapter_store.certificates import Authority
+from tests.together.envoy import (
+    CERTIFICATES,
+    CONFIG,
+    TLS_CONFIG,
+    configuration,
+    round_robin,
+    validate,
+)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 RESOURCES: dict[str, Any] = yaml.safe_load(CONFIG.read_text())["static_resources"]
@@ -31,10 +40,37 @@ def routes() -> Iterator[dict[str, Any]]:
     yield from host["routes"]
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Envoy reads them when it validates."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = Authority(folder)
+    chain, key = authority.issue("envoy")
+    for name, path in (("tls.crt", chain), ("tls.key", key), ("ca.crt", authority.path)):
+        path.rename(folder / name)
+    return folder
+
+
 def test_envoy_takes_it() -> None:
     done = validate(CONFIG)
     assert done.returncode == 0, done.stderr
     assert "OK" in done.stdout + done.stderr
+
+
+def test_envoy_takes_the_one_with_tls(certificates: Path, tmp_path: Path) -> None:
+    path = tmp_path / "envoy.yaml"
+    path.write_text(TLS_CONFIG.read_text().replace(CERTIFICATES, str(certificates)))
+    done = validate(path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_with_tls_it_is_the_same_but_for_that() -> None:
+    found = yaml.safe_load(TLS_CONFIG.read_text())
+    [listener] = found["static_resources"]["listeners"]
+    parts = [*listener["filter_chains"], *found["static_resources"]["clusters"]]
+    for part in parts:
+        assert part.pop("transport_socket")["name"] == "envoy.transport_sockets.tls"
+    assert found == yaml.safe_load(CONFIG.read_text())
 
 
 @pytest.mark.parametrize("change", [None, round_robin])
@@ -74,6 +110,14 @@ def test_retries_avoid_the_host_that_failed() -> None:
         [predicate] = policy["retry_host_predicate"]
         assert predicate["name"] == "envoy.retry_host_predicates.previous_hosts"
         assert policy["host_selection_retry_max_attempts"] > policy["num_retries"]
+
+
+def test_only_refusals_that_say_so_are_sent_on() -> None:
+    """UNAVAILABLE is also what comes after a long wait for an adapter."""
+    *_, policy = (route["route"]["retry_policy"] for route in routes())
+    assert policy["retriable_headers"] == [{"name": REFUSED_HEADER, "present_match": True}]
+    wanted = set(policy["retry_on"].split(","))
+    assert wanted == {"connect-failure", "refused-stream", "reset", "retriable-headers"}
 
 
 def test_what_may_not_be_repeated_is_sent_again_only_if_it_never_arrived() -> None:

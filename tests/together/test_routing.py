@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadout import Client
-from loadout.errors import StreamLost
+from loadout.errors import StreamLost, Unavailable
 from loadout.replicas import rank
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
@@ -217,3 +217,43 @@ def test_clients_move_only_the_keys_of_a_killed_replica(system: Routed, names: l
         homes = placed()
         assert homes == {name: home(replicas, name)[0] for name in keys}
         lose_one(system, client, homes, placed)
+
+
+# The last two leave less of the system than they found.
+
+
+@pytest.mark.slow
+def test_nobody_behind_envoy_notices_a_drain(
+    system: Routed, names: list[str], envoy: Envoy
+) -> None:
+    keys = names[:NUM_KEYS]
+    with Client(inference=envoy.address, retry=ONCE) as client:
+        start = len(envoy.served())
+        running = [begin(client, name) for name in keys[:9]]
+        for name in keys:
+            ask(client, name)
+        envoy.wait(lambda: len(envoy.served()) >= start + len(keys))
+        drained = dict(envoy.served()[start:])[f"default/{keys[0]}"]
+        system.drain(drained)
+        for name in keys:
+            ask(client, name)
+        assert all(each.finish() for each in running), "what runs is finished"
+        system.wait_ended(drained)
+        # What it refused before Envoy's health check found out was sent to another one.
+        envoy.wait(lambda: len(envoy.served()) >= start + 2 * len(keys) + len(running))
+        assert max(envoy.attempts("OK")[start:]) == 2
+
+
+@pytest.mark.slow
+def test_envoy_sends_on_what_was_refused_and_not_what_failed(
+    system: Routed, names: list[str], envoy: Envoy
+) -> None:
+    """Without a store all replicas answer UNAVAILABLE, after a wait if the name is known."""
+    system.kill_store()
+    start = len(envoy.attempts("Unavailable"))
+    with Client(inference=envoy.address, retry=ONCE) as client:
+        with pytest.raises(Unavailable) as caught:
+            ask(client, "nobody-has-asked-for-this")
+        assert caught.value.reason == "STORE_UNAVAILABLE"
+    envoy.wait(lambda: len(envoy.attempts("Unavailable")) > start)
+    assert envoy.attempts("Unavailable")[start:] == [1]

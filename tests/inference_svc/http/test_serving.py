@@ -134,6 +134,25 @@ def test_tokens_open_what_their_roles_may(serve_http, tmp_path: Path) -> None:
     serve_http(body, policy_file=policy)
 
 
+def test_open_metrics_are_those_of_gateways(serve_http, tmp_path: Path) -> None:
+    policy = write_policy(tmp_path, *TOKENS)
+
+    async def body(front: Front) -> None:
+        answer = await front.raw.get("/metrics")
+        assert answer.status_code == 200
+        names = {line.split()[2] for line in answer.text.splitlines() if line.startswith("# HELP")}
+        assert {"vllm:lora_requests_info", "vllm:num_requests_waiting"} <= names
+        assert {name.partition(":")[0] for name in names} == {"vllm"}
+        for name, scrapes in (("unknown", 401), ("caller", 403), ("root", 200)):
+            headers = {"authorization": f"Bearer {token_of(name)}"}
+            answer = await front.raw.get("/metrics", headers=headers)
+            assert answer.status_code == scrapes
+        assert "loadout_inference_requests_running" in answer.text
+        assert (await front.raw.get("/v1/models")).status_code == 401
+
+    serve_http(body, policy_file=policy, http_open_metrics=True)
+
+
 def test_of_a_stranger_nothing_is_read(serve_http, tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
 
