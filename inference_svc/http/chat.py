@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
@@ -9,10 +10,11 @@ from pydantic import Field, PlainValidator
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
-from inference_svc.http.choices import FINISH_REASONS, Choice
+from inference_svc.http.choices import FINISH_REASONS
 from inference_svc.http.fields import GenerationBody
 from inference_svc.http.reading import Body
 from inference_svc.http.statuses import Names
+from inference_svc.http.whole import Choice
 from inference_svc.sampling import MAX_LOGPROBS
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage, Prompt
@@ -48,6 +50,9 @@ class Message(Body):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str, PlainValidator(_to_text)]
 
+    # Taken, and of no effect: templates know none.
+    name: Annotated[str, Field(max_length=256)] | None = None
+
     refusal: None = None
     annotations: _Nothing | None = None
     audio: None = None
@@ -74,6 +79,12 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto"] | None = None
     function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def limit_field(self) -> str:
+        return super().limit_field or (
+            "" if self.max_completion_tokens is None else "max_completion_tokens"
+        )
 
 
 class ChatCompletions:
@@ -108,6 +119,8 @@ class ChatCompletions:
 class ChatTeller:
     """Tells one choice: whole, or in parts."""
 
+    logprob_constants: Mapping[str, None] = {"refusal": None}
+
     def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
@@ -119,13 +132,11 @@ class ChatTeller:
         told = {
             "index": self._index,
             "message": {"role": "assistant", "content": choice.text},
-            "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": FINISH_REASONS[choice.finish_reason],
         }
         return told | {"token_ids": choice.token_ids} if self._tells_ids else told
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        """None: nothing of it can be told yet."""
         reason = delta.finish_reason
         has_news = delta.text or delta.logprobs or reason or self._tells_ids
         if self._has_begun and not has_news:
@@ -137,15 +148,16 @@ class ChatTeller:
         told = {
             "index": self._index,
             "delta": content,
-            "logprobs": self._logprobs(delta.logprobs),
+            "logprobs": self._part_of_logprobs(delta.logprobs),
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
         return told | {"token_ids": delta.token_ids} if self._tells_ids else told
 
-    def _logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any] | None:
-        if not tokens:
-            return None
-        return {"content": [self._token(each) for each in tokens], "refusal": None}
+    def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        return {"content": [self._token(each) for each in tokens]}
+
+    def _part_of_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        return {**self.logprobs(tokens), **self.logprob_constants} if tokens else None
 
     def _token(self, token: TokenLogprobs) -> dict[str, Any]:
         top = [self._entry(token_id, logprob) for token_id, logprob in token.top]

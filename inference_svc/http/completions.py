@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
 from inference_svc.http.chat import MIN_LOGPROB
-from inference_svc.http.choices import FINISH_REASONS, Choice
+from inference_svc.http.choices import FINISH_REASONS
 from inference_svc.http.fields import MAX_CHOICES, GenerationBody
 from inference_svc.http.statuses import Names
+from inference_svc.http.whole import Choice
 from inference_svc.sampling import MAX_LOGPROBS
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
@@ -83,6 +85,8 @@ class Completions:
 class CompletionTeller:
     """Tells one choice: whole, or in parts."""
 
+    logprob_constants: Mapping[str, None] = {}
+
     def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
@@ -90,29 +94,27 @@ class CompletionTeller:
         self._offset = 0
 
     def whole(self, choice: Choice) -> dict[str, Any]:
-        told = self.part(
-            Delta(choice.token_ids, choice.text, choice.logprobs, choice.finish_reason)
-        )
-        assert told is not None
-        return told
+        return self._told(choice.text, choice.finish_reason, choice.token_ids)
 
     def part(self, delta: Delta) -> dict[str, Any] | None:
-        """None: nothing of it can be told yet."""
         reason = delta.finish_reason
         if not (delta.text or delta.logprobs or reason or self._tells_ids):
             return None
+        logprobs = self.logprobs(delta.logprobs) if delta.logprobs else None
+        return self._told(delta.text, reason, delta.token_ids) | {"logprobs": logprobs}
+
+    def _told(
+        self, text: str, reason: FinishReason | None, token_ids: Sequence[int]
+    ) -> dict[str, Any]:
         told = {
             "index": self._index,
-            "text": delta.text,
-            "logprobs": self._logprobs(delta.logprobs),
+            "text": text,
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
-        return told | {"token_ids": delta.token_ids} if self._tells_ids else told
+        return told | {"token_ids": token_ids} if self._tells_ids else told
 
-    def _logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """Offsets are where tokens begin in the text of all of them."""
-        if not tokens:
-            return None
         texts = [self._pieces.of(token.token_id).text for token in tokens]
         offsets = []
         for text in texts:
@@ -126,8 +128,8 @@ class CompletionTeller:
         }
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """Of tokens that read the same, the most likely."""
+        """The chosen one is always among them. Of tokens that read the same, the most likely."""
         found: dict[str, float] = {}
-        for token_id, logprob in token.top:
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
             found.setdefault(self._pieces.of(token_id).text, max(logprob, MIN_LOGPROB))
         return found

@@ -10,10 +10,16 @@ from inference_svc.calls import MAX_ID_CHARS
 from inference_svc.core import SamplingParams
 from inference_svc.errors import InvalidRequest
 from inference_svc.http.reading import Body
-from inference_svc.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, random_seed
+from inference_svc.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, MIN_TEMPERATURE, random_seed
 
 MAX_CHOICES = 128
 """Of one request: of all its prompts together."""
+
+
+def _greedy_or(temperature: float | None) -> float | None:
+    """OpenAI takes any from 0 on; below ours the most likely token is as good as certain."""
+    is_small = temperature is not None and 0 < temperature < MIN_TEMPERATURE
+    return 0.0 if is_small else temperature
 
 
 def _to_list(value: object) -> object:
@@ -72,7 +78,7 @@ class GenerationBody(Body):
     def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Not checked yet, but for their types."""
         given = {
-            "temperature": self.temperature,
+            "temperature": _greedy_or(self.temperature),
             "top_p": self.top_p,
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
@@ -91,6 +97,11 @@ class GenerationBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             **{"seed": random_seed(), **stated},
         )
+
+    @property
+    def limit_field(self) -> str:
+        """The one that the caller has limited the number of tokens with; "": it has not."""
+        return "" if self.max_tokens is None else "max_tokens"
 
     def check_streaming(self) -> None:
         """Raises InvalidRequest."""

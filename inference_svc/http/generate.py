@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -9,21 +10,22 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from inference_svc import core
 from inference_svc.access import Principal
 from inference_svc.accounts import Account
 from inference_svc.calls import GenerateCall
 from inference_svc.core import SamplingParams
-from inference_svc.generation import Delta
 from inference_svc.http.attending import attend
-from inference_svc.http.choices import NO_USAGE, Choice, run_all, to_usage
+from inference_svc.http.bounds import bounded
+from inference_svc.http.choices import run_all, to_usage
 from inference_svc.http.events import DONE, EventStream, to_event, to_json
 from inference_svc.http.fields import GenerationBody
 from inference_svc.http.models import adapter_of, label_of
 from inference_svc.http.reading import REQUEST_ID_HEADER, caller_of, read_body, request_id_of
 from inference_svc.http.statuses import Names, set_names
+from inference_svc.http.whole import NO_USAGE, Choice, Teller, WholeAnswer
 from inference_svc.sampling import NUM_SEEDS, checked_sampling
 from inference_svc.service import Service
 from inference_svc.text.pieces import Pieces
@@ -31,13 +33,6 @@ from inference_svc.text.prompt import Prompt
 
 B = TypeVar("B", bound=GenerationBody)
 B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
-
-
-class Teller(Protocol):
-    """Tells one choice."""
-
-    def whole(self, choice: Choice) -> dict[str, Any]: ...
-    def part(self, delta: Delta) -> dict[str, Any] | None: ...
 
 
 class Kind(Protocol[B_contra]):
@@ -85,7 +80,7 @@ class Generating(Generic[B]):
         headers = {REQUEST_ID_HEADER: request_id}
         if body.stream:
             return EventStream(self._events(asked), self._kind.names, headers)
-        return JSONResponse(await attend(request.receive, self._whole(asked)), headers=headers)
+        return WholeAnswer(await attend(request.receive, self._whole(asked)), headers)
 
     async def _ask(self, who: Principal, body: B, account: Account) -> Asked[B]:
         """Raises InvalidRequest, and as Service.bind."""
@@ -117,22 +112,23 @@ class Generating(Generic[B]):
             "model": label_of(binding, who, facts),
             "system_fingerprint": None if binding is None else binding.digest,
         }
-        return Asked(body, _numbered(requests), head, body.n or 1, account)
+        requests = bounded(_numbered(requests), body.limit_field)
+        return Asked(body, requests, head, body.n or 1, account)
 
-    async def _whole(self, asked: Asked[B]) -> dict[str, Any]:
-        choices = [Choice() for _ in asked.requests]
+    async def _whole(self, asked: Asked[B]) -> list[bytes]:
+        """JSON in parts."""
+        choices = [Choice(teller) for teller in self._tellers(asked)]
         async with aclosing(run_all(self._service, asked.requests, asked.account)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
-        tellers = self._tellers(asked)
-        return {
-            **asked.head,
-            "object": self._kind.object,
-            "choices": [
-                teller.whole(choice) for teller, choice in zip(tellers, choices, strict=True)
-            ],
-            "usage": to_usage([choice.usage for choice in choices], asked.per_prompt),
-        }
+        usage = to_usage([choice.usage for choice in choices], asked.per_prompt)
+        facts = {**asked.head, "object": self._kind.object, "usage": usage}
+        parts = [to_json(facts)[:-1].encode() + b',"choices":[']
+        for choice in choices:
+            parts += (choice.written(), b",")
+            await asyncio.sleep(0)
+        parts[-1] = b"]}"
+        return parts
 
     async def _events(self, asked: Asked[B]) -> AsyncGenerator[bytes, None]:
         head = {**asked.head, "object": self._kind.chunk_object}

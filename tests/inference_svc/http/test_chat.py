@@ -10,7 +10,6 @@ import pytest
 
 from inference_svc.core import TokenLogprobs
 from inference_svc.http.chat import ChatTeller
-from inference_svc.http.choices import Choice
 from inference_svc.text.pieces import Pieces
 from tests.inference_svc.http.conftest import Front
 
@@ -69,7 +68,8 @@ def test_several_choices_have_seeds_one_after_the_other(serve_http) -> None:
         assert {c.message.content for c in answer.choices} == {ECHO}
         submitted = front.engine.submitted
         assert [r.sampling.seed for r in submitted] == [2**64 - 2, 2**64 - 1, 0]
-        assert [r.request_id.partition("#")[0] for r in submitted] == ["mine-0", "mine-1", "mine-2"]
+        ids = [request.request_id.rpartition("-")[0] for request in submitted]
+        assert ids == ["mine-0", "mine-1", "mine-2"]
         num_prompt = len(submitted[0].prompt_token_ids)
         assert answer.usage.prompt_tokens == num_prompt
         assert answer.usage.completion_tokens == 3 * (num_prompt + 1)
@@ -111,6 +111,8 @@ def test_content_may_come_in_parts_and_answers_may_come_back(serve_http, tokeniz
         await front.chat(messages=[{"role": "user", "content": "a"}, said.model_dump()])
         asked = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
         assert asked == f"user: aassistant: {said.content}assistant:"
+        named = {"role": "user", "content": "hi", "name": "ada"}
+        assert (await front.chat(messages=[named])).choices[0].message.content == ECHO
         silent = await front.chat(messages=[{"role": "assistant", "content": None}])
         assert silent.choices[0].message.content == "assistant: assistant:"
 
@@ -138,10 +140,8 @@ def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
 
 
 def test_what_json_cannot_say_is_very_unlikely(tokenizers: Any) -> None:
-    choice = Choice()
-    choice.logprobs = [TokenLogprobs(5, -math.inf, ((5, -math.inf),))]
     teller = ChatTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
-    (entry,) = teller._logprobs(choice.logprobs)["content"]
+    (entry,) = teller.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
     assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
@@ -188,7 +188,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
         "messages[0].content",
     ),
-    ({"messages": [{"role": "user", "content": "a", "name": "n"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "a", "nam": "n"}]}, "messages[0].nam"),
     ({"messages": [{"role": "judge", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),

@@ -8,7 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from inference_svc.core import SamplingParams
+from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.http.completions import CompletionTeller
+from inference_svc.text.pieces import Pieces
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import digest_of
 
@@ -152,6 +154,33 @@ def test_logprobs_are_lists_in_step(serve_http) -> None:
     serve_http(body)
 
 
+def test_the_chosen_token_is_among_the_top(tokenizers) -> None:
+    """Also where it is none of the most likely, and none of these are asked for."""
+    teller = CompletionTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
+    f, o, x = tokenizers["chars"].encode("fox")
+    told = teller.logprobs(
+        [
+            TokenLogprobs(f, -3.0, ((o, -0.1), (x, -0.2))),
+            TokenLogprobs(o, -0.1, ((o, -0.1), (x, -0.2))),
+            TokenLogprobs(x, -4.0),
+        ]
+    )
+    assert told["top_logprobs"] == [
+        {"o": -0.1, "x": -0.2, "f": -3.0},
+        {"o": -0.1, "x": -0.2},
+        {"x": -4.0},
+    ]
+
+
+def test_a_very_low_temperature_is_greedy(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for given, taken in ((1e-9, 0.0), (0.0099, 0.0), (0.01, single(0.01)), (2, 2.0)):
+            await front.complete(temperature=given)
+            assert front.engine.submitted[-1].sampling.temperature == taken
+
+    serve_http(body)
+
+
 def test_an_adapter_is_a_model_and_says_what_it_resolved_to(serve_http) -> None:
     async def body(front: Front) -> None:
         for name in ("upper", "default/upper", "upper@1"):
@@ -181,7 +210,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"temperature": "hot"}, "temperature"),
-    ({"temperature": 0.001}, "temperature"),
+    ({"temperature": -0.001}, "temperature"),
+    ({"temperature": 101}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1e-60}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),

@@ -1,0 +1,98 @@
+"""An answer that is told as a whole: written while it comes, and sent as it is read.
+
+Logprobs can be megabytes. To write them all at the end, or to send them at once, would hold up
+every other request of this event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from inference_svc.core import FinishReason, TokenLogprobs, Usage
+from inference_svc.generation import Delta
+from inference_svc.http.events import to_json
+
+PART_BYTES = 64 << 10
+"""Sent at once."""
+
+NO_USAGE = Usage(0, 0, 0)
+
+
+class Teller(Protocol):
+    """Tells one choice. Its logprobs are lists by name, with an entry for each token, beside
+    `logprob_constants`."""
+
+    logprob_constants: Mapping[str, None]
+
+    def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """All but its logprobs."""
+        ...
+
+    def part(self, delta: Delta) -> dict[str, Any] | None:
+        """None: nothing of it can be told yet."""
+        ...
+
+
+class Choice:
+    """A request's deltas, put together; logprobs as they will be sent."""
+
+    def __init__(self, teller: Teller) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.usage = NO_USAGE
+        self._teller = teller
+        self._texts: list[str] = []
+        self._logprobs: dict[str, list[bytes]] = {}
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.usage = delta.usage or self.usage
+        if delta.logprobs:
+            for name, entries in self._teller.logprobs(delta.logprobs).items():
+                self._logprobs.setdefault(name, []).append(to_json(entries)[1:-1].encode())
+
+    def written(self) -> bytes:
+        """As JSON."""
+        lists = [
+            b'"%s":[%s]' % (name.encode(), b",".join(entries))
+            for name, entries in self._logprobs.items()
+        ]
+        lists += [b'"%s":null' % name.encode() for name in self._teller.logprob_constants]
+        logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
+        return b'%s,"logprobs":%s}' % (to_json(self._teller.whole(self)).encode()[:-1], logprobs)
+
+
+class WholeAnswer(Response):
+    """JSON, of which there are parts."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        self._parts = parts
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "content-length": str(sum(map(len, parts)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        for part in self._parts:
+            for begin in range(0, len(part), PART_BYTES):
+                body = part[begin : begin + PART_BYTES]
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                if len(part) > PART_BYTES:
+                    await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
