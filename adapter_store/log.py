@@ -1,7 +1,7 @@
 """Log lines on standard error: one line per event, as JSON or as text.
 
 Facts go into `extra={...}`, so that both forms carry them by name. What looks like a secret is
-blotted out in either form, whoever logged it.
+hidden in either form, whoever logged it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal
 
 from adapter_store.log_writer import STANDARD_ERROR, BackgroundHandler
+from adapter_store.scrub import may_hold_secret, scrubbed, scrubbed_tree
 from adapter_store.spans import log_facts
 
 _CLIENTS = (
@@ -25,26 +27,6 @@ LogFormat = Literal["text", "json"]
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _PLAIN = re.compile(r"[\x21\x23-\x7e]+")
 """Values that need no quotes: no spaces, no line ends, no quotes themselves."""
-_SECRETS = re.compile(
-    r"((?i:bearer)\s+)[^\s\"',;]+"  # tokens, as headers carry them
-    r"|(://[^\s/:@\"]*:)[^\s/@\"]+(?=@)"  # passwords in addresses
-    r"|\b(hf_)[A-Za-z0-9]{16,}"
-)
-
-
-def _blot(text: str) -> str:
-    return _SECRETS.sub(lambda found: f"{found[1] or found[2] or found[3]}***", text)
-
-
-def _clean(value: object) -> object:
-    """For JSON, whose escapes could hide a secret."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _clean(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(each) for each in value]
-    return _blot(str(value))
 
 
 def _facts(record: logging.LogRecord) -> dict[str, object]:
@@ -57,10 +39,22 @@ def _time(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
-class JsonFormatter(logging.Formatter):
-    """One object per line: time, level, logger, message, the facts, and a traceback if any."""
+class _Formatter(logging.Formatter):
+    """Hides secrets. Few lines look as if they had any, and requests wait for the rest."""
 
     def format(self, record: logging.LogRecord) -> str:
+        line = self._line(record, str)
+        return self._line(record, scrubbed) if may_hold_secret(line) else line
+
+    def _line(self, record: logging.LogRecord, scrub: Callable[[str], str]) -> str:
+        """`scrub` gets all text before it is quoted, which would hide a secret from it."""
+        raise NotImplementedError
+
+
+class JsonFormatter(_Formatter):
+    """One object per line: time, level, logger, message, the facts, and a traceback if any."""
+
+    def _line(self, record: logging.LogRecord, scrub: Callable[[str], str]) -> str:
         line: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname,
@@ -70,18 +64,20 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(_clean(line))
+        return json.dumps(scrubbed_tree(line, scrub))
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(_Formatter):
     """The same for people: facts follow the message as key=value."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        facts = "".join(f" {key}={_quoted(value)}" for key, value in _facts(record).items())
-        line = f"{_time(record)} {record.levelname:<7} {record.name}: {record.getMessage()}{facts}"
+    def _line(self, record: logging.LogRecord, scrub: Callable[[str], str]) -> str:
+        known = scrubbed_tree(_facts(record), scrub)
+        facts = "".join(f" {key}={_quoted(value)}" for key, value in known.items())
+        message = scrub(record.getMessage())
+        line = f"{_time(record)} {record.levelname:<7} {record.name}: {message}{facts}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return _blot(line)
+            line += "\n" + scrub(self.formatException(record.exc_info))
+        return line
 
 
 def _quoted(value: object) -> str:

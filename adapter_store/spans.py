@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from adapter_store.scrub import scrubbed
+
 Kind: TypeAlias = Literal["internal", "server", "client"]
 Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
 Headers: TypeAlias = Iterable[tuple[str, str | bytes]]
@@ -119,11 +121,11 @@ class OpenSpan:
         return OpenSpan(name, kind, context, self.context.span_id, self.record, start_s, facts)
 
     def note(self, **facts: Attribute) -> None:
-        """Adds attributes of ours, of callers' long words the beginning; what is empty is left
-        out."""
+        """Adds attributes of ours, of callers' long words the beginning, without what looks like a
+        secret; what is empty is left out."""
         for key, value in facts.items():
             if value != "":
-                value = value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+                value = scrubbed(value[:MAX_TEXT_CHARS]) if isinstance(value, str) else value
                 self.attributes[f"loadout.{key}"] = value
 
     def fail(self, error: BaseException) -> None:

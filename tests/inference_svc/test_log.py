@@ -8,14 +8,22 @@ import sys
 
 import pytest
 
+import adapter_store.log
 from inference_svc.log import JsonFormatter, TextFormatter, configure_logging
 
 FORMATTERS = [JsonFormatter(), TextFormatter()]
+OF_BOTH = [*FORMATTERS, adapter_store.log.JsonFormatter(), adapter_store.log.TextFormatter()]
 SECRETS = {
     "authorization: Bearer s3cr3t-t0ken_x": "s3cr3t-t0ken_x",
     'metadata (("authorization", "bearer s3cr3t"),)': "s3cr3t",
     "postgresql+psycopg://loadout:p\u00e4ss'w\u00f6rd@db/loadout": "p\u00e4ss'w\u00f6rd",
     "token hf_abcdefghijklmnopqrstuvwxyz": "abcdefghijklmnop",
+    "https://h/a?X-Amz-Signature=s3cr3t": "s3cr3t",
+    "https://s3cr3t@h/a": "s3cr3t",
+    "Authorization: Basic s3cr3t": "s3cr3t",
+    "aws_secret_access_key=s3cr3t": "s3cr3t",
+    '{"password": "s3cr3t"}': "s3cr3t",
+    "-----BEGIN PRIVATE KEY-----\ns3cr3t\n-----END PRIVATE KEY-----": "s3cr3t",
 }
 
 
@@ -48,7 +56,7 @@ def test_tracebacks_are_kept(formatter: logging.Formatter) -> None:
     assert "ValueError: seven" in formatter.format(failed)
 
 
-@pytest.mark.parametrize("formatter", FORMATTERS)
+@pytest.mark.parametrize("formatter", OF_BOTH)
 @pytest.mark.parametrize("text", SECRETS)
 def test_secrets_are_blotted_out(formatter: logging.Formatter, text: str) -> None:
     failed = record("%s", (text,), why=text, nested={"deep": [text]})
@@ -57,10 +65,17 @@ def test_secrets_are_blotted_out(formatter: logging.Formatter, text: str) -> Non
     except ValueError:
         failed.exc_info = sys.exc_info()
     line = formatter.format(failed)
-    if isinstance(formatter, JsonFormatter):
+    if "Json" in type(formatter).__name__:
         line = str(json.loads(line))
     # The traceback shows this file's own source line too, which holds no secret.
     assert SECRETS[text] not in line
+    assert "***" in line
+
+
+@pytest.mark.parametrize("formatter", OF_BOTH)
+def test_a_fact_that_is_named_as_a_secret_is_hidden(formatter: logging.Formatter) -> None:
+    line = formatter.format(record(password="a b"))
+    assert "a b" not in line
     assert "***" in line
 
 

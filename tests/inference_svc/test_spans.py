@@ -133,6 +133,15 @@ def test_a_span_ends_once() -> None:
     assert recorded[0].end_s >= recorded[0].start_s
 
 
+def test_what_is_noted_holds_no_secret() -> None:
+    work, _ = opened()
+    work.note(adapter="https://h/a?X-Amz-Signature=s3cr3t", num=3)
+    assert work.attributes == {
+        "loadout.adapter": "https://h/a?X-Amz-Signature=***",
+        "loadout.num": 3,
+    }
+
+
 def test_phases_of_a_generator_follow_each_other() -> None:
     work, recorded = opened()
     with spans.using(work):

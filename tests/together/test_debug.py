@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from loadout import Client, TlsConfig, errors
+from loadout import Client, TlsConfig
 from loadout.cli.__main__ import main
 from loadout.retry import RetryPolicy
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.together.secretive import HELD, LOOK_SECRET, fail_with
 from tests.together.services import Services
 from tests.together.zoo import Zoo
 
@@ -28,14 +29,10 @@ ENVIRONMENT = {
     "HTTPS_PROXY": "http://someone:environment-secret-7@127.0.0.1:9",
     "NO_PROXY": "127.0.0.1,localhost",
 }
-IN_REQUESTS = {
-    "a source": "s3://someone:source-secret-8@bucket/prefix",
-    "a reference": "https://h/a?X-Amz-Signature=reference-secret-9",
-    "a header": "Bearer header-secret-10",
-    "a known one": "x-environment-secret-2",
-}
+IN_REQUESTS = (*LOOK_SECRET.values(), "x-environment-secret-2")
 PROMPT = "prompt-secret-11 "
-SECRETS = [f"secret-{number}" for number in range(2, 12)] + ["AKIAenvironment1", "secret4"]
+SECRETS = [f"secret-{number}" for number in (*range(2, 8), 11)]
+SECRETS += [*HELD, "AKIAenvironment1", "secret4"]
 TOKENS = ("root", "server", "operator-a")
 
 INFERENCE = {
@@ -105,16 +102,6 @@ def members(path: Path) -> dict[str, bytes]:
     return found
 
 
-def fail_in_many_ways(client: Client) -> None:
-    for text in IN_REQUESTS.values():
-        with pytest.raises(errors.LoadoutError):
-            client.register("x", text if "://" in text else f"s3://nowhere/{text}")
-        with pytest.raises(errors.LoadoutError):
-            client.load(text)
-        with pytest.raises(errors.LoadoutError):
-            client.complete(PROMPT, adapter=text, request_id="failing")
-
-
 def test_an_archive_tells_all_but_secrets(
     secretive: Secretive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -123,7 +110,8 @@ def test_an_archive_tells_all_but_secrets(
     out = tmp_path / "debug.tar.gz"
     with secretive.client("root") as client:
         digest = client.register("team-a/mine", services.source("r16")).adapter.digest
-        fail_in_many_ways(client)
+        for text in IN_REQUESTS:
+            fail_with(client, text, PROMPT)
         going = client.generate(
             PROMPT * 3, adapter="team-a/mine", request_id="slow", max_tokens=180, ignore_eos=True
         )

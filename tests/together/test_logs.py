@@ -15,10 +15,12 @@ import pytest
 from loadout.errors import InvalidArgument, LoadoutError, NotFound, Unauthenticated
 from tests.adapter_store.service.guarded import token_of
 from tests.together.observed import S3_SECRET, Observed
+from tests.together.secretive import HELD, LOOK_SECRET, fail_with
 
 PROMPT = "the zebra that nobody may read"
 WRONG_TOKEN = "token-that-nobody-knows"
 SECRETS = (PROMPT, "zebra", WRONG_TOKEN, token_of("root"), token_of("server"), S3_SECRET)
+SECRETS += HELD
 FACTS = {"request_id", "tenant", "adapter", "digest"}
 REQUESTS, CALLS = "inference_svc.requests", "adapter_store.status"
 
@@ -58,6 +60,8 @@ def drive(system: Observed) -> None:
             stranger.get("logged/r3")
     with pytest.raises(LoadoutError):  # it goes on trying, and says so in its log
         client.register("logged/far", "s3://adapters/far", timeout_s=1.0)
+    for text in LOOK_SECRET.values():
+        fail_with(client, text)
     good = {"model": "logged/r3", "prompt": PROMPT, "max_tokens": 2}
     assert post(system, good, token) == 200
     assert post(system, {**good, "prompt": [PROMPT, 1]}, token) == 400
@@ -99,6 +103,11 @@ def test_every_line_is_an_object(texts: dict[str, str], service: str) -> None:
 @pytest.mark.parametrize("secret", SECRETS)
 def test_nothing_secret_is_written(texts: dict[str, str], service: str, secret: str) -> None:
     assert secret not in texts[service]
+
+
+@pytest.mark.parametrize("service", ["store", "inference"])
+def test_what_was_hidden_left_the_rest(texts: dict[str, str], service: str) -> None:
+    assert "X-Amz-Signature=***" in texts[service]
 
 
 def test_requests_say_what_they_were_about(texts: dict[str, str]) -> None:

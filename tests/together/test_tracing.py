@@ -16,6 +16,7 @@ from loadout.errors import DeadlineExceeded, NotFound
 from tests.adapter_store.service.guarded import token_of
 from tests.otlp import Received, Trace
 from tests.together.observed import Observed
+from tests.together.secretive import HELD, LOOK_SECRET, fail_with
 
 SERVER, STORE = "loadout-inference", "loadout-store"
 WARM = """
@@ -258,6 +259,25 @@ def test_an_unknown_adapter(traced: Observed) -> None:
         span = trace.one(name, service)
         assert not span.error, "the mistake is the caller's"
         assert span.attributes["rpc.response.status_code"] == "NOT_FOUND"
+
+
+def test_no_span_of_a_service_holds_a_secret(traced: Observed) -> None:
+    num_before = len(traced.receiver.spans)
+    for text in LOOK_SECRET.values():
+        fail_with(traced.client, text)
+    with traced.request() as trace_id, pytest.raises(NotFound):
+        traced.client.complete("abc", adapter="traced/nobody")
+    for service in (SERVER, STORE):  # each sends its spans in order
+        traced.receiver.until(lambda service=service: service in _services(traced, trace_id))
+    sent = [each for each in traced.receiver.spans[num_before:] if each.service in (SERVER, STORE)]
+    shown = repr(sent)
+    assert "X-Amz-Signature=***" in shown
+    assert [secret for secret in HELD if secret in shown] == []
+
+
+def _services(system: Observed, trace_id: str) -> set[str]:
+    """Whose spans of this trace have come."""
+    return {span.service for span in system.receiver.spans if span.trace_id == trace_id}
 
 
 def test_two_requests_wait_for_one_load(traced: Observed) -> None:

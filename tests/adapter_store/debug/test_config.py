@@ -8,7 +8,7 @@ import pytest
 
 from adapter_store.config import Settings
 from adapter_store.debug.config import secrets_of, shown_settings
-from adapter_store.debug.scrub import Scrub
+from adapter_store.scrub import Scrub
 
 DSN = "postgresql+psycopg://loadout:pa%2Fss-word@db:5432/catalog?sslpassword=query-secret"
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
+import time
 
 import pytest
 
-import adapter_store.debug.scrub
-import inference_svc.debug.scrub
+import adapter_store.scrub
+import inference_svc.scrub
 
-SCRUBS = [inference_svc.debug.scrub.Scrub, adapter_store.debug.scrub.Scrub]
+SCRUBS = [inference_svc.scrub.Scrub, adapter_store.scrub.Scrub]
 KEY = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEE\n-----END EC PRIVATE KEY-----"
 
 
@@ -34,6 +35,10 @@ def make(request: pytest.FixtureRequest):
         ("aws_secret_access_key = wJalrXUtn", "aws_secret_access_key = ***"),
         ("password: hunter22, next", "password: ***, next"),
         (f"read {KEY} here", "read *** here"),
+        ("https://TOKEN@h/a and http://p@ss@h", "https://***@h/a and http://***@h"),
+        ("?se=2026&sig=0123abcd&x=1", "?se=2026&sig=***&x=1"),
+        ("of hf_abcdefghijklmnopqrstuvwxyz", "of hf_***"),
+        ("3 tokens, token_s, TOKEN=abcdef", "3 tokens, token_s, TOKEN=***"),
         ("the known one: zzTOPzz!", "the known one: ***"),
     ],
 )
@@ -49,6 +54,8 @@ def test_what_looks_like_a_secret_or_is_known_as_one(make, text, left):
         "no adapter default/french@2",
         "stop_token_ids: 7 is no token",
         "file:///srv/adapters/a",
+        "s3://bucket/prefix?versionId=7",
+        "first_token_s=0.25 completion_tokens=64 design=abcdef",
     ],
 )
 def test_what_is_none_stays(make, text):
@@ -62,6 +69,24 @@ def test_a_tree_stays_json(make):
         "one": [1, 2.5, None, True, ["Bearer ***", "one"]],
         "num_tokens": 5,
     }
+
+
+def test_what_is_named_as_a_secret_is_hidden_in_a_tree(make):
+    tree = {"password": "a b", "token": "", "num_token": 3, "file": {"api_key": "x", "key_id": "y"}}
+    assert make().tree(tree) == {
+        "password": "***",
+        "token": "",
+        "num_token": 3,
+        "file": {"api_key": "***", "key_id": "y"},
+    }
+
+
+def test_long_text_takes_no_longer_than_its_length(make):
+    """Each of these would be slow if a pattern went back over it."""
+    for part in ("a+b.", "token   ", "://x", "Bearer ", "-----BEGIN A ", "api_key="):
+        start_s = time.monotonic()
+        make().text(part * 50_000)
+        assert time.monotonic() - start_s < 2.0, part
 
 
 def test_both_services_have_the_same_one():
