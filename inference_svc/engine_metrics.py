@@ -56,7 +56,11 @@ class GatewayCollector(Collector):
         found = self._snapshot()
         if found is not None:
             yield from gateway_metrics(
-                found.status, found.residents, found.names, max_loras=self._max_loras
+                found.status,
+                found.residents,
+                found.names,
+                max_loras=self._max_loras,
+                taken_time_s=found.taken_time_s,
             )
 
 

@@ -1,5 +1,5 @@
-"""What answers tell clients and proxies that choose replicas: how busy this server is, and whether a
-refused call may go elsewhere.
+"""What answers tell clients and proxies that choose replicas: how busy this server is, and whether
+a refused call may go elsewhere.
 
 The format of the load is ORCA's (Open Request Cost Aggregation) as text, which Envoy reads, too.
 """
