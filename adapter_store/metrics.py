@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
@@ -31,6 +31,13 @@ POLL_SECONDS = 0.05
 """How soon the HTTP thread notices that it shall end."""
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+FAULT_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
+SERVER_METHODS = ("WatchAdapters", "PullAdapter", "RegisterLayout")
+"""What inference services call."""
+TOKEN_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+"""What alerts count. A series that begins with its first error has no rise that a rate could see:
+these begin at 0 with the process."""
 
 # Each counter and histogram would bring a series of when it was made, which nobody asks for.
 prometheus_client.disable_created_metrics()
@@ -63,14 +70,26 @@ class Metrics:
         self.pull_wait_seconds = self._histogram("pull_wait_seconds")
         self.pulled_bytes = self._counter("pulled_bytes")
         self._build_info = self._gauge("build_info")
-        # From 0 on, so that the first one counts in a rate.
+        ProcessCollector(registry=self.registry)
+        self._begin_at_0()
+
+    def _begin_at_0(self) -> None:
+        """So that the first of these counts in a rate."""
         for kind in ("image", "blob"):
             self.damaged_files.labels(kind)
         for result in ("ready", "incompatible", "failed"):
             self.compiles.labels(result)
         for result in ("ok", "digest_mismatch"):
             self.registrations.labels(result)
-        ProcessCollector(registry=self.registry)
+        for method in SERVER_METHODS:
+            for reason in TOKEN_REFUSALS:
+                self.rejections.labels(method, reason)
+
+    def expect_calls(self, methods: Iterable[str]) -> None:
+        """These will be called: their faults begin at 0."""
+        for method in methods:
+            for code in FAULT_CODES:
+                self.requests.labels(method, code)
 
     def describe_store(self, version: str, compiler: str) -> None:
         """What the store is built of."""

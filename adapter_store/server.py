@@ -39,7 +39,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"].full_name
+_SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
+SERVICE = _SERVICE.full_name
 MAX_MESSAGE_BYTES = 64 << 20  # the layout of a large model; a page of labelled adapters
 ANSWER_SECONDS = 0.5  # for the last answers to leave
 
@@ -104,6 +105,7 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         store = await stack.enter_async_context(open_store(settings))
         store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
+        store.metrics.expect_calls(_SERVICE.methods_by_name)
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
         errors = LastErrors()
         calls = StatusInterceptor(store.metrics, errors, tracing)

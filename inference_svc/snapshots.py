@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent import futures
+from contextlib import suppress
 
 from inference_svc.access import OPEN
 from inference_svc.engine_metrics import Snapshot
@@ -26,6 +29,8 @@ class Snapshots:
     on the device."""
 
     def __init__(self, max_loras: int) -> None:
+        self._lock = threading.Lock()
+        self._asked: futures.Future[None] | None = None
         self._max_residents = max(MAX_RESIDENTS, max_loras)
         self._source: tuple[asyncio.AbstractEventLoop, Frontend, Directory] | None = None
         self._last: Snapshot | None = None
@@ -39,18 +44,28 @@ class Snapshots:
         self._source = None
 
     def take(self) -> Snapshot | None:
-        source = self._source
-        if source is not None:
-            loop, frontend, directory = source
-            asking = _ask(frontend, directory, self._max_residents)
-            answer = asyncio.run_coroutine_threadsafe(asking, loop)
-            try:
-                self._last = answer.result(ANSWER_SECONDS)
-            except TimeoutError:
-                answer.cancel()
-            except InferenceError:
-                pass  # the engine has failed; the process is about to end
+        """The last snapshot, as new as the engine lets it be."""
+        asked = self._ask()
+        if asked is not None:
+            done = futures.wait([asked], ANSWER_SECONDS).done
+            if done and not asked.cancelled():  # else the server has ended
+                asked.result()
         return self._last
+
+    def _ask(self) -> futures.Future[None] | None:
+        """Once at a time, however many scrape: an engine that hangs is not to find thousands of
+        questions, and one in a long step answers after whoever asked has left."""
+        with self._lock:
+            source = self._source
+            if source is not None and (self._asked is None or self._asked.done()):
+                loop, frontend, directory = source
+                asking = self._renew(frontend, directory)
+                self._asked = asyncio.run_coroutine_threadsafe(asking, loop)
+            return self._asked if source is not None else None
+
+    async def _renew(self, frontend: Frontend, directory: Directory) -> None:
+        with suppress(InferenceError):  # the engine has failed; the process is about to end
+            self._last = await _ask(frontend, directory, self._max_residents)
 
 
 async def _ask(frontend: Frontend, directory: Directory, max_residents: int) -> Snapshot:

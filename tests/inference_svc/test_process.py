@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.snapshots import ANSWER_SECONDS
 from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from loadout.prometheus import scrape as read_metrics
 from tests.native import native_library
 
 START_SECONDS = 60
+REQUESTS_INFO = "vllm:lora_requests_info"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,7 @@ class Process:
         addresses = json.loads(ready_file.read_text())
         self.address: str = addresses["grpc"]
         self.http_address: str = addresses["http"]
+        self.metrics_address: str = addresses["metrics"]
 
     @property
     def children(self) -> list[psutil.Process]:
@@ -150,6 +155,29 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
     _, stderr = process.popen.communicate(timeout=30)
     assert process.popen.returncode == 1
     assert "was ended by SIGKILL" in stderr
+
+
+def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(process: Process) -> None:
+    """Nothing else would show it: its counts stand still, and it is as it last said."""
+
+    def scrape() -> tuple[float, float]:
+        """How old what it shows is, and when routers are told that it was so."""
+        found = read_metrics(process.metrics_address)
+        return found.one("loadout_inference_snapshot_age_seconds"), found.one(REQUESTS_INFO)
+
+    (engine,) = process.children
+    age_s, time_s = scrape()
+    assert age_s < 1
+    assert time_s == pytest.approx(time.time(), abs=30)
+    engine.suspend()
+    with ThreadPoolExecutor(4) as scrapers:
+        for age_s, later_s in scrapers.map(lambda _: scrape(), range(4)):
+            assert age_s + 0.1 >= ANSWER_SECONDS
+            assert later_s == time_s
+    engine.resume()
+    age_s, later_s = scrape()
+    assert age_s < 1
+    assert later_s > time_s + 1
 
 
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:

@@ -65,6 +65,10 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert found["registrations_total", "source_not_found"] == 1
     assert found["registrations_total", "digest_mismatch"] == 0, "so that the first is an increase"
     assert found["requests_total", "NOT_FOUND", "RegisterAdapter"] == 1
+    methods = pb.DESCRIPTOR.services_by_name["AdapterStoreService"].methods_by_name
+    for code in ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS"):
+        assert all(found["requests_total", *sorted((code, method))] == 0 for method in methods)
+    assert found["rejections_total", "PERMISSION_DENIED", "PullAdapter"] == 0
     assert found["rejections_total", "RegisterAdapter", "SOURCE_NOT_FOUND"] == 1
     assert found["rejections_total", "GetAdapter", "INVALID_ARGUMENT"] == 1
     assert found["requests_total", "OK", "PullAdapter"] == 2
