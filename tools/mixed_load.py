@@ -24,6 +24,7 @@ from loadout.demo.system import System, SystemSettings
 from loadout.retry import RetryPolicy
 from tools.load_role import Role, Scene
 from tools.load_roles import BASE_MODEL, MISFIT, Caller, Operator, Trainer
+from tools.prometheus import Job
 
 NUM_ADAPTERS = 32
 NUM_CONTENTS = 8
@@ -115,12 +116,12 @@ class MixedLoad:
             self._raise_errors()
 
     @property
-    def targets(self) -> dict[str, list[str]]:
-        """What Prometheus is to scrape, by job, named as the shipped configurations do."""
-        return {
-            "adapter-store": [self.addresses.store_metrics],
-            "inference": [self.addresses.inference_metrics],
-        }
+    def jobs(self) -> list[Job]:
+        """What Prometheus is to scrape, named as the shipped configurations do."""
+        return [
+            Job("adapter-store", [self.addresses.store_metrics]),
+            Job("inference", [self.addresses.inference_metrics]),
+        ]
 
     def wait_toured(self, timeout_s: float = TOUR_TIMEOUT_S) -> None:
         """Until everything that belongs to the load has happened once. Raises TimeoutError, and as

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -48,28 +48,39 @@ class Series:
         return self.points[-1][1]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Addresses that are scraped alike. `labels` are given to all that is found there, and
+    `metric_relabel` is what the configuration calls metric_relabel_configs. Several may have the
+    same name."""
+
+    name: str
+    addresses: Sequence[str]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metric_relabel: Sequence[Mapping[str, Any]] = ()
+
+
 class Prometheus:
     """A server on a free port while the context lasts; ready on entry.
 
-    `targets` are the addresses to scrape by job. Its data, its configuration and its log lie in
-    `folder`, which is made. Raises ProgramMissing and PrometheusFailed.
+    Its data, its configuration and its log lie in `folder`, which is made. Raises ProgramMissing
+    and PrometheusFailed.
     """
 
     def __init__(
         self,
         folder: Path,
-        targets: Mapping[str, Sequence[str]],
+        jobs: Sequence[Job],
         *,
-        labels: Mapping[str, str] | None = None,
         interval_s: float = 1.0,
         rule_files: Sequence[Path] = (),
         flags: Sequence[str] = (),
     ) -> None:
-        """`labels` are given to all that is scraped; `interval_s` is between scrapes and between
-        evaluations of rules."""
+        """`interval_s` is between scrapes, which may take as long, and between evaluations of
+        rules."""
         self._folder = folder
         self._log_path = folder / "prometheus.log"
-        self._configuration = _configuration(targets, labels or {}, interval_s, rule_files)
+        self._configuration = _configuration(jobs, interval_s, rule_files)
         self._flags = flags
         self.url = ""
 
@@ -198,10 +209,7 @@ class Prometheus:
 
 
 def _configuration(
-    targets: Mapping[str, Sequence[str]],
-    labels: Mapping[str, str],
-    interval_s: float,
-    rule_files: Sequence[Path],
+    jobs: Sequence[Job], interval_s: float, rule_files: Sequence[Path]
 ) -> dict[str, Any]:
     interval = f"{round(interval_s * 1000)}ms"
     return {
@@ -213,10 +221,13 @@ def _configuration(
         "rule_files": [str(path.resolve()) for path in rule_files],
         "scrape_configs": [
             {
-                "job_name": job,
-                "static_configs": [{"targets": list(addresses), "labels": dict(labels)}],
+                "job_name": f"{index}-{job.name}",  # which has to be another each time
+                "static_configs": [
+                    {"targets": list(job.addresses), "labels": {"job": job.name, **job.labels}}
+                ],
+                "metric_relabel_configs": [dict(rule) for rule in job.metric_relabel],
             }
-            for job, addresses in targets.items()
+            for index, job in enumerate(jobs)
         ],
     }
 

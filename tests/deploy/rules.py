@@ -16,7 +16,8 @@ Rule = dict[str, Any]
 UNIT_TESTS = sorted((ROOT / "tests" / "deploy" / "prometheus").glob("*.test.yml"))
 
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?")
-_OURS = re.compile(r"(instance|instance_tier):loadout_|loadout_|vllm:|process_|up$")
+_OURS = re.compile(r"(instance|instance_tier):loadout_|loadout_|vllm:|process_|(up|ALERTS)$")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _STRING = re.compile(r'"[^"]*"')
 
 
@@ -53,6 +54,11 @@ def selectors(expression: str) -> set[str]:
 def metric(selector: str) -> str:
     """A selector without its matchers."""
     return selector.partition("{")[0]
+
+
+def matchers(selector: str) -> list[tuple[str, str, str]]:
+    """Of a selector: label, operator and value of each."""
+    return [(found[1], found[2], found[3]) for found in _MATCHER.finditer(selector)]
 
 
 def _is_quoted(text: str, position: int) -> bool:

@@ -20,7 +20,7 @@ from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render
 from tools.dashboards.board import in_sight
 from tools.dashboards.limits import Limit
-from tools.dashboards.reading import Json, expressions, label_values, names_in, panels, variables
+from tools.dashboards.reading import Json, asked, expressions, names_in, panels, variables
 
 BOARDS: dict[str, Json] = {
     path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))
@@ -36,8 +36,8 @@ NOT_SHOWN = {
     "vllm:num_requests_running": "shown as requests_running",
     "vllm:num_requests_waiting": "shown as requests_waiting",
     "vllm:kv_cache_usage_perc": "shown as kv_pages_used of kv_pages_capacity",
-    "vllm:lora_requests_info": "for routers: names of adapters in labels, a new series each time",
-    "vllm:lora_adapter_loaded": "for routers: up to 2,000 series; `loadout top` lists residents",
+    "vllm:lora_requests_info": "for routers: Prometheus drops it, a new series each time",
+    "vllm:lora_adapter_loaded": "for routers: Prometheus drops it; `loadout top` lists residents",
     "vllm:num_gpu_loaded_lora_adapters": "shown as tier_images",
     "vllm:max_gpu_lora_adapters": "a setting, not a measurement",
     "vllm:lora_adapter_load_seconds": "shown as load_seconds, with percentiles",
@@ -73,7 +73,7 @@ def used_names() -> set[str]:
     """Of series, in all queries, choices and marks."""
     texts = [text for board in BOARDS.values() for text in expressions(board)]
     chosen = (v for board in BOARDS.values() for v in variables(board).values())
-    texts += [label_values(variable)[0] for variable in chosen if variable["type"] == "query"]
+    texts += [asked(variable) for variable in chosen if variable["type"] == "query"]
     return {name for text in texts for name in METRIC.findall(text)}
 
 
@@ -165,7 +165,7 @@ def test_variables_are_there_before_they_are_used(name: str) -> None:
     known = {"datasource"}
     for variable in variables(BOARDS[name]).values():
         if variable["type"] == "query":
-            assert names_in(label_values(variable)[0]) <= known
+            assert names_in(asked(variable)) <= known
             assert variable["multi"]
             assert variable["includeAll"]
         known.add(variable["name"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from tools.prometheus import Prometheus, PrometheusFailed, QueryFailed
+from tools.prometheus import Job, Prometheus, PrometheusFailed, QueryFailed
 from tools.prometheus_package import ProgramMissing, fetch, programs
 
 
@@ -54,11 +54,14 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "groups: [{name: pools, rules: [{alert: Deep, expr: 'depth_metres > 2'}, "
         "{record: pools:depth_metres:sum, expr: sum(depth_metres)}]}]"
     )
-    targets = {"pools": [address], "nobody": ["127.0.0.1:1"]}
-    with Prometheus(
-        folder / "own", targets, labels={"town": "x"}, interval_s=0.2, rule_files=[rules]
-    ) as server:
-        wait_for(server, "depth_metres")
+    drop = {"source_labels": ["pool"], "regex": "south", "action": "drop"}
+    jobs = [
+        Job("pools", [address], {"town": "x"}),
+        Job("pools", [address], {"town": "y"}, [drop]),
+        Job("nobody", ["127.0.0.1:1"]),
+    ]
+    with Prometheus(folder / "own", jobs, interval_s=0.2, rule_files=[rules]) as server:
+        wait_for(server, 'depth_metres{town="x"} and on (pool) depth_metres{town="y"}')
         yield server
 
 
@@ -70,7 +73,8 @@ def wait_for(prometheus: Prometheus, promql: str) -> None:
 
 
 def test_it_answers_queries(prometheus: Prometheus, address: str) -> None:
-    north, south = sorted(prometheus.query("depth_metres"), key=lambda series: series.value)
+    found = prometheus.query('depth_metres{town="x"}')
+    north, south = sorted(found, key=lambda series: series.value)
     assert (north.value, south.value) == (2, 3)
     assert north.labels == {
         "__name__": "depth_metres",
@@ -85,11 +89,18 @@ def test_it_answers_queries(prometheus: Prometheus, address: str) -> None:
     assert prometheus.label_values("pool", "depth_metres") == ["north", "south"]
     now = time.time()
     assert prometheus.query("depth_metres", at_s=now - 3600) == []
-    [series] = prometheus.query_range('depth_metres{pool="north"}', now - 60, now + 1, 0.1)
+    asked = 'depth_metres{pool="north",town="x"}'
+    [series] = prometheus.query_range(asked, now - 60, now + 1, 0.1)
     assert len(series.points) > 1
     assert {value for _, value in series.points} == {2}
     with pytest.raises(QueryFailed, match="parse error"):
         prometheus.query("sum(")
+
+
+def test_jobs_of_one_name_have_their_own_labels_and_relabelling(prometheus: Prometheus) -> None:
+    found = {(each.labels["job"], each.labels["pool"]) for each in prometheus.query("depth_metres")}
+    assert found == {("pools", "north"), ("pools", "south")}
+    assert prometheus.label_values("pool", 'depth_metres{town="y"}') == ["north"]
 
 
 def test_it_evaluates_rules(prometheus: Prometheus) -> None:
@@ -111,6 +122,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     rules.write_text("groups: [{name: x, rules: [{record: y, expr: 'sum('}]}]")
     with (
         pytest.raises(PrometheusFailed, match=r"(?s)ended with exit code 1.*parse error"),
-        Prometheus(tmp_path / "own", {}, rule_files=[rules]),
+        Prometheus(tmp_path / "own", [], rule_files=[rules]),
     ):
         pass

@@ -68,8 +68,8 @@ def loads() -> list[Panel]:
             "requests that have nothing to do with them.",
             "percentunit",
             Query(
-                f"{INFERENCE.rate('step_blocked_by_load_seconds_sum', 'instance')} / "
-                f"{INFERENCE.rate('step_seconds_sum', 'instance')}",
+                f"{INFERENCE.rate('step_blocked_by_load_seconds_sum', REPLICA)} / "
+                f"{INFERENCE.rate('step_seconds_sum', REPLICA)}",
                 WHICH,
             ),
             span=12,

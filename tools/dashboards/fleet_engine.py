@@ -72,8 +72,8 @@ def steps() -> list[Panel]:
             "Share of steps in which an adapter took part. The others are the base model's alone.",
             "percentunit",
             Query(
-                f"{INFERENCE.rate('lora_steps_total', 'instance')} / "
-                f"{INFERENCE.rate('step_seconds_count', 'instance')}",
+                f"{INFERENCE.rate('lora_steps_total', REPLICA)} / "
+                f"{INFERENCE.rate('step_seconds_count', REPLICA)}",
                 WHICH,
             ),
             span=6,
@@ -172,8 +172,8 @@ def replicas() -> list[Panel]:
                 Column("Store", INFERENCE.sum("store_connected", REPLICA), "short"),
                 Column(
                     "Open files",
-                    f"{INFERENCE.sum('process_open_fds', 'instance')} / "
-                    f"{INFERENCE.sum('process_max_fds', 'instance')}",
+                    f"{INFERENCE.sum('process_open_fds', REPLICA)} / "
+                    f"{INFERENCE.sum('process_max_fds', REPLICA)}",
                     "percentunit",
                 ),
             ],

@@ -68,7 +68,7 @@ def preview(seconds: float, images: Path) -> None:
     """Runs the load for so long and draws all dashboards. Raises as MixedLoad and Prometheus do."""
     with tempfile.TemporaryDirectory() as name, MixedLoad(Path(name) / "load") as load:
         folder = Path(name) / "prometheus"
-        with Prometheus(folder, load.targets, interval_s=SCRAPE_S, rule_files=RULES) as prometheus:
+        with Prometheus(folder, load.jobs, interval_s=SCRAPE_S, rule_files=RULES) as prometheus:
             load.wait_toured()
             start_s = time.time()
             load.run(seconds)

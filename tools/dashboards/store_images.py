@@ -204,8 +204,8 @@ def replicas() -> list[Panel]:
                 Column("Watches", STORE.sum("active_watches", REPLICA), "short"),
                 Column(
                     "Open files",
-                    f"{STORE.sum('process_open_fds', 'instance')} / "
-                    f"{STORE.sum('process_max_fds', 'instance')}",
+                    f"{STORE.sum('process_open_fds', REPLICA)} / "
+                    f"{STORE.sum('process_max_fds', REPLICA)}",
                     "percentunit",
                 ),
             ],

@@ -1,0 +1,78 @@
+"""What labels of our metrics can be, from the code that sets them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from enum import Enum
+
+import grpc
+from prometheus_client.utils import floatToGoString
+
+from adapter_store.errors import StoreError
+from adapter_store.metrics import Metrics as StoreMetrics
+from inference_svc.adapters.load_times import LoadSource
+from inference_svc.busiest import BASE, FORMER, OTHER
+from inference_svc.errors import InferenceError
+from inference_svc.gateway_metrics import _LEVELS as LEVELS
+from inference_svc.histogram import IDLE_BOUNDS_S
+from inference_svc.http import app
+from inference_svc.http.statuses import ANSWERS, CLIENT_GONE
+from loadout.adapter_store.v1 import adapter_store_pb2
+from loadout.inference.v1 import inference_pb2
+from tests.deploy.rules import rules
+
+Known = dict[str, set[str]]
+"""By label."""
+
+
+def known(metric: str) -> Known:
+    """Of one of our metrics, of one that is recorded of them, or of ALERTS."""
+    if metric == "ALERTS":
+        return {"alertname": set(rules("alert")), "alertstate": {"pending", "firing"}}
+    return _store(metric) if "loadout_store_" in metric else _inference()
+
+
+def _store(metric: str) -> Known:
+    [service] = adapter_store_pb2.DESCRIPTOR.services_by_name.values()
+    return {
+        "code": _codes(),
+        "method": {method.name for method in service.methods},
+        "reason": _reasons(StoreError),
+        "result": {
+            sample.labels["result"]
+            for family in StoreMetrics().registry.collect()
+            for sample in family.samples
+            if sample.name == metric
+        },
+    }
+
+
+def _inference() -> Known:
+    [service] = inference_pb2.DESCRIPTOR.services_by_name.values()
+    routes = set(re.findall(r'Route\("([^"]+)"', inspect.getsource(app)))
+    return {
+        "adapter": {BASE, FORMER, OTHER},
+        "code": _codes(),
+        "le": {floatToGoString(bound) for bound in IDLE_BOUNDS_S},
+        "level": set(LEVELS.values()),
+        "method": {method.name for method in service.methods} | routes,
+        "reason": _reasons(InferenceError),
+        "route": routes,
+        "source": _values(LoadSource),
+        "status": {str(answer.status) for answer in ANSWERS.values()} | {"200", str(CLIENT_GONE)},
+        "tier": set(LEVELS),
+    }
+
+
+def _codes() -> set[str]:
+    return {code.name for code in grpc.StatusCode}
+
+
+def _values(kind: type[Enum]) -> set[str]:
+    return {each.value for each in kind}
+
+
+def _reasons(base: type[StoreError] | type[InferenceError]) -> set[str]:
+    """Of an error and of all that are a kind of it."""
+    return {base.reason} | {reason for kind in base.__subclasses__() for reason in _reasons(kind)}
