@@ -15,7 +15,7 @@ from tools.dashboards.amounts import show
 from tools.dashboards.drawing import DPI, INCHES_PER_COLUMN, draw
 from tools.dashboards.figures import draw_panel
 from tools.dashboards.panels import Column, Panel, Query, distribution, lines, number, rows_by
-from tools.dashboards.reading import Json, everything, expand, label_values, names_in, variables
+from tools.dashboards.reading import Json, asked, choices, everything, expand, names_in, variables
 from tools.prometheus import Series
 
 TIMES = (100.0, 102.0, 104.0)
@@ -66,18 +66,37 @@ def test_every_unit_of_the_dashboards_can_be_shown() -> None:
                 assert show(1.0, panel["fieldConfig"]["defaults"]["unit"])
 
 
+class Jobs:
+    """Knows of two, one of them with a name that regular expressions care about."""
+
+    def label_values(self, label: str, selector: str = "") -> list[str]:
+        return ["former", "base"] if label == "adapter" else ["a"]
+
+    def query(self, promql: str) -> list[Series]:
+        asked_for = 'loadout_store_build_info{cluster=~".*",namespace=~".*"}[7d]'
+        assert promql == f"group by (job) (last_over_time({asked_for}))"
+        return [series(1, job="adapter-store"), series(1, job="a.b")]
+
+
 def test_all_is_what_grafana_makes_of_it() -> None:
     board = json.loads((FOLDER / "store.json").read_text())
-    jobs = {("job", 'loadout_store_build_info{namespace=~".*"}'): ["adapter-store", "a.b"]}
-    values = everything(board, lambda *asked: jobs[asked], window_s=15, range_s=120)
+    values = everything(board, Jobs(), window_s=15, range_s=120)
     assert values["namespace"] == ".*"
-    assert values["store_job"] == r"adapter\\-store|a\\.b"
+    assert values["store_job"] == r"a\\.b|adapter\\-store"
     query = 'rate(x{job=~"$store_job"}[$__rate_interval]) + ${__range}'
-    assert expand(query, values) == 'rate(x{job=~"adapter\\\\-store|a\\\\.b"}[15s]) + 120s'
+    assert expand(query, values) == 'rate(x{job=~"a\\\\.b|adapter\\\\-store"}[15s]) + 120s'
     assert names_in(query) == {"store_job", "__rate_interval", "__range"}
-    assert label_values(variables(board)["store_instance"])[1] == "instance"
     with pytest.raises(KeyError, match="nobody"):
         expand("$nobody", values)
+
+
+def test_choices_are_what_a_variables_expression_leaves() -> None:
+    board = json.loads((FOLDER / "adapters.json").read_text())
+    nothing = {"inference_job": "a", "inference_instance": "a", "cluster": "", "namespace": ""}
+    assert choices(variables(board)["adapter"], nothing, Jobs()) == ["base"]
+    other = {"name": "x", "query": {"query": "label_names()"}}
+    with pytest.raises(ValueError, match="x is neither"):
+        asked(other)
 
 
 def test_lines_have_their_legends_and_start_at_zero() -> None:
@@ -120,6 +139,29 @@ def test_a_tables_columns_are_joined_by_its_first_label() -> None:
         0: ["name", "kind", "Rate", "Time"],
         1: ["b", "", "2 req/s", ""],
         2: ["a", "k", "1 req/s", "500 ms"],
+    }
+
+
+def test_rows_of_a_name_that_is_there_twice_stay_apart() -> None:
+    columns = [Column("Rate", "x", "reqps"), Column("Time", "y", "s")]
+    panel = rows_by("Title", "What.", ["name", "where"], columns)
+    answers = (
+        [series(1, name="a", where="east"), series(2, name="a", where="west")],
+        [series(3, name="a", where="east"), series(4, name="a", where="west")],
+    )
+    [table] = drawn(panel, *answers).tables
+    shown = [cell.get_text().get_text() for _, cell in sorted(table.get_celld().items())]
+    assert shown[4:] == ["a", "west", "2 req/s", "4 s", "a", "east", "1 req/s", "3 s"]
+
+
+def test_a_number_without_a_value_says_so() -> None:
+    assert texts(drawn(number("Title", "What.", "short", "x"), [])) == ["no data"]
+    panel = number("Title", "What.", "short", "x", missing="no targets")
+    assert texts(drawn(panel, [])) == ["no targets"]
+    [mapping] = as_json(panel)["fieldConfig"]["defaults"]["mappings"]
+    assert mapping["options"] == {
+        "match": "null+nan",
+        "result": {"text": "no targets", "color": "red"},
     }
 
 

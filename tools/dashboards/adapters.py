@@ -87,7 +87,7 @@ def _now() -> list[Panel]:
             "short",
             _without_store(),
             limit=limits.ANY,
-            missing="no targets",
+            missing="no store",
             links=[links.TO_STORE],
         ),
     ]
