@@ -81,16 +81,19 @@ def test_without_the_setting_there_is_no_front(serve) -> None:
 
 
 def test_request_ids_are_the_callers_own(serve_http) -> None:
+    """And need not be its own alone: meshes send one along for all that a request leads to."""
+
     async def body(front: Front) -> None:
         answer = await front.complete(extra_headers={"x-request-id": "abc-1"})
         assert (answer.id, answer._request_id) == ("cmpl-abc-1", "abc-1")
         front.engine.hold.set()
-        first = asyncio.create_task(front.complete(extra_headers={"x-request-id": "same"}))
-        await until(lambda: front.engine.num_running == 1)
-        with pytest.raises(openai.ConflictError):
-            await front.complete(extra_headers={"x-request-id": "same"})
+        same = {"extra_headers": {"x-request-id": "same"}}
+        asking = [asyncio.create_task(front.complete(n=n, **same)) for n in (1, 1, 2, 2)]
+        await until(lambda: front.engine.num_running == 6)
         front.engine.hold.clear()
-        assert (await first).choices[0].text == "abc"
+        for answer in await asyncio.gather(*asking):
+            assert (answer.id, answer._request_id) == ("cmpl-same", "same")
+            assert {choice.text for choice in answer.choices} == {"abc"}
         assert (await front.complete())._request_id not in (None, "", "same")
 
     serve_http(body)
