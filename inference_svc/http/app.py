@@ -20,7 +20,7 @@ from inference_svc.http.completions import CompletionBody, Completions
 from inference_svc.http.counting import Counting
 from inference_svc.http.generate import Generating
 from inference_svc.http.models import Models
-from inference_svc.http.reading import caller_of
+from inference_svc.http.reading import recognising
 from inference_svc.http.statuses import answer_error
 from inference_svc.metrics import Metrics
 from inference_svc.service import Service
@@ -42,7 +42,8 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Names of all tenants' adapters are in it, and callers may come here."""
-        who = self._service.admit(caller_of(request), Action.OPERATE)
+        with recognising(request) as caller:
+            who = self._service.admit(caller, Action.OPERATE)
         who.require_all_tenants("the metrics tell")
         text, media_type = await asyncio.to_thread(self._metrics.exposition)
         return Response(text, headers={"content-type": media_type})
