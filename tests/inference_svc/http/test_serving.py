@@ -225,15 +225,6 @@ def test_a_client_that_leaves_before_its_answer_frees_the_request(serve_http) ->
     serve_http(body)
 
 
-def test_a_slow_reader_gets_larger_parts_and_all_of_them(serve_http) -> None:
-    async def body(front: Front) -> None:
-        stream = await front.complete("the quick brown fox", max_tokens=60, stream=True)
-        await asyncio.sleep(0.1)
-        assert "".join([c.choices[0].text async for c in stream]) == "the quick brown fox"
-
-    serve_http(body)
-
-
 # --- the end ------------------------------------------------------------------------------------
 
 
