@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from inference_svc.http.attending import attend
-from inference_svc.http.reading import Body, caller_of, read_body
+from inference_svc.http.reading import Body, read_body, recognising
 from inference_svc.http.statuses import set_names
 from inference_svc.registry import Source
 from inference_svc.service import Service
@@ -61,8 +61,8 @@ class Adapters:
 
     async def load(self, request: Request) -> Response:
         set_names(request, _NAMES)
-        caller = caller_of(request)
-        self._service.recognise(caller, "LoadAdapter")
+        with recognising(request) as caller:
+            self._service.recognise(caller, "LoadAdapter")
         body = await read_body(request, LoadBody)
         await attend(
             request.receive,
@@ -78,8 +78,8 @@ class Adapters:
 
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)
-        caller = caller_of(request)
-        self._service.recognise(caller, "UnloadAdapter")
+        with recognising(request) as caller:
+            self._service.recognise(caller, "UnloadAdapter")
         body = await read_body(request, UnloadBody)
         await attend(
             request.receive,

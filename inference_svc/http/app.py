@@ -20,7 +20,7 @@ from inference_svc.http.completions import CompletionBody, Completions
 from inference_svc.http.counting import Counting
 from inference_svc.http.generate import Generating
 from inference_svc.http.models import Models
-from inference_svc.http.reading import caller_of
+from inference_svc.http.reading import recognising
 from inference_svc.http.statuses import answer_error
 from inference_svc.metrics import Metrics
 from inference_svc.service import Service
@@ -53,7 +53,8 @@ class Operations:
         if self._opens_metrics and "authorization" not in request.headers:
             tell = self._metrics.gateway_exposition  # gateways have no token
         else:
-            who = self._service.admit(caller_of(request), Action.OPERATE)
+            with recognising(request) as caller:
+                who = self._service.admit(caller, Action.OPERATE)
             who.require_all_tenants("the metrics tell")
         text, media_type = await asyncio.to_thread(tell)
         return Response(text, headers={"content-type": media_type})

@@ -10,22 +10,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.http.reading import REQUEST_ID_HEADER
-from inference_svc.http.statuses import CLIENT_GONE
+from inference_svc.http.statuses import CLIENT_GONE, error_of, is_known, status_of
 from inference_svc.load import LOAD_HEADER
 from inference_svc.spans import CANCELLED, OpenSpan, enter
 from inference_svc.tracing import Tracing
 
 OTHER = "other"
+METHODS = frozenset(
+    {"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"}
+)
+"""A caller may make up others, as long as it likes."""
 QUIET = frozenset({"/health", "/metrics", OTHER})
 """Asked for by machines all the time, or by whoever guesses."""
 
 
 class Counting:
     """An application that tells `on_end` of each request that ended: its route, its status, the
-    error that it was answered with, and the id that its caller gave it. `routes` are paths; one
-    with a "{" stands for all that begin with what is before it. Every answer has the `load` that
-    there is when it begins, as a header: trailers are nothing that clients and proxies of HTTP/1.1
-    read. Where there is `tracing`, each request is a span, but for those of QUIET routes."""
+    error that ended it, and the id that its caller gave it. The status says how it ended: a stream
+    may begin well, and fail. `routes` are paths; one with a "{" stands for all that begin with what
+    is before it. Every answer has the `load` that there is when it begins, as a header: trailers
+    are nothing that clients and proxies of HTTP/1.1 read. Where there is `tracing`, each request is
+    a span, but for those of QUIET routes and of strangers, who leave no trace."""
 
     def __init__(
         self,
@@ -46,12 +51,12 @@ class Counting:
         self._idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = CLIENT_GONE
+        sent: int | None = None
 
         async def note(message: Message) -> None:
-            nonlocal status
+            nonlocal sent
             if message["type"] == "http.response.start":
-                status = message["status"]
+                sent = message["status"]
                 header = (LOAD_HEADER.encode(), self._load().encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
@@ -68,12 +73,12 @@ class Counting:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-            error = scope.get("state", {}).get("error")
+            status = status_of(scope, sent)
             given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
-            end = CallEnd.of(route, str(status), error, given.decode("latin-1"))
+            end = CallEnd.of(route, str(status), error_of(scope), given.decode("latin-1"))
             self._on_end(end)
-            if span is not None:
-                _end(span, status, end.reason)
+            if span is not None and is_known(scope):
+                _end(span, status, sent, end.reason)
 
     async def drain(self, grace_seconds: float) -> None:
         """Returns when nothing runs, or after the grace."""
@@ -90,22 +95,20 @@ class Counting:
 def _begin(tracing: Tracing, scope: Scope, route: str) -> OpenSpan:
     """The current span from now on."""
     headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
-    span = tracing.begin(f"{scope['method']} {route}", headers)
-    span.attributes.update({"http.request.method": scope["method"], "http.route": route})
+    method = scope["method"] if scope["method"] in METHODS else ""
+    span = tracing.begin(f"{method or 'HTTP'} {route}", headers)
+    span.attributes.update({"http.request.method": method or "_OTHER", "http.route": route})
     enter(span)
     return span
 
 
-def _end(span: OpenSpan, status: int, reason: str) -> None:
-    """What the client could mend, and that it left, is no error of ours. Strangers leave no
-    trace."""
-    if status == 401:
-        return
+def _end(span: OpenSpan, status: int, sent: int | None, reason: str) -> None:
+    """What the client could mend, and that it left, is no error of ours."""
     span.note(reason=reason)
     if status == CLIENT_GONE:
         span.attributes[CANCELLED] = True
-    else:
-        span.attributes["http.response.status_code"] = status
+    if sent not in (None, CLIENT_GONE):
+        span.attributes["http.response.status_code"] = sent
     if status >= 500:
         span.error = reason or str(status)
     span.end()

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.errors import InferenceError
 from inference_svc.http.attending import attend
-from inference_svc.http.statuses import INTERNAL, Names, error_object
+from inference_svc.http.statuses import INTERNAL, Names, error_object, set_error, set_left
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await attend(receive, self._write(send))
+            await attend(receive, self._write(scope, send))
         except ClientDisconnect:
             if not self._has_begun:
                 raise
+            set_left(scope)
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
             self._has_begun = True
@@ -64,6 +65,7 @@ class EventStream(Response):
                 async for event in events:
                     await send(_part(event))
             except Exception as error:
+                set_error(scope, error)
                 await send(_part(self._last_words(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

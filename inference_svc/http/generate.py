@@ -23,7 +23,13 @@ from inference_svc.http.choices import run_all, to_usage
 from inference_svc.http.events import DONE, EventStream, to_event, to_json
 from inference_svc.http.fields import GenerationBody
 from inference_svc.http.models import adapter_of, label_of
-from inference_svc.http.reading import REQUEST_ID_HEADER, caller_of, read_body, request_id_of
+from inference_svc.http.reading import (
+    REQUEST_ID_HEADER,
+    check_request_id,
+    read_body,
+    recognising,
+    request_id_of,
+)
 from inference_svc.http.statuses import Names, set_names
 from inference_svc.http.whole import NO_USAGE, Choice, Teller, WholeAnswer
 from inference_svc.sampling import NUM_SEEDS, checked_sampling
@@ -73,7 +79,9 @@ class Generating(Generic[B]):
         set_names(request, self._kind.names)
         request_id = request_id_of(request)
         with self._service.accounts.asking(request_id, "") as account:
-            who = self._service.admit_request(caller_of(request), account)
+            with recognising(request) as caller:
+                who = self._service.admit_request(caller, account)
+            check_request_id(request)
             body: B = await read_body(request, self._kind.body)
             account.adapter = adapter_of(body.model, self._service.facts)
             asked = await attend(request.receive, self._ask(who, body, account))

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from inference_svc.access import Action, Principal
 from inference_svc.errors import InvalidRequest
 from inference_svc.http.attending import attend
-from inference_svc.http.reading import caller_of
+from inference_svc.http.reading import recognising
 from inference_svc.http.statuses import set_names
 from inference_svc.names import Binding
 from inference_svc.refs import short_name
@@ -42,7 +42,8 @@ class Models:
     async def list(self, request: Request) -> Response:
         """A page, which the base model begins. ?limit= and ?page_token= ask for more."""
         set_names(request, {"adapter": "page_token"})
-        who = self._service.admit(caller_of(request), Action.INFO)
+        with recognising(request) as caller:
+            who = self._service.admit(caller, Action.INFO)
         page_size = _limit(request.query_params.get("limit", str(MAX_PAGE_SIZE)))
         token = request.query_params.get("page_token", "")
         page = await attend(request.receive, self._service.list_adapters(who, page_size, token))
@@ -57,7 +58,8 @@ class Models:
 
     async def show(self, request: Request) -> Response:
         set_names(request, {"adapter": "model"})
-        who = self._service.admit(caller_of(request), Action.INFO)
+        with recognising(request) as caller:
+            who = self._service.admit(caller, Action.INFO)
         model = request.path_params["model"]
         adapter = adapter_of(model, self._service.facts)
         found = await attend(request.receive, self._service.bind(who, adapter, subject="model"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from inference_svc.errors import InvalidRequest
-from inference_svc.http.statuses import set_read
+from inference_svc.errors import InferenceError, InvalidRequest, Unauthenticated
+from inference_svc.http.statuses import set_known, set_read
 from inference_svc.service import Caller
 
 MAX_BODY_BYTES = 4 << 20
@@ -37,23 +39,35 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 
-def caller_of(request: Request) -> Caller:
+@contextmanager
+def recognising(request: Request) -> Iterator[Caller]:
+    """Who calls, for the gate: whom that does not refuse as unknown is no stranger."""
     host, port = request.client or ("", 0)
-    return Caller(request.headers.items(), f"http:{host}:{port}")
+    try:
+        yield Caller(request.headers.items(), f"http:{host}:{port}")
+    except Unauthenticated:
+        raise
+    except InferenceError:
+        set_known(request)
+        raise
+    set_known(request)
 
 
 def request_id_of(request: Request) -> str:
-    """The caller's own, so that it finds the request in our log; else a new one. Raises
-    InvalidRequest."""
+    """The caller's own, so that it finds the request in our log; a new one where it gave none, or
+    one that cannot be taken."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def check_request_id(request: Request) -> None:
+    """Raises InvalidRequest for one that cannot be taken."""
     given = request.headers.get(REQUEST_ID_HEADER)
-    if given is None:
-        return uuid.uuid4().hex
-    if not _REQUEST_ID.fullmatch(given):
+    if given is not None and not _REQUEST_ID.fullmatch(given):
         raise InvalidRequest(
             f"{REQUEST_ID_HEADER} must be 1 to 128 visible ASCII characters",
             subject=REQUEST_ID_HEADER,
         )
-    return given
 
 
 async def read_body(request: Request, kind: type[B]) -> B:

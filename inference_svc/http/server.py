@@ -8,10 +8,13 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Generator
+from functools import partial
+from typing import cast
 
 import uvicorn
 
 from inference_svc.config import split_address
+from inference_svc.http.connections import Connection, Room, max_connections, prepare
 from inference_svc.http.counting import Counting
 from inference_svc.tls import CertificateFiles, renewing_context
 
@@ -59,6 +62,7 @@ class HttpServer:
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            prepare(self._socket)
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
@@ -94,7 +98,7 @@ def _config(app: Counting, context: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # Of the parsers the one that bounds headers.
-        http="h11",
+        http=cast("type[asyncio.Protocol]", partial(Connection, Room(max_connections()))),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from inference_svc import errors
 from inference_svc.http.refusing import UnreadRefusal
@@ -90,7 +91,7 @@ def _param(error: errors.InferenceError, names: Names) -> str | None:
     return None
 
 
-# --- handlers -----------------------------------------------------------------------------------
+# --- what is noted of a request -----------------------------------------------------------------
 
 
 def set_names(request: Request, names: Names) -> None:
@@ -103,6 +104,42 @@ def set_read(request: Request) -> None:
     request.state.is_read = True
 
 
+def set_known(request: Request) -> None:
+    """Its caller is no stranger."""
+    request.state.is_known = True
+
+
+def is_known(scope: Scope) -> bool:
+    return bool(scope.get("state", {}).get("is_known"))
+
+
+def set_error(scope: Scope, error: Exception) -> None:
+    """It failed, whether or not an answer had begun."""
+    scope.setdefault("state", {})["error"] = error
+
+
+def error_of(scope: Scope) -> Exception | None:
+    error: Exception | None = scope.get("state", {}).get("error")
+    return error
+
+
+def set_left(scope: Scope) -> None:
+    """Its client left before the answer's end."""
+    scope.setdefault("state", {})["has_left"] = True
+
+
+def status_of(scope: Scope, sent: int | None) -> int:
+    """How it ended, which its answer, if one was `sent`, may have begun too early to tell."""
+    error = error_of(scope)
+    if error is not None:
+        return _answer(error).status
+    has_left = scope.get("state", {}).get("has_left", False)
+    return CLIENT_GONE if sent is None or has_left else sent
+
+
+# --- handlers -----------------------------------------------------------------------------------
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
     """Of everything that is raised before an answer has begun."""
     if isinstance(error, ClientDisconnect):
@@ -110,7 +147,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
     answer, body = error_object(error, getattr(request.state, "names", {}))
-    request.state.error = error
+    set_error(request.scope, error)
     headers = {}
     if isinstance(error, errors.InferenceError) and error.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.inference_svc.serving import Running
+from tests.otlp import Receiver
 
 
 class Front:
@@ -34,6 +35,17 @@ class Front:
         fields.setdefault("model", "base")
         fields.setdefault("messages", [{"role": "user", "content": content}])
         return await self.client.chat.completions.create(**fields)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as made:
+        yield made
+
+
+def traced(receiver: Receiver) -> dict[str, Any]:
+    """Settings by which it hears of everything, at the latest when the server has ended."""
+    return {"otlp_endpoint": receiver.endpoint, "trace_sample_ratio": 1.0}
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.inference_svc.http.conftest import Front
+from inference_svc.errors import QueueFull
+from tests.inference_svc.http.conftest import Front, traced
 from tests.inference_svc.serving import digest_of, until
+from tests.otlp import Receiver
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -53,6 +55,43 @@ def test_what_is_refused_is_counted_by_reason(serve_http, caplog: pytest.LogCapt
         assert 'loadout_inference_requests_total{finish_reason="error"} 0.0' in text
 
     serve_http(body, store=True)
+
+
+class FullAfter(dict[str, Exception]):
+    """For an engine: these errors, but for the first three requests."""
+
+    num_taken = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_taken += 1
+        return self.num_taken > 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_one_choice_ends_all_of_them(
+    serve_http, caplog: pytest.LogCaptureFixture, receiver: Receiver, stream: bool
+) -> None:
+    """None of them reads as if the caller had left."""
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        full = QueueFull("too many wait", retry_after_s=1.0)
+        front.engine.errors = FullAfter({digest_of("upper"): full})
+        front.engine.hold.set()
+        with pytest.raises(openai.RateLimitError):
+            await front.complete(model="upper", n=4, stream=stream)
+        await until(lambda: len(lines(caplog)) == 4 and front.engine.num_running == 0)
+        for line in lines(caplog):
+            assert (line["status"], line["reason"]) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        text = (await front.raw.get("/metrics")).text
+        assert 'loadout_inference_requests_total{finish_reason="error"} 4.0' in text
+        assert 'loadout_inference_requests_total{finish_reason="cancelled"} 0.0' in text
+
+    serve_http(body, store=True, **traced(receiver))
+    spans = [span for span in receiver.spans if span.name.startswith(("text_", "server "))]
+    assert len(spans) == 5
+    assert not [span for span in spans if "loadout.cancelled" in span.attributes]
+    assert {span.error for span in spans if span.name.startswith("text_")} == {"QUEUE_FULL"}
 
 
 def test_who_leaves_has_cancelled(serve_http, caplog: pytest.LogCaptureFixture) -> None:

@@ -200,20 +200,6 @@ def test_other_paths_and_methods(serve_http) -> None:
     serve_http(body)
 
 
-def test_a_stream_that_breaks_says_why(serve_http) -> None:
-    async def body(front: Front) -> None:
-        front.engine.turn_s = 0.02
-        stream = await front.complete(max_tokens=40, stream=True, extra_body={"ignore_eos": True})
-        await anext(stream)
-        front.engine.fail.set()
-        with pytest.raises(openai.APIError, match="internal error") as caught:
-            async for _ in stream:
-                pass
-        assert caught.value.code == "internal_error"
-
-    serve_http(body)
-
-
 def test_bugs_are_not_told() -> None:
     answer, content = error_object(ValueError("secret"), {})
     assert answer.status == 500
