@@ -192,9 +192,19 @@ class Frontend:
         self._engine.send(call)
         try:
             return await future
+        except (asyncio.CancelledError, GeneratorExit):
+            if command is Command.PROFILE:
+                self._leave_trace(call.call_id, future)
+            raise
         finally:
-            if self._calls.pop(call.call_id, None) and command is Command.PROFILE:
-                self._engine.send(Abandon(call.call_id))
+            self._calls.pop(call.call_id, None)
+
+    def _leave_trace(self, call_id: int, future: asyncio.Future[Any]) -> None:
+        """Its caller leaves: maybe in the turn of the loop in which the trace came."""
+        if call_id in self._calls:
+            self._engine.send(Abandon(call_id))
+        elif not future.cancelled() and future.exception() is None:
+            future.result().remove()
 
     def send(self, message: Message) -> None:
         """For messages without an answer."""

@@ -70,7 +70,6 @@ class AsyncClient:
 
     async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
         route = self._stubs.route(call)
-        await route.ready()
         answer = await self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
@@ -89,6 +88,7 @@ class AsyncClient:
     ) -> Any:
         attempts = self._attempts(timeout_s)
         try:
+            await route.ready()
             while True:
                 try:
                     answer = await send(attempts.remaining_s)

@@ -239,12 +239,13 @@ class Engine:
         return self._say()
 
     def give_up(self, error: Exception) -> StepOutputs:
-        """What was to be said, and `error` for everything open. Touches no other structure: after
-        a bug they may be broken."""
+        """What was to be said, and `error` for everything open. Of a trace no file stays; touches
+        no other structure: after a bug they may be broken."""
         said = self._say()
         ended = {output.request_id for output in said.outputs if output.is_last}
         lost = [Output(r, error=error) for r in self.sequences if r not in ended]
         replies = [Reply(call_id, error=error) for call_id in self.commands.open_call_ids]
+        self.commands.profiler.give_up()
         return StepOutputs((*said.outputs, *lost), (*said.replies, *replies), error, said.spans)
 
     def check_integrity(self) -> None:

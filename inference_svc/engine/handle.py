@@ -92,6 +92,7 @@ class EngineThread:
             error = EngineFailed("the engine failed")
             self._on_outputs(engine.give_up(error))
             self.built.residency.cancel_all()
+            engine.commands.profiler.close()
         self.built.puller.close()  # nobody writes into the memory of adapters afterwards
         self._refuse_the_rest(error)
 

@@ -7,14 +7,9 @@ it costs a step a few attribute look-ups.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import logging
-import os
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +20,13 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from inference_svc.core import Call, Reply, StepTrace
-from inference_svc.errors import NoSteps, ProfileRunning
+from inference_svc.engine import trace_file
+from inference_svc.errors import InferenceError, NoSteps, ProfileRunning
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 """How often an idle engine looks whether a trace is written."""
-COMPRESS_LEVEL = 3
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -47,7 +42,7 @@ class Marks:
 @dataclass(eq=False)
 class _Tracing:
     """One trace, from when it is asked for until it is written. It has a `deadline_s` once the
-    profiler is there. `writer` writes it; then there is an `answer`."""
+    profiler is there. `writer` writes it, in `folder`; then there is an `answer`."""
 
     call_id: int
     num_steps: int
@@ -56,6 +51,7 @@ class _Tracing:
     profiler: profile | None = None
     num_done: int = 0
     writer: threading.Thread | None = None
+    folder: Path | None = None
     answer: Reply | None = None
     is_abandoned: bool = False
 
@@ -63,6 +59,14 @@ class _Tracing:
     def is_over(self) -> bool:
         """Nothing more is traced for it."""
         return self.writer is not None or self.answer is not None
+
+    def abandon(self) -> None:
+        """Nobody waits for it: its files go, now, and what is being written when it is there."""
+        self.is_abandoned = True
+        if self.folder is not None:
+            trace_file.remove_folder(self.folder)
+        if self.answer is not None and isinstance(self.answer.result, StepTrace):
+            self.answer.result.remove()
 
 
 @dataclass
@@ -123,8 +127,6 @@ class StepProfiler:
         if tracing.answer is None or (tracing.writer is not None and tracing.writer.is_alive()):
             return []
         self._tracing = None
-        if tracing.is_abandoned:
-            _discard(tracing.answer)
         return [] if tracing.is_abandoned else [tracing.answer]
 
     def abandon(self, call_id: int) -> None:
@@ -135,16 +137,22 @@ class StepProfiler:
         if tracing.writer is None:
             self._drop()
         else:
-            tracing.is_abandoned = True
+            tracing.abandon()
+
+    def give_up(self) -> None:
+        """The engine has failed, and its process may end at any moment: no file stays behind."""
+        if self._tracing is not None:
+            self._tracing.abandon()
 
     def close(self) -> None:
         """The engine ends: so does a trace, unfinished."""
         if self._warmer is not None:
             self._warmer.join()
         tracing = self._tracing
-        if tracing is not None and tracing.writer is not None:
-            tracing.writer.join()
-            _discard(tracing.answer)
+        if tracing is not None:
+            tracing.abandon()
+            if tracing.writer is not None:
+                tracing.writer.join()
         self._drop()
 
     @property
@@ -177,10 +185,17 @@ class StepProfiler:
         return self._warmer is not None and self._warmer.is_alive()
 
     def _stop(self, tracing: _Tracing) -> profile | None:
+        """The profiler, with what it has collected. None: there is none, or it fails, and then that
+        is the answer: no reason to end the engine."""
         self.marks.is_on = False
         profiler, tracing.profiler = tracing.profiler, None
-        if profiler is not None:
+        if profiler is None:
+            return None
+        try:
             profiler.__exit__(None, None, None)
+        except Exception as error:
+            self._fail(tracing, error)
+            return None
         return profiler
 
     def _fail(self, tracing: _Tracing, error: Exception) -> None:
@@ -195,45 +210,28 @@ class StepProfiler:
             self._tracing = None
 
     def _write(self, tracing: _Tracing) -> None:
-        """Writing takes longer than the steps did, and holds up none."""
-        try:
-            profiler = self._stop(tracing)
-        except Exception as error:
-            self._fail(tracing, error)
+        """In a thread, for it takes longer than the steps did. They go on meanwhile, but for the
+        time in which the records are collected, here, and turned into text, which holds the
+        interpreter."""
+        profiler = self._stop(tracing)
+        if profiler is None:
             return
-        assert profiler is not None
-
-        def write() -> None:
-            try:
-                path = _written(profiler.export_chrome_trace)
-                tracing.answer = Reply(tracing.call_id, StepTrace(path, tracing.num_done))
-            except Exception as error:
-                log.exception("the trace cannot be written")
-                tracing.answer = Reply(tracing.call_id, error=error)
-
-        tracing.writer = threading.Thread(target=write, name="loadout-trace", daemon=True)
+        tracing.writer = threading.Thread(
+            target=_write_trace, args=(tracing, profiler), name="loadout-trace", daemon=True
+        )
         tracing.writer.start()
 
 
-def _written(export: Callable[[str], object]) -> str:
-    """A file that nobody else may read, with the gzipped trace."""
-    with tempfile.TemporaryDirectory(prefix="loadout-trace-") as folder:
-        plain = Path(folder) / "trace.json"
-        export(str(plain))
-        number, path = tempfile.mkstemp(prefix="loadout-trace-", suffix=".json.gz")
-        try:
-            with (
-                os.fdopen(number, "wb") as file,
-                gzip.GzipFile("", "wb", COMPRESS_LEVEL, file) as packed,
-                plain.open("rb") as source,
-            ):
-                shutil.copyfileobj(source, packed, 1 << 20)
-        except BaseException:
-            Path(path).unlink()
-            raise
-        return path
-
-
-def _discard(answer: Reply | None) -> None:
-    if answer is not None and isinstance(answer.result, StepTrace):
-        answer.result.remove()
+def _write_trace(tracing: _Tracing, profiler: profile) -> None:
+    try:
+        tracing.folder = trace_file.make_folder()
+        path = trace_file.write(profiler, tracing.num_done, tracing.folder)
+        tracing.answer = Reply(tracing.call_id, StepTrace(path, tracing.num_done))
+    except Exception as error:
+        if not (tracing.is_abandoned or isinstance(error, InferenceError)):
+            log.exception("the trace cannot be written")
+        tracing.answer = Reply(tracing.call_id, error=error)
+    if tracing.folder is not None:
+        trace_file.remove_folder(tracing.folder)
+    if tracing.is_abandoned:  # meanwhile
+        tracing.abandon()

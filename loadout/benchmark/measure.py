@@ -55,15 +55,16 @@ async def run(
     client: AsyncClient,
     workload: Workload,
     adapters: list[str],
-    on_round: Callable[[int], None] = lambda number: None,
+    loaded: list[str],
+    on_round: Callable[[int], None],
 ) -> list[Figures]:
-    """One round that does not count, then `num_rounds`. Raises LoadoutError: a request that fails
-    is no figure."""
+    """One round that does not count, then `num_rounds`; each with all `adapters`, and those that
+    are `loaded` again. Raises LoadoutError: a request that fails is no figure."""
     rounds = []
     for number in range(workload.num_rounds + 1):
         figures = await _round(client, workload, plan(workload, number, adapters))
-        if adapters and workload.num_loads:
-            loads_s = [await _load(client, ref) for ref in adapters[: workload.num_loads]]
+        if loaded:
+            loads_s = [await _load(client, ref) for ref in loaded]
             figures["adapter_load_p50_seconds"] = median(loads_s)
         if number:
             rounds.append(figures)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from loadout.benchmark.measure import Figures, run
 from loadout.benchmark.result import BadResult, Result, conditions_of, parse
 from loadout.benchmark.tolerances import read_tolerances
 from loadout.benchmark.workload import Workload
-from loadout.cli import options
+from loadout.cli import bench_adapters, options
 from loadout.cli.bench_tables import comparison_table, figures_table
 from loadout.cli.connection import Connection, connects
 from loadout.cli.failure import CommandFailed
@@ -32,7 +31,6 @@ from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
 from loadout.demo.process import ProcessFailed
 from loadout.demo.system import System, SystemSettings
-from loadout.types import Adapter, ImageState
 
 EXAMPLES = """\b
 Examples:
@@ -63,7 +61,9 @@ NumTokens = Annotated[int, typer.Option(min=2, help="Of each answer.")]
 NumLoads = Annotated[
     int,
     typer.Option(
-        min=0, help="Adapters to unload and load again in each round; for operators. 0: none."
+        min=0,
+        help="Adapters to unload and load again in each round, of those that are not pinned; for "
+        "operators. 0: none.",
     ),
 ]
 BaselineFile = Annotated[
@@ -155,11 +155,13 @@ def _measure(
 ) -> Result:
     with place.connection.client(inference=place.inference, store=place.store) as client:
         server = client.server_info()
-        refs, shapes = _adapters(client, server.layout_id, named, num_adapters)
-    conditions = conditions_of(workload, server, shapes)
+        chosen = bench_adapters.choose(client, server.layout_id, named, num_adapters)
+        loaded = bench_adapters.loadable(client, chosen, workload.num_loads)
+    refs = [each.ref for each in chosen]
+    conditions = conditions_of(workload, server, [each.shape for each in chosen])
     if before is not None:
         _check_conditions(before, conditions, force=force)
-    measured = asyncio.run(_run(place, workload, refs))
+    measured = asyncio.run(_run(place, workload, refs, loaded))
     time = datetime.now(UTC).isoformat(timespec="seconds")
     facts = {"time": time, "versions": dict(server.versions), "adapters": refs}
     return Result(conditions, facts, measured)
@@ -189,39 +191,6 @@ def _demo_system() -> Iterator[Place]:
         raise CommandFailed(str(failure)) from failure
 
 
-def _adapters(
-    client: Client, layout_id: str, named: list[str], count: int
-) -> tuple[list[str], list[Mapping[str, Any]]]:
-    """The references to ask for, and of each what its speed depends on, which is no name."""
-    if named:
-        return named, [_shape(client.get(ref)) for ref in named]
-    if not count:
-        return [], []
-    servable = (each for each in client.list() if _is_servable(each, layout_id))
-    found = list(islice(servable, count))
-    if not found:
-        raise CommandFailed(
-            "the store has no adapter for this model: name some, or --num-adapters 0"
-        )
-    return [each.name for each in found], [_shape(each) for each in found]
-
-
-def _is_servable(adapter: Adapter, layout_id: str) -> bool:
-    """An image that is not compiled yet is compiled by the round that does not count."""
-    usable = (ImageState.READY, ImageState.PENDING, ImageState.COMPILING)
-    return any(
-        each.layout_id == layout_id and each.state in usable for each in adapter.layout_states
-    )
-
-
-def _shape(adapter: Adapter) -> dict[str, Any]:
-    return {
-        "rank": adapter.rank,
-        "targets": " ".join(sorted(adapter.targets)),
-        "source_bytes": adapter.source_bytes,
-    }
-
-
 def _check_conditions(before: Result, conditions: dict[str, Any], *, force: bool) -> None:
     """Before anything is measured."""
     found = differences(before.conditions, conditions)
@@ -235,14 +204,16 @@ def _check_conditions(before: Result, conditions: dict[str, Any], *, force: bool
     typer.echo(message, err=True)
 
 
-async def _run(place: Place, workload: Workload, refs: list[str]) -> list[Figures]:
+async def _run(
+    place: Place, workload: Workload, refs: list[str], loaded: list[str]
+) -> list[Figures]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
     with bar:
         task = bar.add_task("rounds", total=workload.num_rounds + 1)
         async with place.connection.async_client(inference=place.inference) as client:
-            return await run(client, workload, refs, lambda number: bar.advance(task))
+            return await run(client, workload, refs, loaded, lambda number: bar.advance(task))
 
 
 def _compare(

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.core import (
+    FinishReason,
+    Reply,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StepTrace,
+)
 from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend import Frontend
 from inference_svc.generation import Delta
@@ -308,6 +315,43 @@ def test_a_failed_engine_answers_everyone(engine, tokenizers) -> None:
             await collect(frontend, make_request(tokenizer, "abc", "new"))
         with pytest.raises(EngineFailed):
             await frontend.describe()
+
+    run(body)
+
+
+class Told:
+    """An engine that hears, and says what a test has it say."""
+
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
+        self.say, self.heard = on_outputs, []
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+@pytest.mark.parametrize("leaves", ["before", "as it comes", "after"])
+def test_a_trace_whose_caller_leaves_leaves_no_file(tokenizers, tmp_path, leaves) -> None:
+    path = tmp_path / "trace"
+    path.touch()
+
+    async def body() -> None:
+        engine, loop = Told(), asyncio.get_running_loop()
+        frontend = make_frontend(engine, tokenizers["chars"])
+        asked = asyncio.create_task(frontend.profile(1, 1.0))
+        await until(lambda: bool(engine.heard))
+        reply = Reply(engine.heard[0].call_id, StepTrace(str(path), 1))
+        if leaves == "before":
+            loop.call_soon(asked.cancel)
+        engine.say(StepOutputs((), (reply,)))  # which is heard in the loop's next turn
+        if leaves == "as it comes":
+            loop.call_soon(asked.cancel)
+        if leaves == "after":
+            (await asked).remove()
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        assert not path.exists()
+        assert len(engine.heard) == 1, "there is nothing to abandon"
 
     run(body)
 

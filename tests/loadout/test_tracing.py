@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from loadout import Client, errors
+from loadout import AsyncClient, Client, addresses, errors
 from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
 
 GENERATE = "loadout.inference.v1.InferenceService/Generate"
@@ -112,6 +114,32 @@ def test_so_is_one_that_answers_once(connect, replica, traces) -> None:
     assert span.name.endswith("/GetServerInfo")
     assert (span.attributes or {})["rpc.response.status_code"] == "OK"
     assert replica.parents == [parent_of(span)]
+
+
+def test_a_call_that_is_left_while_its_address_is_looked_up_is_over(traces, monkeypatch) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def hang(host: str, port: str) -> list[str]:
+        is_asked.set()
+        assert may_answer.wait(30)
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(addresses, "look_up", hang)
+
+    async def leave() -> None:
+        async with AsyncClient("hanging.test:7080", tracing=traces.provider) as client:
+            call = asyncio.create_task(client.server_info())
+            await asyncio.to_thread(is_asked.wait, 30)
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    try:
+        asyncio.run(leave())
+    finally:
+        may_answer.set()
+    assert (traces.one().attributes or {})["loadout.cancelled"] is True
 
 
 def test_the_applications_own_span_is_the_parent(replica, traces) -> None:

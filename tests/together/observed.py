@@ -26,6 +26,7 @@ from tests.together.zoo import Zoo
 
 ROOT = token_lines("root", ["admin", "publisher", "caller", "operator"], ["*"])
 SERVER = token_lines("server", ["server"], ["*"])
+CALLER = token_lines("caller", ["reader", "caller"], ["*"])
 S3_SECRET = "s3-secret-that-nobody-may-read"
 ENVIRONMENT = {
     "OTEL_BSP_SCHEDULE_DELAY": "50",
@@ -42,7 +43,7 @@ class Observed(Services):
         token = folder / "server-token"
         token.write_text(token_of("server"))
         both = (
-            *("--policy-file", str(write_policy(folder, ROOT, SERVER))),
+            *("--policy-file", str(write_policy(folder, ROOT, SERVER, CALLER))),
             *("--otlp-endpoint", receiver.endpoint, "--log-format", "json"),
         )
         # Nobody is there: what is signed with the secret key fails.

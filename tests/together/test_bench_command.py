@@ -11,6 +11,8 @@ import pytest
 
 from loadout.benchmark.measure import METRICS
 from loadout.cli.__main__ import main
+from tests.adapter_store.service.guarded import token_of
+from tests.together.observed import Observed
 from tests.together.services import Services
 
 QUICK = ["--requests", "6", "--in-flight", "2", "--rounds", "2", "--max-tokens", "6"]
@@ -65,6 +67,35 @@ def test_figures_and_baselines(bench: Callable[..., int], tmp_path: Path, capfd:
     slower = str(scaled(out, 0.001))
     assert bench("--baseline", slower, "--max-tokens", "7", "--force") == 0
     assert "num_tokens was 6, is 7" in capfd.readouterr().err
+
+
+def test_what_is_pinned_is_not_loaded_again(
+    bench: Callable[..., int], services: Services, capfd: Any
+) -> None:
+    services.client.load("bench-r16", pin=True)
+    try:
+        assert bench("--rounds", "1", "--json") == 0
+        said = capfd.readouterr()
+        assert "adapter_load_p50_seconds" in json.loads(said.out)["medians"]
+        assert said.err == "pinned, and so not loaded again: bench-r16\n"
+        services.client.load("bench-r64", pin=True)
+        assert bench() == 1
+        assert "all these adapters are pinned in the server" in capfd.readouterr().err
+    finally:
+        for name in ("bench-r16", "bench-r64"):
+            services.client.unpin_resident(name)
+
+
+def test_who_may_not_unload_hears_so_at_once(
+    observed: Observed, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    observed.register("benched", "r16")
+    monkeypatch.setenv("LOADOUT_TOKEN", token_of("caller"))
+    places = ("--inference", observed.inference_address, "--store", observed.store_address)
+    assert main(["bench", *QUICK, *places, "--adapter", "default/benched"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("loadout: --loads: ")
+    assert said.endswith("(--loads 0 measures all but loads)\n")
 
 
 def test_what_is_no_baseline(bench: Callable[..., int], tmp_path: Path, capfd: Any) -> None:

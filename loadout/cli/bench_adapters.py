@@ -1,0 +1,75 @@
+"""Which adapters `loadout bench` asks for, and which of them it may unload and load again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+import typer
+
+from loadout.cli.failure import CommandFailed
+from loadout.client import Client
+from loadout.errors import PermissionDenied
+from loadout.types import Adapter, ImageState
+
+
+class Chosen(NamedTuple):
+    """An adapter, and the reference to ask for it by."""
+
+    ref: str
+    adapter: Adapter
+
+    @property
+    def shape(self) -> Mapping[str, Any]:
+        """What its speed depends on, which is no name."""
+        return {
+            "rank": self.adapter.rank,
+            "targets": " ".join(sorted(self.adapter.targets)),
+            "source_bytes": self.adapter.source_bytes,
+        }
+
+
+def choose(client: Client, layout_id: str, named: list[str], count: int) -> list[Chosen]:
+    """Those that are `named`, else the first `count` for the model of this layout. Raises
+    CommandFailed if there are none."""
+    if named:
+        return [Chosen(ref, client.get(ref)) for ref in named]
+    if not count:
+        return []
+    servable = (each for each in client.list() if _is_servable(each, layout_id))
+    found = list(islice(servable, count))
+    if not found:
+        raise CommandFailed(
+            "the store has no adapter for this model: name some, or --num-adapters 0"
+        )
+    return [Chosen(each.name, each) for each in found]
+
+
+def loadable(client: Client, chosen: list[Chosen], count: int) -> list[str]:
+    """The references of at most `count` that are not pinned in the server. Raises CommandFailed
+    if there are none, and for who is no operator."""
+    if not (chosen and count):
+        return []
+    try:
+        pinned = {each.digest for each in client.residents() if each.pinned}
+    except PermissionDenied as error:
+        raise CommandFailed(f"--loads: {error} (--loads 0 measures all but loads)") from error
+    left_out = [each.ref for each in chosen if each.adapter.digest in pinned]
+    found = [each.ref for each in chosen if each.adapter.digest not in pinned]
+    if not found:
+        raise CommandFailed(
+            "--loads: all these adapters are pinned in the server, which keeps them loaded "
+            "(--loads 0 measures all but loads)"
+        )
+    if left_out:
+        typer.echo(f"pinned, and so not loaded again: {', '.join(left_out)}", err=True)
+    return found[:count]
+
+
+def _is_servable(adapter: Adapter, layout_id: str) -> bool:
+    """An image that is not compiled yet is compiled by the round that does not count."""
+    usable = (ImageState.READY, ImageState.PENDING, ImageState.COMPILING)
+    return any(
+        each.layout_id == layout_id and each.state in usable for each in adapter.layout_states
+    )

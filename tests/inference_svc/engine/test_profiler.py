@@ -1,0 +1,169 @@
+"""Traces of steps, without an engine: bounded, no file stays behind, and a profiler that fails ends
+nothing but its own trace."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_svc.core import Call, Command, Reply, StepTrace
+from inference_svc.engine import trace_file
+from inference_svc.engine.profiler import StepProfiler, profile
+from inference_svc.errors import NoRoom, NoSteps
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def profiler(folder: Path) -> Iterator[StepProfiler]:
+    made = StepProfiler("cpu")
+    yield made
+    made.close()
+    assert not made.open_call_ids
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler stops, and fails."""
+    end = profile.__exit__
+
+    def broken(self: profile, *exc: object) -> None:
+        end(self, *exc)
+        if self.kineto_results is not None and self.kineto_results.events():  # not the warmer's
+            raise RuntimeError("no profile")
+
+    monkeypatch.setattr(profile, "__exit__", broken)
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    return found
+
+
+def begin(profiler: StepProfiler, num_steps: int = 2, timeout_s: float = 60.0) -> None:
+    """The next step is traced."""
+    profiler.start(Call(7, Command.PROFILE, limit=num_steps, timeout_s=timeout_s))
+
+    def is_begun() -> bool:
+        assert profiler.poll(0.0) == []
+        return profiler.next_expiry_s() == timeout_s
+
+    until(is_begun)
+
+
+def step(profiler: StepProfiler, num: int = 1) -> None:
+    for _ in range(num):
+        with profiler.step():
+            torch.ones(2).add(1)
+        profiler.stepped()
+
+
+def answer(profiler: StepProfiler, now_s: float = 0.0) -> Reply:
+    [reply] = until(lambda: profiler.poll(now_s))
+    assert reply.call_id == 7
+    return reply
+
+
+def test_steps_become_a_file_of_ones_own(profiler: StepProfiler, folder: Path) -> None:
+    begin(profiler)
+    step(profiler, 2)
+    found = answer(profiler).result
+    assert isinstance(found, StepTrace)
+    assert found.num_steps == 2
+    assert list(folder.iterdir()) == [Path(found.path)]
+    assert Path(found.path).stat().st_mode & 0o777 == 0o600
+    found.remove()
+
+
+@pytest.mark.usefixtures("breaks")
+def test_a_profiler_that_fails_to_stop_fails_its_own_trace_only(profiler: StepProfiler) -> None:
+    begin(profiler)
+    step(profiler, 2)
+    assert str(answer(profiler).error) == "no profile"
+    begin(profiler)
+    step(profiler)
+    profiler.abandon(7)
+    assert not profiler.open_call_ids
+    begin(profiler)
+    with profiler.step():
+        torch.ones(2)  # and no tokens
+    assert isinstance(answer(profiler, now_s=60.0).error, NoSteps)
+    begin(profiler)
+    step(profiler)
+    profiler.close()
+    assert not profiler.marks.is_on
+
+
+@pytest.mark.parametrize("how", ["give_up", "close", "abandon"])
+def test_of_a_trace_that_is_being_written_nothing_stays(
+    profiler: StepProfiler, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    copies, may_copy = threading.Event(), threading.Event()
+    copy = shutil.copyfileobj
+
+    def slow(*arguments: Any) -> None:
+        copies.set()
+        assert may_copy.wait(30)
+        copy(*arguments)
+
+    monkeypatch.setattr(shutil, "copyfileobj", slow)
+    begin(profiler)
+    step(profiler, 2)
+    assert profiler.poll(0.0) == []
+    assert copies.wait(30)
+    assert list(folder.iterdir())
+    if how == "give_up":  # the process may end now
+        profiler.give_up()
+        assert not list(folder.iterdir())
+        may_copy.set()
+        return
+    may_copy.set()
+    if how == "abandon":
+        profiler.abandon(7)
+        until(lambda: profiler.poll(0.0) == [] and not profiler.open_call_ids)
+    else:
+        profiler.close()
+    assert not list(folder.iterdir())
+
+
+def test_a_trace_that_is_written_goes_too(profiler: StepProfiler, folder: Path) -> None:
+    begin(profiler)
+    step(profiler, 2)
+    profiler.poll(0.0)
+    until(lambda: list(folder.glob("*.json.gz")))
+    profiler.give_up()
+    until(lambda: not list(folder.iterdir()))
+
+
+def test_a_trace_is_bounded(profiler: StepProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "MAX_EVENTS", 10)
+    begin(profiler, num_steps=10)
+    step(profiler, 10)
+    error = answer(profiler).error
+    assert isinstance(error, NoRoom)
+    assert error.subject == "num_steps"
+    assert "events, more than 10: ask for at most " in error.message
+    monkeypatch.setattr(trace_file, "MAX_EVENTS", 1000)
+    monkeypatch.setattr(trace_file, "BYTES_PER_EVENT", 1 << 50)
+    begin(profiler)
+    step(profiler, 2)
+    error = answer(profiler).error
+    assert isinstance(error, NoRoom)
+    assert "bytes of temporary files, and" in error.message
