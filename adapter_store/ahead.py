@@ -18,11 +18,19 @@ PAGE_DIGESTS = 500
 
 
 class Ahead:
-    """Lives on the event loop. Everything wanted is made in turn, `num_workers` at a time."""
+    """Lives on the event loop. Everything wanted is made in turn, `num_workers` at a time. Where
+    `only_pinned`, what names point to is left to other replicas."""
 
     def __init__(
-        self, catalog: Catalog, images: Images, executor: Executor, num_workers: int
+        self,
+        catalog: Catalog,
+        images: Images,
+        executor: Executor,
+        num_workers: int,
+        *,
+        only_pinned: bool = False,
     ) -> None:
+        self._only_pinned = only_pinned
         self._catalog = catalog
         self._images = images
         self._executor = executor
@@ -37,14 +45,20 @@ class Ahead:
         """Images that are wanted, and nobody has begun with."""
         return self._keys.qsize()
 
-    def want(self, keys: Iterable[ImageKey]) -> None:
+    def want_pinned(self, keys: Iterable[ImageKey]) -> None:
         """What is made for them is a part of what the caller does."""
         for key in keys:
             self._keys.put_nowait((key, spans.current()))
 
+    def want_current(self, keys: Iterable[ImageKey]) -> None:
+        """As `want_pinned`, of what names point to."""
+        if not self._only_pinned:
+            self.want_pinned(keys)
+
     def want_layout(self, layout_id: str) -> None:
         """Everything that names point to now and that this layout's base model serves."""
-        self._scans.put_nowait(layout_id)
+        if not self._only_pinned:
+            self._scans.put_nowait(layout_id)
 
     async def idle(self) -> None:
         """Returns when all that was wanted so far is made, or has failed."""
@@ -74,7 +88,7 @@ class Ahead:
                 while digests := await loop.run_in_executor(
                     self._executor, self._catalog.unsettled, layout_id, digest, PAGE_DIGESTS
                 ):
-                    self.want((digest, layout_id) for digest in digests)
+                    self.want_current((digest, layout_id) for digest in digests)
                     digest = digests[-1]
                     await self._keys.join()
             except Exception:

@@ -137,6 +137,10 @@ class Settings(BaseSettings):
     compile_workers: PositiveInt = 2
     """Images compiled at the same time. Pulls go before compiling ahead."""
 
+    compile_ahead: bool = True
+    """Compile what names point to before it is pulled: at start, at registration and for a new
+    layout. Off: only pinned adapters. For replicas beside inference, where others do it."""
+
     pull_stall_seconds: PositiveFloat = 30.0
     """How long a pull waits for a reader that takes nothing before it is ended."""
 
@@ -223,11 +227,13 @@ class Settings(BaseSettings):
     @field_validator("catalog_dsn")
     @classmethod
     def _check_dsn(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is None or not value.get_secret_value():
+        # Files of Secrets often end in a line's end, which would be a part of the database's name.
+        text = "" if value is None else value.get_secret_value().strip()
+        if not text:
             return None
-        if not value.get_secret_value().startswith("postgresql+psycopg://"):
+        if not text.startswith("postgresql+psycopg://"):
             raise ValueError("is not of the form postgresql+psycopg://USER:PASSWORD@HOST/NAME")
-        return value
+        return SecretStr(text)
 
     @field_validator("shared_s3")
     @classmethod

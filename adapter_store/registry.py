@@ -205,7 +205,7 @@ class Registry:
     async def refresh_pinned(self) -> None:
         """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
         pinned = await self._call(self._catalog.pinned_keys)
-        self._ahead.want(self._images.refresh_pinned(pinned))
+        self._ahead.want_pinned(self._images.refresh_pinned(pinned))
 
     async def status(self) -> StoreStatus:
         return StoreStatus(await self._call(self.read_catalog), self.read_work())
@@ -294,7 +294,7 @@ class Registry:
         """What follows from a new current version: its images, and the pin that may have moved."""
         record, revision = await job
         live = frozenset(await self._call(self._catalog.live_layouts))
-        self._ahead.want(
+        self._ahead.want_current(
             (record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING and verdict.layout_id in live

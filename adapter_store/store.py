@@ -93,7 +93,10 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         )
         images = Images(builder, disk, workers, calls, settings.memory_bytes)
         stack.push_async_callback(images.close)
-        ahead = Ahead(catalog, images, calls, settings.compile_workers)
+        ahead = Ahead(
+            *(catalog, images, calls, settings.compile_workers),
+            only_pinned=not settings.compile_ahead,
+        )
         stack.push_async_callback(ahead.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)
         sources, limits = _sources(settings), _limits(settings)

@@ -22,7 +22,11 @@ from loadout.inference.v1 import inference_pb2
 ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "deploy").rglob("*.md")),
+    )
 }
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 ELSEWHERE = {
@@ -30,7 +34,7 @@ ELSEWHERE = {
     "--from-file", "--previous", "--format", "--file", "--exit-on-error", "--single-transaction",
     "--no-owner", "--dbname", "--env-file", "--build",
     # Of modules that are run with `python -m`; their own --help names them.
-    "--device-memory", "--rank", "--help",
+    "--device-memory", "--rank", "--help", "--cert", "--key",
 }  # fmt: skip
 
 

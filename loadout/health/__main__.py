@@ -16,9 +16,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("address", help="host:port of the gRPC server")
     parser.add_argument("--service", default="", help="name of one service; default: the server")
     parser.add_argument("--ca", type=Path, help="CA certificates, PEM; default: no TLS")
+    parser.add_argument("--cert", type=Path, help="certificate chain to show, PEM; needs --key")
+    parser.add_argument("--key", type=Path, help="private key of --cert, PEM")
     parser.add_argument("--server-name", default="", help="name that the certificate must be for")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if (found.cert is None) != (found.key is None):
+        parser.error("--cert and --key go together")
+    if found.cert and not found.ca:
+        parser.error("--cert needs --ca")
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -28,11 +35,12 @@ def main(arguments: list[str]) -> int:
             wanted.address,
             service=wanted.service,
             ca=wanted.ca.read_bytes() if wanted.ca else None,
+            identity=(wanted.cert.read_bytes(), wanted.key.read_bytes()) if wanted.cert else None,
             server_name=wanted.server_name,
             timeout_s=wanted.timeout,
         )
     except OSError as error:
-        print(f"--ca: {error}", file=sys.stderr)
+        print(f"--ca, --cert or --key: {error}", file=sys.stderr)
         return 1
     except grpc.RpcError as error:
         print(f"{wanted.address}: {error.code().name}: {error.details()}", file=sys.stderr)

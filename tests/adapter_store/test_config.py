@@ -31,6 +31,12 @@ def test_the_catalogs_password_is_not_shown():
     assert Settings(catalog_dsn="").catalog_dsn is None
 
 
+def test_the_end_of_an_editors_line_is_no_part_of_the_catalogs_name():
+    settings = Settings(catalog_dsn="postgresql+psycopg://u:p@h/d\n", shared_s3="s3://bucket")
+    assert settings.catalog_dsn.get_secret_value() == "postgresql+psycopg://u:p@h/d"
+    assert Settings(catalog_dsn="\n").catalog_dsn is None
+
+
 def test_every_setting_has_a_docstring():
     missing = [name for name, field in Settings.model_fields.items() if not field.description]
     assert missing == []

@@ -37,12 +37,13 @@ def start(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(sharing, "Catalog", partial(Catalog, clock=clock))
 
     @asynccontextmanager
-    async def start_store():
+    async def start_store(**others):
         settings = Settings(
             data_dir=tmp_path / "data",
             source_roots=(tmp_path,),
             layout_ttl_seconds=TTL.total_seconds(),
             collect_seconds=0.05,
+            **others,
         )
         async with open_store(settings) as store:
             yield store
@@ -107,7 +108,9 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
             assert (await store.registry.status()).catalog.layouts == 0
             await pull(store, digest, layout_id)
             assert (await store.registry.status()).catalog.layouts == 1
-            assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
+            # A verdict is written down beside the pull, which does not wait for it.
+            for name in ("a", "b"):
+                await eventually(lambda name=name: state(store, name) is ImageState.READY)
             await eventually(lambda: (digest, layout_id) in store.images._pinned)
             await register(store, c, "c")
             await store.ahead.idle()
@@ -158,7 +161,7 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
                     await pull(store, digest, layout_id)
                 clock.now += TTL - timedelta(minutes=1)
             assert recorded == [layout_id] * 3
-            assert state(store, "a") is ImageState.READY
+            await eventually(lambda: state(store, "a") is ImageState.READY)
             assert store.catalog.live_layouts() == [layout_id]
 
     asyncio.run(main())
@@ -184,5 +187,26 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
             await pull(store, digest, layout_id)
             clock.now += TTL - timedelta(minutes=1)
             assert store.catalog.live_layouts() == [layout_id]
+
+    asyncio.run(main())
+
+
+def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make_layout):
+    a, b = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("ab"))
+
+    async def main() -> None:
+        async with start(compile_ahead=False) as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = await register(store, a, "a")
+            await store.ahead.idle()
+            assert (num_images(store), state(store, "a")) == ((0, 0), ImageState.PENDING)
+            await register(store, b, "b", pinned=True)
+            await store.ahead.idle()
+            assert num_images(store) == (1, 1), "what is pinned never waits"
+        async with start(compile_ahead=False) as store:
+            await store.ahead.idle()
+            assert state(store, "a") is ImageState.PENDING
+            await pull(store, digest, layout_id)
+            await eventually(lambda: state(store, "a") is ImageState.READY)
 
     asyncio.run(main())

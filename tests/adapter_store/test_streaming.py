@@ -79,10 +79,9 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
 
     async def main() -> None:
         folder = make_adapter(("embed_tokens", "q_proj", "down_proj"))
-        async with start(disk_cache_bytes=1 << 20, **settings) as store:
+        pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
+        async with start(**pulls_only, **settings) as store:
             digest = (await register(store, folder)).digest
-            store.ahead.want = lambda keys: None  # pulls only
-            store.ahead.want_layout = lambda layout_id: None
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
             async with asyncio.timeout(SECONDS * 2):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.deploy.manifests import OVERLAYS, Manifests, Workload, all_workloads, overlay
+from tests.deploy.manifests import BUILDS, Manifests, Workload, all_workloads, overlay
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=BUILDS)
 def manifests(request: pytest.FixtureRequest) -> Manifests:
     """What an overlay deploys."""
     return overlay(request.param)

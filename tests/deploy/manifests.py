@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +15,13 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-KUBERNETES = ROOT / "deploy" / "kubernetes"
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 COMPONENTS = sorted(path.name for path in (KUBERNETES / "components").iterdir())
+EVERYTHING = "production-everything"
+"""Not one that we ship: `production` with every component that it does not have."""
+BUILDS = [*OVERLAYS, EVERYTHING]
 
 Object = dict[str, Any]
 Labels = dict[str, str]
@@ -156,12 +162,46 @@ class Manifests:
 
 @cache
 def overlay(name: str) -> Manifests:
+    """One that we ship, or EVERYTHING."""
+    if name == EVERYTHING:
+        return compose("production", *(f"kubernetes/components/{each}" for each in _further()))
     return Manifests.build(KUBERNETES / "overlays" / name)
+
+
+def _further() -> list[str]:
+    """Without keda: it is there in place of hpa."""
+    text = (KUBERNETES / "overlays" / "production" / "kustomization.yaml").read_text()
+    present = {Path(each).name for each in yaml.safe_load(text)["components"]}
+    return [each for each in COMPONENTS if each not in present | {"keda"}]
+
+
+def compose(name: str, *components: str, **fields: Any) -> Manifests:
+    """What an overlay of somebody's own makes of one of ours: with components, by their folders
+    under deploy/, and further fields of a kustomization."""
+    with tempfile.TemporaryDirectory() as folder:
+        here = os.path.relpath(DEPLOY, folder)
+        [namespace] = overlay(name).of_kind("Namespace")
+        kustomization = {
+            "kind": "Kustomization",
+            "namespace": namespace["metadata"]["name"],
+            "resources": [f"{here}/kubernetes/overlays/{name}"],
+            "components": [f"{here}/{each}" for each in components],
+            **{key: _relocated(value, here) for key, value in fields.items()},
+        }
+        Path(folder, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return Manifests.build(Path(folder))
+
+
+def _relocated(value: Any, here: str) -> Any:
+    """Folders under deploy/ are written deploy/..."""
+    if isinstance(value, list):
+        return [_relocated(each, here) for each in value]
+    return value.replace("deploy/", f"{here}/") if isinstance(value, str) else value
 
 
 def all_workloads() -> Iterator[tuple[str, Workload]]:
     """(overlay, workload) of all overlays."""
-    for name in OVERLAYS:
+    for name in BUILDS:
         for workload in overlay(name).workloads:
             yield name, workload
 

@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import yaml
 
 from inference_svc.config import Config
-from tests.deploy.manifests import KUBERNETES, Manifests
+from tests.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, overlay
 from tests.deploy.test_network_policies import allows, rules
+from tests.deploy.test_settings import CLASSES
 
 
 @pytest.fixture(scope="module")
-def with_http(tmp_path_factory) -> Manifests:
-    """`production` with the HTTP front."""
-    folder = tmp_path_factory.mktemp("http")
-    here = os.path.relpath(KUBERNETES, folder)
-    kustomization = {
-        "kind": "Kustomization",
-        "namespace": "loadout",
-        "resources": [f"{here}/overlays/production"],
-        "components": [f"{here}/components/http"],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return Manifests.build(folder)
+def everything() -> Manifests:
+    return overlay(EVERYTHING)
 
 
-def test_http_is_a_port_of_pods_and_services(with_http):
-    [inference] = [each for each in with_http.workloads if each.module == "inference_svc"]
+def test_everything_has_them_all(everything):
+    """Each leaves something of its own."""
+    kinds = {each["kind"] for each in everything.objects}
+    assert {"ServiceMonitor", "HorizontalPodAutoscaler", "Certificate"} <= kinds
+    names = {each["metadata"]["name"] for each in everything.objects}
+    assert {"inference-http", "loadout-tracing", "loadout-dashboard-fleet"} <= names
+    assert len(COMPONENTS) == 8, "say what another one leaves"
+
+
+def test_http_is_a_port_of_pods_and_services(everything):
+    [inference] = [each for each in everything.workloads if each.module == "inference_svc"]
     assert "http" in Config.model_fields
     assert set(inference.ports) == {"grpc", "metrics", "http"}
     address = inference.environment["LOADOUT_INFERENCE_HTTP"]
     assert address == f"0.0.0.0:{inference.ports['http']}"
     for name in ("inference", "inference-replicas"):
-        service = with_http.named("Service", name)["spec"]
+        service = everything.named("Service", name)["spec"]
         [port] = [each for each in service["ports"] if each["name"] == "http"]
         assert (port["port"], port["targetPort"]) == (inference.ports["http"], "http")
     for name in ("adapter-store", "adapter-store-replicas"):
-        ports = with_http.named("Service", name)["spec"]["ports"]
+        ports = everything.named("Service", name)["spec"]["ports"]
         assert "http" not in [each["name"] for each in ports]
 
 
-def test_http_is_for_those_who_may_generate(with_http):
-    [inference] = [each for each in with_http.workloads if each.module == "inference_svc"]
-    into = list(rules(with_http, inference, "ingress"))
+def test_http_is_for_those_who_may_generate(everything):
+    [inference] = [each for each in everything.workloads if each.module == "inference_svc"]
+    into = list(rules(everything, inference, "ingress"))
     label = {"loadout/inference-client": "true"}
     for labels, is_let_in in ((label, True), ({"app": "stranger"}, False)):
         assert any(allows(rule, "from", labels, "http") for rule in into) == is_let_in
+
+
+def test_spans_reach_the_collector(everything):
+    for workload in everything.workloads:
+        prefix, _ = CLASSES[workload.module]
+        port = int(workload.environment[f"{prefix}OTLP_ENDPOINT"].rpartition(":")[2])
+        out = list(rules(everything, workload, "egress"))
+        assert any(allows(rule, "to", {"app": "collector"}, port) for rule in out)
+
+
+def test_another_namespace_reaches_names_within_texts():
+    components = ("kubernetes/components/cert-manager",)
+    others = {"namespace": "elsewhere", "transformers": ["deploy/kubernetes/namespace"]}
+    made = compose("production-keda", *components, **others)
+    assert made.of_kind("Namespace")[0]["metadata"]["name"] == "elsewhere"
+    before = {
+        name
+        for each in overlay(EVERYTHING).of_kind("Certificate")
+        for name in each["spec"].get("dnsNames", [])
+    }
+    names = {
+        name for each in made.of_kind("Certificate") for name in each["spec"].get("dnsNames", [])
+    }
+    assert names == {name.replace(".loadout.", ".elsewhere.") for name in before} != before
+    [scaled] = made.of_kind("ScaledObject")
+    for trigger in scaled["spec"]["triggers"]:
+        assert 'namespace="elsewhere"' in trigger["metadata"]["query"]
+
+
+def test_where_nothing_is_to_be_replaced_that_is_no_mistake():
+    made = compose(
+        "production", namespace="elsewhere", transformers=["deploy/kubernetes/namespace"]
+    )
+    assert {each["metadata"].get("namespace") for each in made.objects} == {None, "elsewhere"}

@@ -4,23 +4,106 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 
-from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, overlay
+from adapter_store.access import Role
+from adapter_store.config import Settings
+from adapter_store.policy import parse_policy
+from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import DOCS, DOCUMENTED
 from tests.deploy.test_schemas import VERSIONS, is_custom
 from tests.deploy.test_settings import CLASSES
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory) -> Manifests:
-    """The kustomization that the page shows, beside this checkout."""
-    [text] = re.findall(r"^```yaml\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
-    folder = tmp_path_factory.mktemp("own")
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)
+
+
+OBJECTS = [yaml.safe_load(text) for text in blocks("yaml")]
+"""A kustomization, a claim, and changes of the kustomization."""
+
+
+def built(folder: Path, change: Object) -> Manifests:
+    """The kustomization that the page shows, beside this checkout, with a change."""
+    text = yaml.safe_dump(OBJECTS[0] | change)
     here = os.path.relpath(ROOT, folder)
     (folder / "kustomization.yaml").write_text(text.replace("../loadout/", f"{here}/"))
     return Manifests.build(folder)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> Manifests:
+    return built(tmp_path_factory.mktemp("own"), {})
+
+
+def change_of(*fields: str) -> Object:
+    [found] = [each for each in OBJECTS[1:] if set(each) == set(fields)]
+    return found
+
+
+def test_the_label_of_a_prometheus_reaches_monitors_and_rules(tmp_path):
+    made = built(tmp_path, change_of("patches"))
+    found = made.of_kind("ServiceMonitor", "PrometheusRule")
+    assert len(found) == 3
+    for each in found:
+        assert each["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+        assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "loadout"
+
+
+def test_another_namespace_is_whole(tmp_path):
+    made = built(tmp_path, change_of("namespace", "transformers"))
+    texts = yaml.safe_dump_all(made.objects)
+    assert "loadout-eu.svc" in texts
+    assert not re.search(r"\bloadout\.svc|namespace: loadout$", texts, re.MULTILINE)
+
+
+def test_spans_go_to_a_collector_of_ones_own(tmp_path):
+    for workload in built(tmp_path, change_of("components", "patches")).workloads:
+        prefix, _ = CLASSES[workload.module]
+        assert workload.environment[f"{prefix}OTLP_ENDPOINT"] == "http://collector.tracing.svc:4317"
+
+
+def test_the_claim_is_what_pods_mount(example):
+    [claim] = [each for each in OBJECTS if each.get("kind") == "PersistentVolumeClaim"]
+    assert kubernetes_validate.validate(claim, VERSIONS[0], strict=True)
+    [inference] = [each for each in example.workloads if each.module == "inference_svc"]
+    [volume] = [v for v in inference.pod["volumes"] if "persistentVolumeClaim" in v]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["metadata"]["namespace"] == inference.object["metadata"]["namespace"]
+
+
+def test_the_steps_make_the_secrets(tmp_path):
+    """As typed, but for the cluster."""
+    [making] = [text for text in blocks("sh") if "make_token" in text]
+    [creating] = [text for text in blocks("sh") if "create secret" in text]
+    commands = [f"{line} --dry-run=client -o yaml; echo ---" for line in creating.splitlines()]
+    done = subprocess.run(
+        ["sh", "-e", "-c", making + "\n".join(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    secrets = {each["metadata"]["name"]: each for each in yaml.safe_load_all(done.stdout) if each}
+    for name, secret in secrets.items():
+        assert f"| `{name}` | Secret | `{next(iter(secret['data']))}` |" in DOCS
+    policy = parse_policy((tmp_path / "policy.toml").read_text())
+    shown = b64decode(secrets["inference-store-token"]["data"]["token"]).decode().strip()
+    assert policy.authenticate(shown).roles == {Role.SERVER}
+    for name, role in (("trainer", Role.PUBLISHER), ("operations", Role.ADMIN)):
+        token = (tmp_path / f"{name}.token").read_text().strip()
+        assert role in policy.authenticate(token).roles
+    dsn = b64decode(secrets["adapter-store-catalog"]["data"]["dsn"]).decode()
+    assert Settings(catalog_dsn=dsn, shared_s3="s3://bucket").catalog_dsn.get_secret_value() == dsn
 
 
 def test_the_example_changes_images_and_settings(example):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "gateway"
+from tests.deploy.manifests import Manifests, Object, Workload, compose
+from tests.deploy.test_network_policies import allows, rules
+from tests.deploy.test_schemas import (
+    VERSIONS,
+    is_custom,
+    schemas_are_read_once,  # noqa: F401 (a fixture)
+)
+
 SCHEMAS = {
     schema["title"]: schema
     for schema in (
@@ -22,107 +28,143 @@ SCHEMAS = {
     )
 }
 """apiVersion/kind -> schema."""
+SCRAPED_OVER_TLS = {"scheme": "https", "insecureSkipVerify": True}
 
 
-def objects() -> Iterator[dict[str, Any]]:
-    kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
-    for name in kustomization["resources"]:
-        yield from yaml.safe_load_all((FOLDER / name).read_text())
+@pytest.fixture(scope="module")
+def dev() -> Manifests:
+    return compose("dev", "gateway")
 
 
-def one(kind: str, name: str = "") -> dict[str, Any]:
-    [found] = [
-        each
-        for each in objects()
-        if each["kind"] == kind and (not name or each["metadata"]["name"] == name)
-    ]
+@pytest.fixture(scope="module")
+def production() -> Manifests:
+    return compose("production", "gateway", "gateway/tls")
+
+
+@pytest.fixture(scope="module", params=["dev", "production"])
+def built(request: pytest.FixtureRequest) -> Manifests:
+    found: Manifests = request.getfixturevalue(request.param)
     return found
 
 
-def container(deployment: dict[str, Any]) -> dict[str, Any]:
-    [found] = deployment["spec"]["template"]["spec"]["containers"]
-    return dict(found)
+def one(built: Manifests, kind: str) -> Object:
+    [found] = built.of_kind(kind)
+    return found
 
 
-@pytest.fixture
-def front() -> dict[str, Any]:
-    return container(yaml.safe_load((FOLDER / "http-front.yaml").read_text()))
+def picker_of(built: Manifests) -> Workload:
+    [found] = [each for each in built.workloads if each.name == "loadout-picker"]
+    return found
 
 
-def test_the_pool_is_what_the_route_leads_to() -> None:
-    pool = one("InferencePool")
-    [rule] = one("HTTPRoute")["spec"]["rules"]
+def inference_of(built: Manifests) -> Workload:
+    [found] = [each for each in built.workloads if each.name == "inference"]
+    return found
+
+
+def config_of(built: Manifests) -> Object:
+    [name] = [v["configMap"]["name"] for v in picker_of(built).pod["volumes"] if "configMap" in v]
+    [text] = built.named("ConfigMap", name)["data"].values()
+    config: Object = yaml.safe_load(text)
+    return config
+
+
+def test_the_pool_is_what_the_route_leads_to(built: Manifests) -> None:
+    pool = one(built, "InferencePool")
+    [rule] = one(built, "HTTPRoute")["spec"]["rules"]
     [backend] = rule["backendRefs"]
     assert backend["kind"] == pool["kind"]
     assert backend["name"] == pool["metadata"]["name"]
     assert backend["group"] == pool["apiVersion"].partition("/")[0]
-    assert one("HTTPRoute")["spec"]["parentRefs"] == [{"name": one("Gateway")["metadata"]["name"]}]
+    [parent] = one(built, "HTTPRoute")["spec"]["parentRefs"]
+    assert parent == {"name": one(built, "Gateway")["metadata"]["name"]}
     assert set(rule["timeouts"].values()) == {"0s"}, "no timeouts on token streams"
 
 
-def test_the_front_listens_where_the_pool_and_the_network_policy_say(front) -> None:
-    [port] = one("InferencePool")["spec"]["targetPorts"]
-    assert front["ports"] == [{"name": "http", "containerPort": port["number"]}]
-    [setting] = front["env"]
-    assert setting["value"] == f"0.0.0.0:{port['number']}"
-    [rule] = one("NetworkPolicy", "inference-http")["spec"]["ingress"]
-    assert rule["ports"] == [{"protocol": "TCP", "port": "http"}]
-    [to_replicas, _] = one("NetworkPolicy", "loadout-picker")["spec"]["egress"]
-    assert to_replicas["ports"] == [{"protocol": "TCP", "port": port["number"]}]
+def test_the_pool_is_the_front_of_the_replicas(built: Manifests) -> None:
+    spec, inference = one(built, "InferencePool")["spec"], inference_of(built)
+    assert spec["selector"]["matchLabels"].items() <= inference.labels.items()
+    [port] = spec["targetPorts"]
+    assert port["number"] == inference.ports["http"]
+    assert inference.environment["LOADOUT_INFERENCE_HTTP"] == f"0.0.0.0:{port['number']}"
 
 
-def test_the_picker_is_found_and_knows_its_pool() -> None:
-    pool, service = one("InferencePool"), one("Service")
-    deployment = one("Deployment")
+def test_the_picker_may_scrape_and_nobody_unasked(built: Manifests) -> None:
+    inference, picker = inference_of(built), picker_of(built)
+    assert inference.environment["LOADOUT_INFERENCE_HTTP_OPEN_METRICS"] == "true"
+    into = list(rules(built, inference, "ingress"))
+    for labels, is_let_in in ((picker.labels, True), ({"app": "stranger"}, False)):
+        assert any(allows(rule, "from", labels, "http") for rule in into) == is_let_in
+    out = list(rules(built, picker, "egress"))
+    assert any(allows(rule, "to", inference.labels, inference.ports["http"]) for rule in out)
+
+
+def test_the_picker_speaks_tls_where_replicas_do(dev: Manifests, production: Manifests) -> None:
+    for built, parameters in ((dev, []), (production, [SCRAPED_OVER_TLS])):
+        has_tls = "LOADOUT_INFERENCE_TLS_CERT_FILE" in inference_of(built).environment
+        assert has_tls == bool(parameters)
+        plugins = config_of(built)["plugins"]
+        found = [p["parameters"] for p in plugins if p["type"] == "metrics-data-source"]
+        assert found == parameters
+    plain, other = config_of(dev), config_of(production)
+    other["plugins"] = [p for p in other["plugins"] if p["type"] != "metrics-data-source"]
+    assert other == plain
+
+
+def test_the_picker_is_found_and_knows_its_pool(built: Manifests) -> None:
+    pool, picker = one(built, "InferencePool"), picker_of(built)
     reference = pool["spec"]["endpointPickerRef"]
+    service = built.named("Service", reference["name"])
     [port] = service["spec"]["ports"]
-    assert (reference["name"], reference["port"]["number"]) == (
-        service["metadata"]["name"],
-        port["port"],
-    )
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    ports = {each["name"]: each["containerPort"] for each in container(deployment)["ports"]}
-    arguments = dict(each.split("=") for each in container(deployment)["args"])
+    assert reference["port"]["number"] == port["port"]
+    assert service["spec"]["selector"].items() <= picker.labels.items()
+    assert picker.spec["selector"]["matchLabels"].items() <= picker.labels.items()
+    arguments = dict(each.split("=") for each in picker.container["args"])
     assert arguments["--pool-name"] == pool["metadata"]["name"]
-    assert int(arguments["--grpc-port"]) == ports[port["targetPort"]]
-    assert int(arguments["--grpc-health-port"]) == ports["health"]
+    assert int(arguments["--grpc-port"]) == picker.ports[port["targetPort"]]
+    assert int(arguments["--grpc-health-port"]) == picker.ports["health"]
 
 
-def test_the_picker_s_plugins_exist() -> None:
-    data = one("ConfigMap")["data"]
-    [(file, text)] = data.items()
-    config = yaml.safe_load(text)
+def test_the_picker_s_plugins_exist(built: Manifests) -> None:
+    config, picker = config_of(built), picker_of(built)
     [profile] = config["schedulingProfiles"]
     declared = {plugin["type"] for plugin in config["plugins"]}
     assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= declared
-    [argument] = [a for a in container(one("Deployment"))["args"] if a.startswith("--config-file=")]
-    assert argument.endswith(f"/{file}")
+    [path] = [a for a in picker.container["args"] if a.startswith("--config-file=")]
+    volume = picker.mount_of(path.partition("=")[2])
+    assert built.named("ConfigMap", volume["configMap"]["name"])["data"].keys() == {"config.yaml"}
+    assert path.endswith("/config.yaml")
 
 
-def title_of(thing: dict[str, Any]) -> str:
+def title_of(thing: Object) -> str:
     return f"{thing['apiVersion']}/{thing['kind']}"
 
 
-def is_gateways(thing: dict[str, Any]) -> bool:
+def is_gateways(thing: Object) -> bool:
     """Of an API that clusters get from elsewhere."""
-    return "networking.k8s.io" in thing["apiVersion"] and thing["kind"] != "NetworkPolicy"
+    return title_of(thing) in SCHEMAS
 
 
-def test_objects_are_what_the_gateway_apis_and_kubernetes_say() -> None:
-    things = list(objects())
-    custom = [each for each in things if is_gateways(each)]
+@pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])
+def test_objects_are_what_the_gateway_apis_and_kubernetes_say(
+    built: Manifests, version: str
+) -> None:
+    custom = [each for each in built.objects if is_gateways(each)]
     assert {title_of(each) for each in custom} == set(SCHEMAS)
     for each in custom:
         jsonschema.validate(each, SCHEMAS[title_of(each)])
-    newest = max(
-        kubernetes_validate.utils.all_versions(), key=lambda v: [int(n) for n in v.split(".")]
-    )
-    minor = kubernetes_validate.utils.major_minor(newest)
-    for each in things:
-        if not is_gateways(each):
-            kubernetes_validate.validate(each, minor, strict=True)
+    own = [each for each in built.objects if not is_gateways(each) and not is_custom(each)]
+    for each in own:
+        if each["metadata"]["name"].startswith(("loadout-picker", "inference")):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_everything_is_in_one_namespace_and_labelled(built: Manifests) -> None:
+    [namespace] = built.of_kind("Namespace")
+    for each in built.objects:
+        if each is not namespace:
+            assert each["metadata"]["namespace"] == namespace["metadata"]["name"]
+            assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "loadout", each
 
 
 @pytest.mark.parametrize(
@@ -139,9 +181,9 @@ def test_objects_are_what_the_gateway_apis_and_kubernetes_say() -> None:
     ],
 )
 def test_what_the_gateway_apis_do_not_know_is_refused(
-    kind: str, path: tuple[str | int, ...], value: Any
+    kind: str, path: tuple[str | int, ...], value: Any, dev: Manifests
 ) -> None:
-    thing = copy.deepcopy(one(kind))
+    thing = copy.deepcopy(one(dev, kind))
     place = thing["spec"]
     for step in path[:-1]:
         place = place[step]

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 from kubernetes_validate import utils
 
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, Manifests, Object, overlay
+from tests.deploy.manifests import BUILDS, Object, overlay
 
 SCHEMAS = Path(__file__).parent / "schemas"
 SUPPORTED_MINORS = 3
@@ -35,10 +35,8 @@ def schemas_are_read_once():
 
 
 def all_objects() -> dict[str, Object]:
-    """Of all overlays, and of the component that none of them has; equal ones once."""
-    found = [each for name in OVERLAYS for each in overlay(name).objects]
-    folder = KUBERNETES / "components" / "cert-manager"
-    found += Manifests.build(folder).objects
+    """Of all overlays and components; equal ones once."""
+    found = [each for name in BUILDS for each in overlay(name).objects]
     return {json.dumps(each, sort_keys=True): each for each in found}
 
 

@@ -75,4 +75,31 @@ def test_tls(served, authority, tmp_path, capsys):
 def test_a_file_that_there_is_not(served, tmp_path, capsys):
     _, secure, _ = served
     assert main([secure, "--ca", str(tmp_path / "none.pem")]) == 1
-    assert "--ca: " in capsys.readouterr().err
+    assert "--ca, --cert or --key: " in capsys.readouterr().err
+
+
+def test_a_server_that_asks_for_certificates(authority, tmp_path, capsys):
+    status = health.HealthServicer()
+    server = grpc.server(ThreadPoolExecutor(2))
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    chain, key = authority.issue("server")
+    credentials = grpc.ssl_server_credentials(
+        [(key.read_bytes(), chain.read_bytes())], authority.pem, require_client_auth=True
+    )
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    server.start()
+    try:
+        ca = ["--ca", str(authority.path)]
+        chain, key = authority.issue("probe")
+        assert main([address, *ca, "--cert", str(chain), "--key", str(key)]) == 0
+        assert main([address, *ca, "--timeout", "1"]) == 1
+        capsys.readouterr()
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize("flags", [["--ca", "a", "--cert", "b"], ["--cert", "b", "--key", "c"]])
+def test_a_certificate_needs_its_key_and_an_authority(flags, capsys):
+    with pytest.raises(SystemExit):
+        main(["127.0.0.1:1", *flags])
+    assert "--cert" in capsys.readouterr().err
