@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from inference_svc.core import EngineStatus, HistogramState, ResidentAdapter, TierStatus
-from inference_svc.gateway_metrics import gateway_metrics
+from inference_svc.gateway_metrics import LOADED, gateway_metrics, residency_series
 from inference_svc.histogram import Histogram
 from inference_svc.metric_definitions import family, sample
 
@@ -55,13 +55,7 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         found = self._snapshot()
         if found is not None:
-            yield from gateway_metrics(
-                found.status,
-                found.residents,
-                found.names,
-                max_loras=self._max_loras,
-                taken_time_s=found.taken_time_s,
-            )
+            yield from _gateway_metrics(found, self._max_loras)
 
 
 class EngineCollector(Collector):
@@ -93,11 +87,10 @@ class EngineCollector(Collector):
         yield sample("store_connected", snapshot.store_connected)
         age_s = time.time() - snapshot.taken_time_s
         yield sample("snapshot_age_seconds", max(0.0, age_s))  # clocks are set back
-        yield from gateway_metrics(
-            *(status, snapshot.residents, snapshot.names),
-            max_loras=self._max_loras,
-            taken_time_s=snapshot.taken_time_s,
-        )
+        for made in _gateway_metrics(snapshot, self._max_loras):
+            yield made
+            if made.name == LOADED:
+                yield residency_series(made)
 
     def _numbers(self, status: EngineStatus) -> Iterator[Metric]:
         for key, value in (status.counters | status.gauges).items():
@@ -111,6 +104,14 @@ class EngineCollector(Collector):
         for key, states in status.phases.items():
             own = {"resolve": self._resolve_times.state} if key == "load_phase_seconds" else {}
             yield _histograms(key, own | states)
+
+
+def _gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Metric]:
+    return gateway_metrics(
+        *(snapshot.status, snapshot.residents, snapshot.names),
+        max_loras=max_loras,
+        taken_time_s=snapshot.taken_time_s,
+    )
 
 
 def _tiers(tiers: dict[str, TierStatus]) -> Iterator[Metric]:

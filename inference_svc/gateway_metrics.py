@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from inference_svc.core import EngineStatus, ResidentAdapter
 from inference_svc.metric_definitions import family, sample
 
+LOADED = "vllm:lora_adapter_loaded"
 MAX_LOADED_SERIES = 2000
 """Of names of resident adapters: the last used ones."""
 MAX_LISTED_NAMES = 512
@@ -35,9 +36,7 @@ def gateway_metrics(
     was so at `taken_time_s`, unix time."""
     yield from _requests(status)
     yield _requests_info(status, names, max_loras, taken_time_s)
-    loaded = _loaded(residents, names)
-    yield loaded
-    yield _num_series(loaded)
+    yield _loaded(residents, names)
     num_on_device = sum(adapter.tier == "device" for adapter in residents)
     yield sample("vllm:num_gpu_loaded_lora_adapters", num_on_device)
     yield sample("vllm:max_gpu_lora_adapters", max_loras)
@@ -67,7 +66,7 @@ def _requests_info(
 
 
 def _loaded(residents: Sequence[ResidentAdapter], names: Names) -> Metric:
-    loaded = family("vllm:lora_adapter_loaded")
+    loaded = family(LOADED)
     for adapter in residents:
         labels = (_LEVELS[adapter.tier], str(adapter.pinned).lower(), str(adapter.rank))
         for name in names.get(adapter.digest) or [adapter.digest]:
@@ -77,8 +76,9 @@ def _loaded(residents: Sequence[ResidentAdapter], names: Names) -> Metric:
     return loaded
 
 
-def _num_series(loaded: Metric) -> Metric:
-    """Tells that residency is shown to whoever does not keep it: names come and go without end."""
+def residency_series(loaded: Metric) -> Metric:
+    """How many series of LOADED there are, for whoever does not keep them: names come and go
+    without end."""
     levels = Counter(each.labels["level"] for each in loaded.samples)
     made = family("residency_series")
     for level in _LEVELS.values():

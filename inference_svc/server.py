@@ -23,6 +23,7 @@ from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
+from inference_svc.heartbeat import follow_engine
 from inference_svc.load import load_report
 from inference_svc.metrics import Metrics
 from inference_svc.metrics_server import MetricsServer
@@ -153,8 +154,7 @@ class InferenceServer:
         await self._grpc.start()
         if self._http is not None:
             await self._start_http(self._http, service, text)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._is_serving = True
+        await self._set_serving(True)
         self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
         self._announce()
 
@@ -164,9 +164,10 @@ class InferenceServer:
         assert self._frontend is not None, "start comes before run"
         failed = self._frontend.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
+        following = asyncio.create_task(follow_engine(self._frontend.describe, self._set_serving))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        for task in (*waits, following):
+            task.cancel()
         self._is_serving = False
         await self._health.enter_graceful_shutdown()
         if not failed.is_set():
@@ -229,9 +230,12 @@ class InferenceServer:
         assert self._frontend is not None
         self._frontend.send(Repointed(old_digest, new_digest))
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_serving(self, is_serving: bool) -> None:
+        """For who checks health, over gRPC and HTTP."""
+        self._is_serving = is_serving
+        answers = health_pb2.HealthCheckResponse
         for service in ("", SERVICE):
-            await self._health.set(service, status)
+            await self._health.set(service, answers.SERVING if is_serving else answers.NOT_SERVING)
 
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.http.app import make_app

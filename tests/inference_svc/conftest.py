@@ -165,13 +165,14 @@ class FakeEngine:
     """An engine whose model repeats the prompt: one token per request and turn, then EOS.
 
     It speaks the real one's messages from a thread of its own. `hold` stops its turns, and loads
-    (messages are still taken); `errors` maps a digest to what its requests end with;
-    `fail` lets it die.
+    (messages are still taken); while it is `stuck` it takes none; `errors` maps a digest to what
+    its requests end with; `fail` lets it die.
     """
 
     errors: dict[str, Exception] = field(default_factory=dict)
     turn_s: float = 0.0005
     hold: threading.Event = field(default_factory=threading.Event)
+    stuck: threading.Event = field(default_factory=threading.Event)
     fail: threading.Event = field(default_factory=threading.Event)
     cancelled: list[str] = field(default_factory=list)
     submitted: list[Request] = field(default_factory=list)
@@ -215,7 +216,7 @@ class FakeEngine:
         while not stopping:
             outputs: list[Output] = []
             replies: list[Reply] = []
-            while not self._inbox.empty():
+            while not self._inbox.empty() and not self.stuck.is_set():
                 message = self._inbox.get()
                 stopping |= isinstance(message, Stop)
                 self._take(message, outputs, replies)

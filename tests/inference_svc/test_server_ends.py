@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 
+from inference_svc import heartbeat
 from inference_svc.server import SERVICE
 from inference_svc.status import QUIET_SECONDS
 from loadout.inference.v1 import inference_pb2 as pb
@@ -46,6 +47,29 @@ def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
         await body(running)
 
     serve(slowly)
+
+
+def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat, "ASK_SECONDS", 0.01)
+
+    async def body(running: Running) -> None:
+        ended = asyncio.create_task(running.server.run(running.stop))
+        assert (await running.health_of(), await running.health_of(SERVICE)) == (SERVING, SERVING)
+        monkeypatch.setattr(heartbeat, "HANG_SECONDS", 0.1)
+        running.engine.stuck.set()
+        while await running.health_of() == SERVING:
+            await asyncio.sleep(0.01)
+        assert await running.health_of(SERVICE) == NOT_SERVING
+        monkeypatch.setattr(heartbeat, "HANG_SECONDS", 30.0)
+        running.engine.stuck.clear()
+        while await running.health_of() == NOT_SERVING:
+            await asyncio.sleep(0.01)
+        assert await running.health_of(SERVICE) == SERVING
+        assert await running.generate()
+        running.stop.set()
+        assert await ended == 0
+
+    serve(body)
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
