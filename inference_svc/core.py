@@ -379,9 +379,8 @@ class EngineStatus:
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
     is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch", and
     `machine` on what.
-    `counters`, `histograms` and `phases` are monotonic; `phases` are histograms of one label, by
-    name and then by its value. `tiers` are "device" and, where there is one, "host"; `loads` counts
-    adapters on their way by state.
+    `counters`, `histograms` and `phases` are monotonic; `phases` are histograms by name and then by
+    their label. `tiers` are "device" and perhaps "host"; `loads` counts adapters by state.
     """
 
     num_running: int
