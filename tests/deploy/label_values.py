@@ -43,7 +43,7 @@ def _store(metric: str) -> Known:
             sample.labels["result"]
             for family in StoreMetrics().registry.collect()
             for sample in family.samples
-            if sample.name == metric
+            if sample.name == metric and "result" in sample.labels
         },
     }
 

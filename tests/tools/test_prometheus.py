@@ -60,7 +60,7 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         Job("pools", [address], {"town": "y"}, [drop]),
         Job("nobody", ["127.0.0.1:1"]),
     ]
-    with Prometheus(folder / "own", jobs, interval_s=0.2, rule_files=[rules]) as server:
+    with Prometheus(folder / "own", jobs, interval_s=0.5, rule_files=[rules]) as server:
         wait_for(server, 'depth_metres{town="x"} and on (pool) depth_metres{town="y"}')
         yield server
 
