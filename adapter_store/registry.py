@@ -84,6 +84,7 @@ class Registry:
         """Of the tier that replicas share, where there is one."""
         self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
         self._num_uploads = 0
+        self._live_layouts: frozenset[str] = frozenset()
 
     # Names
 
@@ -199,8 +200,15 @@ class Registry:
     async def compile_ahead(self) -> None:
         """At start: what live layouts miss."""
         await self.refresh_pinned()
-        for layout_id in await self._call(self._catalog.live_layouts):
+        await self.follow_layouts()
+
+    async def follow_layouts(self) -> None:
+        """Wants what live layouts miss that this replica has not heard of: others were told of
+        them, which may leave compiling ahead to this one."""
+        live = frozenset(await self._call(self._catalog.live_layouts))
+        for layout_id in sorted(live - self._live_layouts):
             self._ahead.want_layout(layout_id)
+        self._live_layouts = live
 
     async def refresh_pinned(self) -> None:
         """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
@@ -309,6 +317,7 @@ class Registry:
 
     async def _resume(self, layout_id: str) -> None:
         """For a layout that is new, or live again."""
+        self._live_layouts |= {layout_id}
         self._ahead.want_layout(layout_id)
         await self.refresh_pinned()
 

@@ -170,6 +170,7 @@ async def _collect_for_ever(
                 await registry.refresh_pinned()
                 known_unused = unused
             images.forget_layouts(unused)
+            await registry.follow_layouts()
         except Exception:
             logger.exception("collecting failed; it will be tried again")
 

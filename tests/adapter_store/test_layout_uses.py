@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from adapter_store import layout as layouts
 from adapter_store import sharing
 from adapter_store.access import OPEN
 from adapter_store.audit import AuditLine
@@ -207,6 +208,19 @@ def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make
             await store.ahead.idle()
             assert state(store, "a") is ImageState.PENDING
             await pull(store, digest, layout_id)
+            await eventually(lambda: state(store, "a") is ImageState.READY)
+
+    asyncio.run(main())
+
+
+def test_what_another_replica_was_told_of_is_compiled_ahead(start, make_adapter, make_layout):
+    async def main() -> None:
+        async with start() as store:
+            await register(store, make_adapter(), "a")
+            layout = make_layout()
+            texts = layouts.layout_id(layout), (layout.base_model,), layouts.to_json(layout)
+            await asyncio.to_thread(store.catalog.add_layout, *texts)
+            await eventually(lambda: num_images(store)[1] == 1)
             await eventually(lambda: state(store, "a") is ImageState.READY)
 
     asyncio.run(main())
