@@ -48,9 +48,7 @@ class BackgroundHandler(logging.Handler):
     def flush(self) -> None:
         """Returns when all that waits is written, or after FLUSH_SECONDS."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._waiting and not self._is_writing, FLUSH_SECONDS
-            )
+            self._changed.wait_for(self._is_idle, FLUSH_SECONDS)
 
     def _is_idle(self) -> bool:
         return not self._waiting and not self._is_writing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from loadout import addresses
 from loadout.aio import AsyncClient
 from loadout.cli.config import environment_token
 from loadout.cli.failure import CommandFailed
@@ -62,6 +64,21 @@ class Connection:
         if not token:
             raise CommandFailed(f"--token-file: {self.token_file} is empty")
         return token
+
+
+def only_replica(inference: str) -> str:
+    """The address of --inference, for a command that is about one replica. Raises CommandFailed if
+    it stands for several, of which any might answer."""
+    targets = addresses.split("inference", inference)
+    if len(targets) == 1 and addresses.is_name(targets[0]):
+        with contextlib.suppress(OSError, ValueError):  # which a call will tell of
+            targets = [endpoint.address for endpoint in addresses.resolve(targets[0])]
+    if len(targets) > 1:
+        raise CommandFailed(
+            f"--inference: {inference} stands for {len(targets)} replicas, and this is about one: "
+            f"name one of {', '.join(targets)}"
+        )
+    return inference
 
 
 _OPTIONS: dict[str, Any] = {

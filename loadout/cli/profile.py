@@ -9,7 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from loadout.cli import options
-from loadout.cli.connection import Connection, connects
+from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.failure import CommandFailed
 from loadout.cli.output_file import new_file, stamp
 from loadout.retry import RetryPolicy
@@ -44,16 +44,17 @@ def profile(
     *,
     connection: Connection,
 ) -> None:
-    """Trace steps of the running engine.
+    """Trace steps of one replica's running engine.
 
     Writes Chrome's JSON, which ui.perfetto.dev opens: each step with its parts, its operators, and
     on a GPU its kernels. Requests go on meanwhile. Needs the role operator for all tenants.
     """
+    replica = only_replica(inference)
     path = out or Path(f"loadout-profile-{stamp()}.json.gz")
     num_steps = size_bytes = 0
     # Another attempt would trace other steps, and a second time.
     with (
-        connection.client(inference=inference, retry=RetryPolicy(max_attempts=1)) as client,
+        connection.client(inference=replica, retry=RetryPolicy(max_attempts=1)) as client,
         client.profile(steps, wait_s=wait, timeout_s=wait + WRITE_S) as pieces,
         new_file(path) as file,
     ):

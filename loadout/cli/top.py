@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 
 from loadout.cli import options
-from loadout.cli.connection import Connection, connects
+from loadout.cli.connection import Connection, connects, only_replica
 from loadout.cli.failure import CommandFailed
 from loadout.cli.output import table_console
 from loadout.cli.top_view import MAX_RESIDENTS, Look, render
@@ -53,14 +53,15 @@ def top(
     *,
     connection: Connection,
 ) -> None:
-    """Watch both services live.
+    """Watch one replica and the store live.
 
     Throughput, queue, latencies, memory, tiers, loads in progress, the busiest and the resident
     adapters, and the store with its replicas. Rates are of the time between two looks.
     """
     console = table_console()
+    replica = only_replica(inference)
     with (
-        connection.client(inference=inference, store=store, timeout_s=TIMEOUT_S) as client,
+        connection.client(inference=replica, store=store, timeout_s=TIMEOUT_S) as client,
         ThreadPoolExecutor(4) as pool,
     ):
         before = look(client, inference_metrics, pool)
