@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference_svc.access import Action, Principal
-from inference_svc.errors import InvalidRequest
+from inference_svc.errors import InferenceError, InvalidRequest, StoreUnavailable
 from inference_svc.http.attending import attend
 from inference_svc.http.reading import recognising
 from inference_svc.http.statuses import set_names
@@ -17,8 +20,12 @@ from inference_svc.names import Binding
 from inference_svc.refs import short_name
 from inference_svc.service import ServerFacts, Service
 
+Card: TypeAlias = dict[str, Any]
+
 MAX_PAGE_SIZE = 1000
 OWNER = "loadout"
+KNOWN_SECONDS = 2.0
+"""For what is known without the store, of which some names may have to be asked for in vain."""
 
 
 def adapter_of(model: str, facts: ServerFacts) -> str:
@@ -46,15 +53,44 @@ class Models:
             who = self._service.admit(caller, Action.INFO)
         page_size = _limit(request.query_params.get("limit", str(MAX_PAGE_SIZE)))
         token = request.query_params.get("page_token", "")
-        page = await attend(request.receive, self._service.list_adapters(who, page_size, token))
+        asking = self._service.list_adapters(who, page_size, token)
+        try:
+            page = await attend(request.receive, asking)
+        except StoreUnavailable:
+            if token:
+                raise
+            known = await attend(request.receive, self._known(who, page_size))
+            return _listed([self._base(), *known], incomplete=True)
         cards = [] if token else [self._base()]
         for record in page.records:
             name = short_name(record.name, who.home_tenant)
             cards.append(self._adapter(name, record.digest, record.create_time_s))
         more = {"next_page_token": page.next_token} if page.next_token else {}
-        return JSONResponse(
-            {"object": "list", "data": cards, "has_more": bool(page.next_token), **more}
-        )
+        return _listed(cards, has_more=bool(page.next_token), **more)
+
+    async def _known(self, who: Principal, limit: int) -> Sequence[Card]:
+        """While the store does not answer: of the adapters in memory those that the caller can
+        still ask for: by the names that point to them or, where none is known, by versions."""
+        cards: dict[str, Card] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_SECONDS):
+                for resident in await self._service.list_resident(who):
+                    names = [name for name in resident.names if "@" not in name]
+                    for name in names or resident.names:
+                        found = await self._found(who, name)
+                        if found is not None:
+                            own = short_name(name, who.home_tenant)
+                            cards[own] = self._adapter(own, found.digest, found.create_time_s)
+                    if len(cards) >= limit:
+                        break
+                    await asyncio.sleep(0)
+        return [cards[name] for name in sorted(cards)][:limit]
+
+    async def _found(self, who: Principal, name: str) -> Binding | None:
+        try:
+            return await self._service.bind(who, name)
+        except InferenceError:
+            return None
 
     async def show(self, request: Request) -> Response:
         set_names(request, {"adapter": "model"})
@@ -67,17 +103,21 @@ class Models:
             return JSONResponse(self._base())
         return JSONResponse(self._adapter(model, found.digest, found.create_time_s))
 
-    def _base(self) -> dict[str, Any]:
+    def _base(self) -> Card:
         name = self._service.facts.base_model
         return _card(name, self._start_time_s, root=name, parent=None)
 
-    def _adapter(self, name: str, digest: str, create_time_s: float) -> dict[str, Any]:
+    def _adapter(self, name: str, digest: str, create_time_s: float) -> Card:
         """Its root is its content, which can be asked for as well."""
         parent = self._service.facts.base_model
         return _card(name, int(create_time_s), root=digest, parent=parent)
 
 
-def _card(name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
+def _listed(cards: list[Card], *, has_more: bool = False, **more: Any) -> Response:
+    return JSONResponse({"object": "list", "data": cards, "has_more": has_more, **more})
+
+
+def _card(name: str, created: int, root: str, parent: str | None) -> Card:
     return {
         "id": name,
         "object": "model",
