@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.core import Request
 from inference_svc.engine.pace import Departures, Pace
+from inference_svc.engine.queue import GENERATED_WEIGHT
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
 from inference_svc.errors import QueueFull
@@ -120,11 +121,12 @@ class Admission:
 
     def _work_before(self, request: Request, tenant: TenantQueue, now_s: float) -> float:
         """As `TenantQueue` chooses: all of its own adapter and of higher priorities, and of each
-        other adapter as much as its own gets and one turn, if it has that much; while there are
-        aged ones, as much again of them."""
+        other adapter as much as its own gets, or one turn if nothing of its own waits, for then it
+        joins the next round; while there are aged ones, as much again of them."""
         own = tenant.flow(request.priority, request.digest)
         by_turns = own_work = self._work_of(own) if own else 0.0
-        turns_each = own_work + self.scheduler.limits.fair_quantum
+        # A turn that is all generated has the fewest tokens.
+        turns_each = own_work if own else self.scheduler.limits.fair_quantum / GENERATED_WEIGHT
         aged_s, aged = self.scheduler.queue.aged_s(now_s), 0.0
         for flow in tenant.ready_flows():
             if flow is own:

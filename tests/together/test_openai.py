@@ -125,16 +125,37 @@ def test_the_same_seed_gives_the_tokens_that_grpc_gives(
     message = {"role": "user", "content": PROMPT}
     chat = pb.ChatMessages(messages=[pb.ChatMessage(**message)])
     parts = house.over_grpc(adapter, chat=chat)
+    told: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
     answer = client.chat.completions.create(
-        model=model, messages=[message], extra_body=OURS, **SAMPLING
+        model=model, messages=[message], extra_body=OURS, **told, **SAMPLING
     )
     assert answer.choices[0].token_ids == [token for part in parts for token in part.token_ids]
     assert answer.choices[0].message.content == "".join(part.text for part in parts)
+    entries = [entry for part in parts for entry in part.logprobs]
+    check_logprobs(answer.choices[0].logprobs.content, entries)
     with client.chat.completions.create(
-        model=model, messages=[message], stream=True, extra_body=OURS, **SAMPLING
+        model=model, messages=[message], stream=True, extra_body=OURS, **told, **SAMPLING
     ) as stream:
-        texts = [chunk.choices[0].delta.content or "" for chunk in stream]
+        choices = [chunk.choices[0] for chunk in stream]
+    texts = [choice.delta.content or "" for choice in choices]
     assert "".join(texts) == answer.choices[0].message.content
+    streamed = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert streamed == answer.choices[0].logprobs.content
+
+
+def check_logprobs(told: list[Any], expected: list[Any]) -> None:
+    """Those of a chat, against those over gRPC."""
+    assert [entry.logprob for entry in told] == pytest.approx(
+        [entry.chosen.logprob for entry in expected], abs=1e-5
+    )
+    for entry, other in zip(told, expected, strict=True):
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(
+            [top.logprob for top in other.top], abs=1e-5
+        )
+        pairs = zip(other.top, entry.top_logprobs, strict=True)
+        texts = {top.token_id: each.token for top, each in pairs}
+        assert texts.get(other.chosen.token_id, entry.token) == entry.token
+        assert bytes(entry.bytes).decode() == entry.token
 
 
 def test_greedy_is_the_oracles(house: OpenHouse, client: openai.OpenAI) -> None:
