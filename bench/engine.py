@@ -17,7 +17,6 @@ from inference_svc.core import (
     Call,
     Cancel,
     Command,
-    EngineStatus,
     FinishReason,
     LayoutAccepted,
     Request,
@@ -31,6 +30,7 @@ from inference_svc.core import (
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.handle import EngineThread
 from inference_svc.engine.handle_process import EngineProcess
+from inference_svc.engine_status import EngineStatus
 
 CALL_TIMEOUT_S = 600.0
 DOORS = ("thread", "process")

@@ -10,12 +10,12 @@ from google.protobuf import timestamp_pb2
 from inference_svc.calls import MAX_ID_CHARS, GenerateCall
 from inference_svc.core import (
     FinishReason,
-    ResidentAdapter,
     SamplingParams,
     Timings,
     TokenLogprobs,
     Usage,
 )
+from inference_svc.engine_status import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
 from inference_svc.names import Binding

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from inference_svc.core import EngineStatus, HistogramState, ResidentAdapter, TierStatus
+from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
 from inference_svc.gateway_metrics import LOADED, gateway_metrics, residency_series
 from inference_svc.histogram import Histogram
 from inference_svc.metric_definitions import family, sample

@@ -21,17 +21,16 @@ from inference_svc.core import (
     Call,
     Cancel,
     Command,
-    EngineStatus,
     Message,
     Output,
     Reply,
     Request,
-    ResidentAdapter,
     StepOutputs,
     StepTrace,
     Submit,
 )
 from inference_svc.engine_details import EngineDetails
+from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.generation import Delta, Generation
 from inference_svc.memory import resident_bytes

@@ -14,7 +14,8 @@ from inference_svc.access import Action, Principal
 from inference_svc.accounts import Account, Accounts
 from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.calls import GenerateCall
-from inference_svc.core import EngineStatus, Request, ResidentAdapter
+from inference_svc.core import Request
+from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate, Metadata, bearer_token

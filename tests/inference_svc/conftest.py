@@ -24,14 +24,12 @@ from inference_svc.core import (
     Call,
     Cancel,
     Command,
-    EngineStatus,
     FinishReason,
     LayoutAccepted,
     Message,
     Output,
     Reply,
     Request,
-    ResidentAdapter,
     StepOutputs,
     Stop,
     Submit,
@@ -39,6 +37,7 @@ from inference_svc.core import (
     TokenLogprobs,
     Usage,
 )
+from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
 from inference_svc.server import InferenceServer
 from inference_svc.service import ServerFacts

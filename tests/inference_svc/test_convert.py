@@ -9,12 +9,12 @@ from inference_svc import convert
 from inference_svc.calls import GenerateCall
 from inference_svc.core import (
     FinishReason,
-    ResidentAdapter,
     SamplingParams,
     Timings,
     TokenLogprobs,
     Usage,
 )
+from inference_svc.engine_status import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
 from inference_svc.names import Binding

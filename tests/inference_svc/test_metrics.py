@@ -8,15 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.busiest import BASE
-from inference_svc.core import (
-    EngineStatus,
-    HistogramState,
-    ResidentAdapter,
-    TierStatus,
-    Timings,
-    Usage,
-)
+from inference_svc.core import Timings, Usage
 from inference_svc.engine_metrics import Snapshot
+from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
 from inference_svc.gateway_metrics import MAX_LISTED_NAMES, MAX_LOADED_SERIES
 from inference_svc.metric_definitions import DEFINITIONS
 from inference_svc.metrics import Metrics, RequestEnd

@@ -9,7 +9,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.access import OPEN
-from inference_svc.core import ResidentAdapter, Timings, Usage
+from inference_svc.core import Timings, Usage
+from inference_svc.engine_status import ResidentAdapter
 from inference_svc.metrics import MAX_ADAPTERS, RequestEnd
 from tests.inference_svc.directories import UPPER, A, make, run
 from tests.inference_svc.serving import Running
