@@ -176,7 +176,7 @@ def test_a_slow_body_is_not_waited_for(serve_http, monkeypatch: pytest.MonkeyPat
 
     async def slow() -> Any:
         yield b"{"
-        await asyncio.sleep(5)
+        await asyncio.sleep(0.5)
 
     async def body(front: Front) -> None:
         headers = {"content-type": "application/json"}
