@@ -233,7 +233,8 @@ def test_nobody_behind_envoy_notices_a_drain(
         running = [begin(client, name) for name in keys[:9]]
         for name in keys:
             ask(client, name)
-        envoy.wait(lambda: len(envoy.served()) >= start + len(keys))
+        asked = {f"default/{name}" for name in keys}
+        envoy.wait(lambda: asked <= dict(envoy.served()[start:]).keys())
         homes = dict(envoy.served()[start:])
         drained = homes[f"default/{keys[0]}"]
         own = [name for name in keys if homes[f"default/{name}"] == drained]
