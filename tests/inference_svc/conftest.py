@@ -312,6 +312,25 @@ def engine() -> Iterator[FakeEngine]:
     engine.stop()
 
 
+def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
+    """Of the engine that is none."""
+    return ServerFacts(
+        base_model="base",
+        architecture="FakeForCausalLM",
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=config.max_model_len,
+        max_loras=4,
+        max_lora_rank=16,
+        max_sequences=8,
+        max_batch_tokens=64,
+        max_queue=16,
+        versions={"loadout": "0"},
+        aliases=("b",),
+    )
+
+
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
     """Runs a coroutine function beside a server; `store` gives it a real store's address, `http`
@@ -349,21 +368,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
                 ModelFacts("float32", MAX_MODEL_LEN, 1024),
             )
             server = InferenceServer(config)
-            facts = ServerFacts(
-                base_model="base",
-                architecture="FakeForCausalLM",
-                dtype=config.dtype,
-                device=config.device,
-                vocab_size=tokenizers[kind].vocab_size,
-                max_model_len=config.max_model_len,
-                max_loras=4,
-                max_lora_rank=16,
-                max_sequences=8,
-                max_batch_tokens=64,
-                max_queue=16,
-                versions={"loadout": "0"},
-                aliases=("b",),
-            )
+            facts = facts_of(config, tokenizers[kind])
             try:
                 await server.start(engine, tokenizers[kind], facts)
                 async with (

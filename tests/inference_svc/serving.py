@@ -83,8 +83,8 @@ class Running:
             return str(response.read().decode())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -3,6 +3,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from inference_svc.core import (
 from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend import Frontend
 from inference_svc.generation import Delta
+from tests.inference_svc import serving
 
+until = partial(serving.until, timeout_s=5.0)
 DIGEST = "sha256:" + "a" * 64
 
 
@@ -44,12 +47,6 @@ def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: A
 async def collect(frontend: Frontend, request: Request, tenant: str = "") -> list[Delta]:
     async with aclosing(frontend.generate(request, tenant)) as deltas:
         return [delta async for delta in deltas]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "unigram", "chars"])

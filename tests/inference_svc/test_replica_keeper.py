@@ -2,13 +2,16 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from inference_svc import replica_keeper
 from inference_svc.replica_keeper import ReplicaKeeper, resolve
 from inference_svc.replicas import Endpoint, Replicas
+from tests.inference_svc import serving
+
+until = partial(serving.until, timeout_s=20.0)
 
 HOSTS = {
     "one": ["10.0.0.1"],
@@ -46,12 +49,6 @@ def test_each_replica_counts_once() -> None:
         "10.0.0.1:7070",
         "10.0.0.3:7070",
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def keep(body, replicas: Replicas, *addresses: str, well: set[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from loadout import Client
 from tests.together.replicated import Replicated, replicated
+from tests.together.waiting import until
 from tests.together.zoo import Zoo
 
 PROMPT = [ord(char) for char in "some prompt"]
@@ -31,13 +32,6 @@ def check(system: Replicated, name: str) -> None:
         PROMPT, adapter=name, max_tokens=TOKENS, temperature=0.0, ignore_eos=True
     )
     assert list(done.token_ids) == system.zoo.greedy(name, PROMPT, TOKENS)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.05)
 
 
 def test_replicas_share_the_pulls_and_stand_in_for_each_other(system: Replicated) -> None:

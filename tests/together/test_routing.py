@@ -4,7 +4,6 @@ adapters stay with their replica, and a replica that is killed takes along only 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from loadout.retry import RetryPolicy
 from loadout.types import Chunk
 from tests.together.envoy import Envoy, round_robin
 from tests.together.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
+from tests.together.waiting import until
 from tests.together.zoo import Zoo
 
 NUM_ADAPTERS = 200
@@ -116,13 +116,6 @@ def begin(client: Client, name: str) -> Running:
 
 def home(replicas: Sequence[str], name: str) -> list[str]:
     return rank(replicas, f"default/{name}")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, "nothing happened"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -8,6 +8,10 @@ from tools.dashboards.queries import INFERENCE, REPLICA, WHICH
 
 
 def loads() -> list[Panel]:
+    return [*_load_times(), *_pulls()]
+
+
+def _load_times() -> list[Panel]:
     return [
         percentiles(
             INFERENCE,
@@ -35,6 +39,11 @@ def loads() -> list[Panel]:
             "s",
             INFERENCE.buckets("load_seconds"),
         ),
+    ]
+
+
+def _pulls() -> list[Panel]:
+    return [
         lines(
             "On their way",
             "By what comes next: a turn (others are pulled first, or the store does not know the "

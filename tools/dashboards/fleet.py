@@ -31,27 +31,7 @@ def build() -> Board:
 
 def _now() -> list[Panel]:
     return [
-        number(
-            "Replicas down",
-            "Inference services that Prometheus scrapes in vain. See Replicas below for which. No "
-            "targets: none was known for a week.",
-            "short",
-            INFERENCE.down,
-            span=2,
-            limit=limits.ANY,
-            missing="no targets",
-        ),
-        number(
-            "Stores down",
-            "Replicas of the adapter store that Prometheus scrapes in vain. No targets: none was "
-            "known for a week.",
-            "short",
-            STORE.down,
-            span=2,
-            limit=limits.ANY,
-            missing="no targets",
-            links=[links.TO_STORE],
-        ),
+        *_down(),
         number(
             "Requests",
             "Generations that end, per second, however they ended.",
@@ -97,6 +77,32 @@ def _now() -> list[Panel]:
             "are preempted.",
             "percentunit",
             f"{INFERENCE.sum('kv_pages_used')} / {INFERENCE.sum('kv_pages_capacity')}",
+        ),
+    ]
+
+
+def _down() -> list[Panel]:
+    return [
+        number(
+            "Replicas down",
+            "Inference services that Prometheus scrapes in vain. See Replicas below for which. No "
+            "targets: none was known for a week.",
+            "short",
+            INFERENCE.down,
+            span=2,
+            limit=limits.ANY,
+            missing="no targets",
+        ),
+        number(
+            "Stores down",
+            "Replicas of the adapter store that Prometheus scrapes in vain. No targets: none was "
+            "known for a week.",
+            "short",
+            STORE.down,
+            span=2,
+            limit=limits.ANY,
+            missing="no targets",
+            links=[links.TO_STORE],
         ),
     ]
 
