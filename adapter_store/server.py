@@ -18,6 +18,8 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from adapter_store.api.servicer import AdapterStoreServicer, audit_refusal
+from adapter_store.api.status import StatusInterceptor, TokenGuard
 from adapter_store.audit import Audit
 from adapter_store.config import Settings, split_address
 from adapter_store.debug.info import DebugInfo
@@ -30,8 +32,6 @@ from adapter_store.metrics import Sample
 from adapter_store.registry import Registry
 from adapter_store.reload import Reload
 from adapter_store.report import catalog_samples, volume_samples, work_samples
-from adapter_store.servicer import AdapterStoreServicer, audit_refusal
-from adapter_store.status import StatusInterceptor, TokenGuard
 from adapter_store.store import Store, open_store
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from adapter_store.tracing import Tracing, TracingSettings, open_tracing

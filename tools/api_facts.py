@@ -15,7 +15,7 @@ from google.rpc import code_pb2
 
 from adapter_store import access as store_access
 from adapter_store import errors as store_errors
-from adapter_store import status as store_status
+from adapter_store.api import status as store_status
 from inference_svc import access as inference_access
 from inference_svc import errors as inference_errors
 from inference_svc import status as inference_status

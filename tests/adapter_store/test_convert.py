@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapter_store import convert
+from adapter_store.api import convert
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,

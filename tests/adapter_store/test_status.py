@@ -11,8 +11,8 @@ from google.rpc import code_pb2, error_details_pb2
 from grpc_status import rpc_status
 
 from adapter_store import errors
+from adapter_store.api.status import CODES, UNKNOWN_ERROR_TEXT, StatusInterceptor, to_status
 from adapter_store.metrics import Metrics
-from adapter_store.status import CODES, UNKNOWN_ERROR_TEXT, StatusInterceptor, to_status
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 

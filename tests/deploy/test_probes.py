@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adapter_store import server as store_server
-from adapter_store import status as store_status
+from adapter_store.api import status as store_status
 from inference_svc import server as inference_server
 from inference_svc import status as inference_status
 from loadout.health.__main__ import parse_arguments

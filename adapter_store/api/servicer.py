@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import grpc
 
-from adapter_store import call_facts, convert
 from adapter_store.access import Action, Principal
+from adapter_store.api import call_context, convert
 from adapter_store.audit import Audit, AuditLine
 from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled, StoreError
@@ -82,10 +82,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.GetAdapterRequest, context: Context
     ) -> pb.GetAdapterResponse:
         who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
-        call_facts.note(adapter=request.ref)
+        call_context.note(adapter=request.ref)
         ref = parse_ref(request.ref, home=who.home_tenant)
         record, revision = await self._registry.get(who, ref)
-        call_facts.note(adapter=str(record.name), digest=record.digest)
+        call_context.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def ListAdapters(  # noqa: N802
@@ -112,7 +112,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.ListVersionsRequest, context: Context
     ) -> pb.ListVersionsResponse:
         who = self._admit(context, Action.READ)
-        call_facts.note(adapter=request.name)
+        call_context.note(adapter=request.name)
         name = parse_name(request.name, home=who.home_tenant)
         page = await self._registry.versions(who, name, request.page_size, request.page_token)
         return pb.ListVersionsResponse(
@@ -165,7 +165,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> None:
         """Writes its responses itself, serialized, and does not wait for ever for its reader."""
         who = self._admit(context, Action.PULL)
-        call_facts.note(digest=request.digest, layout_id=request.layout_id)
+        call_context.note(digest=request.digest, layout_id=request.layout_id)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
         pull = self._registry.pull(who, digest, layout_id, request.offset, request.image_id)
@@ -185,7 +185,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         stay = self._gate.stay(context.invocation_metadata(), Action.READ)
-        call_facts.note_caller(stay.who)
+        call_context.note_caller(stay.who)
         async with aclosing(self._registry.watch(stay.who, request.since_revision)) as events:
             async for event in events:
                 stay.renew()
@@ -222,7 +222,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     def _admit(self, context: Context, action: Action) -> Principal:
         """The caller. Raises as Gate.admit: the first thing that a call does."""
         who = self._gate.identify(context.invocation_metadata())
-        call_facts.note_caller(who)
+        call_context.note_caller(who)
         who.require(action)
         return who
 
@@ -237,11 +237,11 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             with self._audit.watching(line):
                 who = self._gate.identify(context.invocation_metadata())
                 line.identify(who)
-                call_facts.note_caller(who)
+                call_context.note_caller(who)
                 who.require(action)
                 yield who, line
         finally:
             if what == "RegisterLayout":
-                call_facts.note(base_model=line.name, layout_id=line.digest)
+                call_context.note(base_model=line.name, layout_id=line.digest)
             else:
-                call_facts.note(adapter=line.name, digest=line.digest)
+                call_context.note(adapter=line.name, digest=line.digest)

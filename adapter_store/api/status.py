@@ -21,7 +21,8 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from adapter_store import call_facts, errors
+from adapter_store import errors
+from adapter_store.api import call_context
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
 from adapter_store.metrics import Metrics
@@ -192,7 +193,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         start = time.monotonic()
         code, method = "OK", path.rpartition("/")[2]
         facts: dict[str, object] = {"method": method, "request_id": _request_id(context), **NOTHING}
-        call_facts.begin(facts)
+        call_context.begin(facts)
         span = None
         if self._tracing is not None:
             span = begin_call(self._tracing, path, context.invocation_metadata() or ())
@@ -210,14 +211,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except errors.StoreError as error:
             status = to_status(error)
             code = code_pb2.Code.Name(status.code)
-            call_facts.note(reason=error.reason, why=str(error))
+            call_context.note(reason=error.reason, why=str(error))
             await abort(context, status)
         except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
             code = "CANCELLED"
             await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
         except Exception as error:
             code = "INTERNAL"
-            call_facts.note(reason=code, why=where(error))
+            call_context.note(reason=code, why=where(error))
             logger.exception("call failed", extra={"method": method})
             await abort(context, _unknown())
         finally:
@@ -246,7 +247,7 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
     """The caller's, or one of our own."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value[: call_facts.MAX_CHARS]
+            return value[: call_context.MAX_CHARS]
     return uuid.uuid4().hex
 
 
@@ -290,7 +291,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
             if not path.startswith(GRPC_PREFIX):
                 self._on_refused(path.rpartition("/")[2], context.peer(), error)
-            call_facts.note(reason=error.reason)
+            call_context.note(reason=error.reason)
             if path.startswith(GRPC_PREFIX):  # which nobody else watches
                 logger.info("call refused", extra={"path": path, "reason": error.reason})
             await abort(context, to_status(error))
