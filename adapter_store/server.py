@@ -29,10 +29,10 @@ from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 from adapter_store.gate import Gate
 from adapter_store.image import COMPILER_REVISION
 from adapter_store.metrics import Sample
-from adapter_store.registry import Registry
 from adapter_store.reload import Reload
-from adapter_store.report import catalog_samples, volume_samples, work_samples
+from adapter_store.service import Registry
 from adapter_store.store import Store, open_store
+from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from adapter_store.tracing import Tracing, TracingSettings, open_tracing
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc

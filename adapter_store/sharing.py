@@ -10,8 +10,8 @@ from pathlib import Path
 from adapter_store.blobs import Blobs, LocalBlobs
 from adapter_store.bucket import Bucket
 from adapter_store.catalog import Catalog
-from adapter_store.collector import Collector, SharedCollector
 from adapter_store.config import Settings
+from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.leases import Leases
 from adapter_store.shared_blobs import SharedBlobs
 from adapter_store.shared_tier import SharedTier

@@ -18,17 +18,17 @@ from adapter_store.ahead import Ahead
 from adapter_store.builder import ImageBuilder
 from adapter_store.catalog import Catalog
 from adapter_store.checkpoint import CheckpointLimits
-from adapter_store.collector import Collector
 from adapter_store.config import Settings
 from adapter_store.durable import make_folder
 from adapter_store.errors import PreconditionFailed
 from adapter_store.followed import Followed
+from adapter_store.garbage_collector import Collector
 from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images import Images
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
-from adapter_store.registration import Registrar
-from adapter_store.registry import Registry
+from adapter_store.registration.registrar import Registrar
+from adapter_store.service import Registry
 from adapter_store.sharing import open_catalog, open_kept
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.hub import HubSource

@@ -17,7 +17,7 @@ from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled, StoreError
 from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
-from adapter_store.registry import Registry
+from adapter_store.service import Registry
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 

@@ -26,8 +26,8 @@ from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics import Metrics
-from adapter_store.registry import Registry
 from adapter_store.scrub import Scrub
+from adapter_store.service import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from adapter_store.core import AdapterName
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
-from adapter_store.registration import Registrar, Registration
+from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.local import LocalSource
 from adapter_store.verified import VerifiedCheckpoints

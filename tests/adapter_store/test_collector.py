@@ -7,8 +7,8 @@ import pytest
 
 from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog, NewVersion
-from adapter_store.collector import Collector
 from adapter_store.core import AdapterName, AdapterRef, ImageState, LayoutVerdict
+from adapter_store.garbage_collector import Collector
 from adapter_store.tiers import DiskTier
 
 GRACE = timedelta(seconds=60)

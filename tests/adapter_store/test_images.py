@@ -19,7 +19,7 @@ from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed
 from adapter_store.image import compile_image
-from adapter_store.registration import Registration
+from adapter_store.registration.registrar import Registration
 from adapter_store.store import Store, open_store
 
 

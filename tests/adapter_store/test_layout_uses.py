@@ -19,7 +19,7 @@ from adapter_store.catalog import Catalog
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, ImageState
 from adapter_store.errors import CatalogUnavailable, NotFound
-from adapter_store.registration import Registration
+from adapter_store.registration.registrar import Registration
 from adapter_store.store import Store, open_store
 from tests.adapter_store.catalog.conftest import Clock
 

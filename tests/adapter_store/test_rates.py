@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store import rates as rates_module
 from adapter_store.errors import QuotaExceeded
-from adapter_store.rates import Rates
+from adapter_store.registration import rate_limit as rates_module
+from adapter_store.registration.rate_limit import Rates
 
 
 class Clock:

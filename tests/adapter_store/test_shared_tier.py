@@ -13,9 +13,9 @@ from adapter_store import shared_tier
 from adapter_store.bucket import Bucket
 from adapter_store.catalog import NewVersion
 from adapter_store.catalog import leases as lease_rows
-from adapter_store.collector import SharedCollector
 from adapter_store.core import AdapterName
 from adapter_store.errors import CatalogUnavailable
+from adapter_store.garbage_collector import SharedCollector
 from adapter_store.image_plan import ImagePlan
 from adapter_store.shared_tier import SharedTier
 from adapter_store.tiers import DiskTier

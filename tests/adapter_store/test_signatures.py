@@ -7,7 +7,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from adapter_store.errors import InvalidArgument, PreconditionFailed, StoreError
 from adapter_store.policy import Policy, TenantPolicy, TrustedKey
-from adapter_store.signatures import Signature, check_signature, require_signed, verify_signature
+from adapter_store.registration.signatures import (
+    Signature,
+    check_signature,
+    require_signed,
+    verify_signature,
+)
 
 DIGEST = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32

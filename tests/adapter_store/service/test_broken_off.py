@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from adapter_store import registry as registry_module
-from adapter_store.registration import Registrar
+from adapter_store import service as registry_module
+from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 DEADLINE_S = 30.0

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from adapter_store.catalog import Catalog
-from adapter_store.registration import Registrar
+from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 ROUNDS = 4

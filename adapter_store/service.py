@@ -37,11 +37,11 @@ from adapter_store.layout_uses import LayoutUses
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.pull import PullMessage, Pulls
-from adapter_store.rates import Rates
-from adapter_store.registration import Registrar, Registration
-from adapter_store.report import StoreStatus, Work, WorkDetails
-from adapter_store.signatures import Signature, require_signed
+from adapter_store.registration.rate_limit import Rates
+from adapter_store.registration.registrar import Registrar, Registration
+from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
+from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from adapter_store.tiers import TierCounts
 from adapter_store.watch import Watch
 

@@ -33,7 +33,7 @@ from adapter_store.errors import (
 from adapter_store.metrics import Metrics
 from adapter_store.peft_config import names_local_path
 from adapter_store.policy import PolicyFile
-from adapter_store.signatures import Signature, check_signature, verify_signature
+from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.spans import phase
