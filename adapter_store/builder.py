@@ -16,7 +16,8 @@ from pathlib import Path
 
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, ImageKey
-from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
 from adapter_store.growing import GrowingImage
@@ -26,7 +27,6 @@ from adapter_store.layout import from_json
 from adapter_store.metrics import Metrics
 from adapter_store.shared_images import Claim, SharedImages
 from adapter_store.tiers import DiskTier, Removal
-from adapter_store.verified import VerifiedCheckpoints
 from adapter_store.workers import Turn
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from adapter_store.buffers import allocate_buffer
-from adapter_store.checkpoint import TORCH_DTYPES, Checkpoint
+from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.core import ImagePart, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.image_plan import (

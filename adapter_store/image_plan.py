@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from adapter_store.checkpoint import Checkpoint, TargetWeights
+from adapter_store.checkpoint.digest import canonical_json, sha256_text
+from adapter_store.checkpoint.module_patterns import path_tails
+from adapter_store.checkpoint.open import Checkpoint, TargetWeights
 from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, TargetKind
-from adapter_store.digest import canonical_json, sha256_text
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.layout import layout_id, runs
-from adapter_store.peft_match import path_tails
 
 IMAGE_FORMAT = 1
 IMAGE_FORMATS = (IMAGE_FORMAT,)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint import TORCH_DTYPES, TensorRecord
-from adapter_store.checkpoint_files import RegularFile
+from adapter_store.checkpoint.files import RegularFile
+from adapter_store.checkpoint.open import TORCH_DTYPES, TensorRecord
 from adapter_store.errors import IncompatibleAdapter
 
 CHUNK_BYTES = 1 << 20

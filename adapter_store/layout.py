@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.core import DataType, Layout, Target, TargetKind
-from adapter_store.digest import canonical_json, sha256_text
 from adapter_store.errors import InvalidArgument
 
 MAX_TARGETS = 1 << 17

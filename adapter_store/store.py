@@ -17,7 +17,8 @@ from pathlib import Path
 from adapter_store.ahead import Ahead
 from adapter_store.builder import ImageBuilder
 from adapter_store.catalog import Catalog
-from adapter_store.checkpoint import CheckpointLimits
+from adapter_store.checkpoint.open import CheckpointLimits
+from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import Settings
 from adapter_store.durable import make_folder
 from adapter_store.errors import PreconditionFailed
@@ -35,7 +36,6 @@ from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.tiers import DiskTier
-from adapter_store.verified import VerifiedCheckpoints
 from adapter_store.watch import Watch
 from adapter_store.workers import Workers
 

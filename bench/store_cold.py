@@ -31,7 +31,7 @@ import torch
 from adapter_store.api.convert import from_layout
 from adapter_store.blobs import LocalBlobs
 from adapter_store.buffers import allocate_buffer
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.image import IMAGE_FORMAT, Image, compile_parts, plan_image
 from adapter_store.image_file import write_image
 from adapter_store.sources import FetchLimits, Sources, Staging

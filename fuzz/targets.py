@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
-from adapter_store.checkpoint import open_checkpoint
-from adapter_store.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
-from adapter_store.checkpoint_keys import parse_key
+from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
+from adapter_store.checkpoint.json import parse_object
+from adapter_store.checkpoint.keys import parse_key
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.peft_config import parse_config
+from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.core import AdapterName
 from adapter_store.errors import (
     InvalidAdapter,
@@ -26,12 +29,9 @@ from adapter_store.errors import (
     PreconditionFailed,
     StoreError,
 )
-from adapter_store.peft_config import parse_config
 from adapter_store.policy import parse_policy
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
-from adapter_store.safetensors_header import LENGTH_BYTES, read_header
 from adapter_store.sources import Sources, hub, local, s3
-from adapter_store.strict_json import parse_object
 
 LIMITS = CheckpointLimits(
     max_config_bytes=1 << 16,

@@ -15,8 +15,11 @@ from pathlib import Path
 from adapter_store.blobs import Blobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.catalog.filters import check_labels
-from adapter_store.checkpoint import Checkpoint, CheckpointLimits, open_checkpoint
-from adapter_store.checkpoint_files import PICKLE_FILE
+from adapter_store.checkpoint.files import PICKLE_FILE
+from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.peft_config import names_local_path
+from adapter_store.checkpoint.unpickle import convert_pickle
+from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
 from adapter_store.errors import (
     BlobLost,
@@ -31,14 +34,11 @@ from adapter_store.errors import (
     StoreError,
 )
 from adapter_store.metrics import Metrics
-from adapter_store.peft_config import names_local_path
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.spans import phase
-from adapter_store.unpickle import convert_pickle
-from adapter_store.verified import VerifiedCheckpoints
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.checkpoint_files import (
-    CONFIG_FILE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    is_adapter_file,
-)
+from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
 from adapter_store.core import SourceFile
 from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, LimitExceeded
 

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapter_store.checkpoint import (
-    CheckpointLimits,
-    open_checkpoint,
-)
+from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
 from adapter_store.errors import StoreError
 
 CONFIG = "adapter_config.json"

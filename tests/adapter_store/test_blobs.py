@@ -12,7 +12,8 @@ import pytest
 from adapter_store import durable
 from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog
-from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import AdapterName
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics import Metrics
@@ -20,7 +21,6 @@ from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.local import LocalSource
-from adapter_store.verified import VerifiedCheckpoints
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapter_store.checkpoint import (
+from adapter_store.checkpoint.open import (
     Checkpoint,
     CheckpointLimits,
     is_adapter_file,

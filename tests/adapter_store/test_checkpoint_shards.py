@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapter_store.checkpoint import (
-    open_checkpoint,
-)
+from adapter_store.checkpoint.open import open_checkpoint
 from tests.adapter_store.checkpoints import WEIGHTS, refusal
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.digest import TensorContent, compute_digest
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, SegmentKind, TargetKind
-from adapter_store.digest import TensorContent, compute_digest
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from adapter_store.checkpoint import TORCH_DTYPES, open_checkpoint
+from adapter_store.checkpoint.open import TORCH_DTYPES, open_checkpoint
 from adapter_store.core import DataType
 from adapter_store.errors import CorruptData
 from adapter_store.image import Image, compile_image

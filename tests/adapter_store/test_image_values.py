@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.pytorch_utils import Conv1D
 
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import InvalidArgument
 from adapter_store.image import compile_image

@@ -14,7 +14,7 @@ from adapter_store import images as images_module
 from adapter_store.access import OPEN
 from adapter_store.audit import AuditLine
 from adapter_store.buffers import resident_buffer
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed

@@ -19,7 +19,7 @@ IMAGE_BYTES = SOURCE_BYTES // 2  # compiled to bf16
 SCRIPT = f"""
 import json, sys
 from pathlib import Path
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.image import compile_image
 from adapter_store.sources import FetchLimits, Staging

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from adapter_store.checkpoint.safetensors import TensorEntry, read_header
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
-from adapter_store.safetensors_header import TensorEntry, read_header
 
 FILE = "adapter_model.safetensors"
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapter_store import unpickle
-from adapter_store.checkpoint import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint import unpickle
+from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.unpickle import UnpickleLimits, convert_pickle
+from adapter_store.checkpoint.unpickle import __main__ as child
 from adapter_store.core import SourceFile
 from adapter_store.errors import Draining, InvalidAdapter, LimitExceeded
-from adapter_store.unpickle import UnpickleLimits, convert_pickle
-from adapter_store.unpickle import __main__ as child
 
 BIN, WEIGHTS = "adapter_model.bin", "adapter_model.safetensors"
 LIMITS = CheckpointLimits()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store import core as store_core
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.image import Image, compile_image
 from adapter_store.layout import layout_id
 from bench.memory_store import store_layout

@@ -8,7 +8,7 @@ from hashlib import sha256
 import grpc
 import pytest
 
-from adapter_store.checkpoint import open_checkpoint
+from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from adapter_store.checkpoint_files import WEIGHTS_FILE
-from adapter_store.checkpoint_keys import TensorKey, parse_key
+from adapter_store.checkpoint.files import WEIGHTS_FILE
+from adapter_store.checkpoint.keys import TensorKey, parse_key
+from adapter_store.checkpoint.peft_config import AdapterConfig
 from adapter_store.core import DataType, SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
-from adapter_store.peft_config import AdapterConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 import regex
 
+from adapter_store.checkpoint.json import show
 from adapter_store.errors import InvalidAdapter
-from adapter_store.strict_json import show
 
 MAX_PATTERN_CHARS = 8192
 MAX_UNROLLED_CHARS = 200_000

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.checkpoint_files import (
+from adapter_store.checkpoint.files import (
     PICKLE_FILE,
     WEIGHTS_FILE,
     CheckpointLimits,

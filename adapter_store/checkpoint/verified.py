@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from adapter_store.checkpoint import Checkpoint
+from adapter_store.checkpoint.open import Checkpoint
 
 MAX_CHECKPOINTS = 64
 TRUSTED_SECONDS = 60.0

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adapter_store.checkpoint_files import RegularFile
-from adapter_store.checkpoint_targets import TensorRecord
+from adapter_store.checkpoint.files import RegularFile
+from adapter_store.checkpoint.tensors import TensorRecord
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
 

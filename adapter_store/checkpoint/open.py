@@ -15,21 +15,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adapter_store.checkpoint_files import (
+from adapter_store.checkpoint.digest import TensorContent, compute_digest
+from adapter_store.checkpoint.files import (
     CheckpointLimits,
     RegularFile,
     check_source_bytes,
     find_weight_files,
     is_adapter_file,
 )
-from adapter_store.checkpoint_keys import target_of
-from adapter_store.checkpoint_scan import scan_tensors
-from adapter_store.checkpoint_targets import TargetWeights, TensorRecord, pair_targets
+from adapter_store.checkpoint.keys import target_of
+from adapter_store.checkpoint.peft_config import AdapterConfig, read_config
+from adapter_store.checkpoint.safetensors import read_header
+from adapter_store.checkpoint.scan import scan_tensors
+from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord, pair_targets
 from adapter_store.core import DataType, SegmentKind
-from adapter_store.digest import TensorContent, compute_digest
 from adapter_store.errors import CorruptData, InvalidAdapter
-from adapter_store.peft_config import AdapterConfig, read_config
-from adapter_store.safetensors_header import read_header
 
 __all__ = [
     "Checkpoint",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
+from adapter_store.checkpoint.json import show
+from adapter_store.checkpoint.patterns import MatchBudget, Pattern, compile_pattern
 from adapter_store.errors import InvalidAdapter
-from adapter_store.patterns import MatchBudget, Pattern, compile_pattern
-from adapter_store.strict_json import show
 
 ALL_LINEAR = "all-linear"
 OUTPUT_LAYER = "lm_head"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapter_store.checkpoint_files import CONFIG_FILE, CheckpointLimits, read_capped
+from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
+from adapter_store.checkpoint.json import parse_object, show
+from adapter_store.checkpoint.module_patterns import ModuleMatcher, PatternTable
+from adapter_store.checkpoint.patterns import MatchBudget
+from adapter_store.checkpoint.peft_fields import check_fields
 from adapter_store.errors import InvalidAdapter
-from adapter_store.patterns import MatchBudget
-from adapter_store.peft_fields import check_fields
-from adapter_store.peft_match import ModuleMatcher, PatternTable
-from adapter_store.strict_json import parse_object, show
 
 _LOCAL_PATH = re.compile(r"[/~\\]|\.{1,2}([/\\]|$)|[A-Za-z]:[/\\]|file:|.*\\")
 

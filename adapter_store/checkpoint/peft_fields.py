@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from adapter_store.checkpoint.json import show
 from adapter_store.errors import InvalidAdapter
-from adapter_store.strict_json import show
 
 HONOURED = frozenset(
     {

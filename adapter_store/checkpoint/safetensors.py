@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
-from adapter_store.strict_json import parse_object, show
 
 LENGTH_BYTES = 8
 MAX_NAME_CHARS = 512

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from adapter_store.checkpoint.json import parse_object, show
 from adapter_store.errors import CorruptData, InvalidAdapter, LimitExceeded
-from adapter_store.strict_json import parse_object, show
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
