@@ -27,7 +27,7 @@ from adapter_store.debug.last_errors import LastErrors
 from adapter_store.durable import write_atomically
 from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 from adapter_store.gate import Gate
-from adapter_store.image import COMPILER_REVISION
+from adapter_store.images.compile import COMPILER_REVISION
 from adapter_store.metrics import Sample
 from adapter_store.reload import Reload
 from adapter_store.service import Registry

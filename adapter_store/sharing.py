@@ -12,10 +12,10 @@ from adapter_store.bucket import Bucket
 from adapter_store.catalog import Catalog
 from adapter_store.config import Settings
 from adapter_store.garbage_collector import Collector, SharedCollector
+from adapter_store.images.disk_tier import DiskTier
+from adapter_store.images.shared_tier import SharedTier
 from adapter_store.leases import Leases
 from adapter_store.shared_blobs import SharedBlobs
-from adapter_store.shared_tier import SharedTier
-from adapter_store.tiers import DiskTier
 
 
 @dataclass(frozen=True, slots=True)

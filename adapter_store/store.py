@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from adapter_store.ahead import Ahead
-from adapter_store.builder import ImageBuilder
 from adapter_store.catalog import Catalog
 from adapter_store.checkpoint.open import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
@@ -24,8 +22,12 @@ from adapter_store.durable import make_folder
 from adapter_store.errors import PreconditionFailed
 from adapter_store.followed import Followed
 from adapter_store.garbage_collector import Collector
-from adapter_store.image import COMPILER_REVISION, IMAGE_FORMATS
-from adapter_store.images import Images
+from adapter_store.images.builder import ImageBuilder
+from adapter_store.images.cache import Images
+from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images.disk_tier import DiskTier
+from adapter_store.images.precompile import Ahead
+from adapter_store.images.worker_pool import Workers
 from adapter_store.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar
@@ -35,9 +37,7 @@ from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
-from adapter_store.tiers import DiskTier
 from adapter_store.watch import Watch
-from adapter_store.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapter_store.catalog import CatalogCounts
-from adapter_store.images import ImageInProgress
+from adapter_store.images.cache import ImageInProgress
+from adapter_store.images.disk_tier import TierCounts
+from adapter_store.images.pull import ActivePull
 from adapter_store.metrics import Sample
-from adapter_store.pull import ActivePull
-from adapter_store.tiers import TierCounts
 
 
 @dataclass(frozen=True, slots=True)

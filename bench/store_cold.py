@@ -30,10 +30,10 @@ import torch
 
 from adapter_store.api.convert import from_layout
 from adapter_store.blobs import LocalBlobs
-from adapter_store.buffers import allocate_buffer
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.image import IMAGE_FORMAT, Image, compile_parts, plan_image
-from adapter_store.image_file import write_image
+from adapter_store.images.buffers import allocate_buffer
+from adapter_store.images.compile import IMAGE_FORMAT, Image, compile_parts, plan_image
+from adapter_store.images.file import write_image
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source

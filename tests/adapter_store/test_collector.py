@@ -9,7 +9,7 @@ from adapter_store.blobs import LocalBlobs
 from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.core import AdapterName, AdapterRef, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
-from adapter_store.tiers import DiskTier
+from adapter_store.images.disk_tier import DiskTier
 
 GRACE = timedelta(seconds=60)
 TTL = timedelta(days=7)

@@ -23,7 +23,13 @@ from adapter_store.checkpoint.open import (
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import CorruptData, IncompatibleAdapter
-from adapter_store.image import Image, compile_image, compile_parts, plan_image, trailer_sha256
+from adapter_store.images.compile import (
+    Image,
+    compile_image,
+    compile_parts,
+    plan_image,
+    trailer_sha256,
+)
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Q0 = "model.layers.0.self_attn.q_proj"

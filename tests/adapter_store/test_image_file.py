@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from adapter_store.checkpoint.open import TORCH_DTYPES, open_checkpoint
 from adapter_store.core import DataType
 from adapter_store.errors import CorruptData
-from adapter_store.image import Image, compile_image
-from adapter_store.image_file import read_image, remove_image, sha256_path, write_image
+from adapter_store.images.compile import Image, compile_image
+from adapter_store.images.file import read_image, remove_image, sha256_path, write_image
 
 
 @pytest.fixture

@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from adapter_store import builder as builder_module
-from adapter_store import images as images_module
 from adapter_store.access import OPEN
 from adapter_store.audit import AuditLine
-from adapter_store.buffers import resident_buffer
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed
-from adapter_store.image import compile_image
+from adapter_store.images import builder as builder_module
+from adapter_store.images import cache as images_module
+from adapter_store.images.buffers import resident_buffer
+from adapter_store.images.compile import compile_image
 from adapter_store.registration.registrar import Registration
 from adapter_store.store import Store, open_store
 

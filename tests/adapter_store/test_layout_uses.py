@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from adapter_store import layout as layouts
 from adapter_store import sharing
 from adapter_store.access import OPEN
 from adapter_store.audit import AuditLine
@@ -19,6 +18,7 @@ from adapter_store.catalog import Catalog
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, ImageState
 from adapter_store.errors import CatalogUnavailable, NotFound
+from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
 from adapter_store.store import Store, open_store
 from tests.adapter_store.catalog.conftest import Clock

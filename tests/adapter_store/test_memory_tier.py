@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapter_store.memory_tier import MemoryEntry, MemoryTier
-from adapter_store.tiers import Removal
-from adapter_store.workers import Priority
+from adapter_store.images.disk_tier import Removal
+from adapter_store.images.memory_tier import MemoryEntry, MemoryTier
+from adapter_store.images.worker_pool import Priority
 
 
 def key(name: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import pytest
 
 from adapter_store.core import ImagePart
 from adapter_store.errors import InvalidArgument
-from adapter_store.pull import (
+from adapter_store.images.pull import (
     CHUNK_BYTES,
     ImageChunk,
     LayerEnd,

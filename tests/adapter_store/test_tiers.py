@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from adapter_store.image_file import sha256_path
-from adapter_store.tiers import VERIFIED_SECONDS, DiskTier, Removal
+from adapter_store.images.disk_tier import VERIFIED_SECONDS, DiskTier, Removal
+from adapter_store.images.file import sha256_path
 
 
 def key(name: str) -> tuple[str, str]:
@@ -102,7 +102,9 @@ def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypa
     with open(path, "rb") as file:
         assert tier.is_verified(key("a"), file.fileno())
         now = time.monotonic()
-        monkeypatch.setattr("adapter_store.tiers.time.monotonic", lambda: now + VERIFIED_SECONDS)
+        monkeypatch.setattr(
+            "adapter_store.images.disk_tier.time.monotonic", lambda: now + VERIFIED_SECONDS
+        )
         assert not tier.is_verified(key("a"), file.fileno())
         monkeypatch.undo()
     path.write_bytes(b"x" * 100)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from adapter_store.workers import KEEP_NICENESS, Priority, Workers
+from adapter_store.images.worker_pool import KEEP_NICENESS, Priority, Workers
 
 
 def run(scenario, num_workers: int = 1):

@@ -11,8 +11,8 @@ from typing import Any
 
 from adapter_store import core as store_core
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.image import Image, compile_image
-from adapter_store.layout import layout_id
+from adapter_store.images.compile import Image, compile_image
+from adapter_store.images.layout import layout_id
 from bench.memory_store import store_layout
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.store import (

@@ -20,14 +20,14 @@ from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_che
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
-from adapter_store.growing import GrowingImage
-from adapter_store.image import Image, ImagePlan, compile_parts, plan_image
-from adapter_store.image_file import open_image, read_parts, write_image
-from adapter_store.layout import from_json
+from adapter_store.images.compile import Image, ImagePlan, compile_parts, plan_image
+from adapter_store.images.disk_tier import DiskTier, Removal
+from adapter_store.images.file import open_image, read_parts, write_image
+from adapter_store.images.layout import from_json
+from adapter_store.images.partial_image import GrowingImage
+from adapter_store.images.shared_images import Claim, SharedImages
+from adapter_store.images.worker_pool import Turn
 from adapter_store.metrics import Metrics
-from adapter_store.shared_images import Claim, SharedImages
-from adapter_store.tiers import DiskTier, Removal
-from adapter_store.workers import Turn
 
 logger = logging.getLogger(__name__)
 

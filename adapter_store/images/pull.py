@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from adapter_store.catalog import ImageKey
 from adapter_store.core import ImagePart, Segment, Tenants
 from adapter_store.errors import InvalidArgument, StoreError
-from adapter_store.image import ImagePlan
-from adapter_store.images import Images
+from adapter_store.images.cache import Images
+from adapter_store.images.compile import ImagePlan
 from adapter_store.metrics import Metrics
 from adapter_store.spans import Phases
 

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from adapter_store import spans
 from adapter_store.catalog import Catalog, ImageKey
-from adapter_store.images import Images
+from adapter_store.images.cache import Images
 from adapter_store.spans import OpenSpan
 
 logger = logging.getLogger(__name__)

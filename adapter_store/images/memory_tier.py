@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from adapter_store.buffers import BufferPool
 from adapter_store.catalog import ImageKey
-from adapter_store.growing import GrowingImage
-from adapter_store.image_plan import ImagePlan
-from adapter_store.tiers import Removal, TierCounts
-from adapter_store.workers import Priority
+from adapter_store.images.buffers import BufferPool
+from adapter_store.images.disk_tier import Removal, TierCounts
+from adapter_store.images.partial_image import GrowingImage
+from adapter_store.images.plan import ImagePlan
+from adapter_store.images.worker_pool import Priority
 
 MARGIN_BYTES = 32 << 20
 SPARE_BYTES = 256 << 20

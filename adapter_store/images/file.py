@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from adapter_store.buffers import allocate_buffer
 from adapter_store.core import ImagePart
 from adapter_store.durable import sync_folder, write_atomically
 from adapter_store.errors import CorruptData
-from adapter_store.image import Image, ImagePlan
+from adapter_store.images.buffers import allocate_buffer
+from adapter_store.images.compile import Image, ImagePlan
 
 DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8

@@ -9,8 +9,8 @@ import torch
 
 from adapter_store.core import ImagePart
 from adapter_store.errors import Draining
-from adapter_store.image import Image
-from adapter_store.image_plan import ImagePlan
+from adapter_store.images.compile import Image
+from adapter_store.images.plan import ImagePlan
 
 
 class GrowingImage:

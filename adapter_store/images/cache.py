@@ -13,16 +13,16 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from adapter_store.buffers import resident_buffer
-from adapter_store.builder import Build, ImageBuilder, NotAhead
 from adapter_store.catalog import ImageKey
 from adapter_store.core import Tenants
 from adapter_store.errors import Draining, Overloaded, StoreError
-from adapter_store.growing import GrowingImage
-from adapter_store.memory_tier import MemoryEntry, MemoryTier, Room
+from adapter_store.images.buffers import resident_buffer
+from adapter_store.images.builder import Build, ImageBuilder, NotAhead
+from adapter_store.images.disk_tier import DiskTier, TierCounts
+from adapter_store.images.memory_tier import MemoryEntry, MemoryTier, Room
+from adapter_store.images.partial_image import GrowingImage
+from adapter_store.images.worker_pool import Priority, Workers
 from adapter_store.spans import phase
-from adapter_store.tiers import DiskTier, TierCounts
-from adapter_store.workers import Priority, Workers
 
 logger = logging.getLogger(__name__)
 

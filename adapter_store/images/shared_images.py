@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from adapter_store.catalog import ImageKey
-from adapter_store.image_file import ImageStream
-from adapter_store.image_plan import ImagePlan
+from adapter_store.images.file import ImageStream
+from adapter_store.images.plan import ImagePlan
 
 
 class Claim(Protocol):

@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 import torch
 
-from adapter_store.buffers import allocate_buffer
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
 from adapter_store.core import ImagePart, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
-from adapter_store.image_plan import (
+from adapter_store.images.buffers import allocate_buffer
+from adapter_store.images.plan import (
     COMPILER_REVISION,
     IMAGE_FORMAT,
     IMAGE_FORMATS,
@@ -23,7 +23,7 @@ from adapter_store.image_plan import (
     image_id,
     plan_image,
 )
-from adapter_store.image_segment import Source, compile_segment
+from adapter_store.images.segment import Source, compile_segment
 
 __all__ = [
     "COMPILER_REVISION",

@@ -17,7 +17,7 @@ from adapter_store.checkpoint.module_patterns import path_tails
 from adapter_store.checkpoint.open import Checkpoint, TargetWeights
 from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
-from adapter_store.layout import layout_id, runs
+from adapter_store.images.layout import layout_id, runs
 
 IMAGE_FORMAT = 1
 IMAGE_FORMATS = (IMAGE_FORMAT,)

@@ -18,9 +18,9 @@ from pathlib import Path
 from adapter_store.bucket import MAX_PUT_BYTES, Bucket, ObjectStream
 from adapter_store.catalog import ImageKey
 from adapter_store.errors import CatalogUnavailable
-from adapter_store.image import COMPILER_REVISION, ImagePlan
+from adapter_store.images.compile import COMPILER_REVISION, ImagePlan
+from adapter_store.images.disk_tier import TierCounts
 from adapter_store.leases import Leases
-from adapter_store.tiers import TierCounts
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adapter_store.catalog import ImageKey
 from adapter_store.durable import make_folder
-from adapter_store.image_file import remove_image, sha256_path
+from adapter_store.images.file import remove_image, sha256_path
 
 
 class Removal(enum.Enum):
