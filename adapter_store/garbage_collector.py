@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from adapter_store.blobs import Blobs
-from adapter_store.catalog import Catalog
+from adapter_store.blobs.local import Blobs
+from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.shared_tier import SharedTier
-from adapter_store.leases import Leases
-from adapter_store.shared_blobs import SharedBlobs
+from adapter_store.replication.leases import Leases
 
 logger = logging.getLogger(__name__)
 

@@ -20,18 +20,18 @@ from grpc_reflection.v1alpha import reflection
 
 from adapter_store.api.servicer import AdapterStoreServicer, audit_refusal
 from adapter_store.api.status import StatusInterceptor, TokenGuard
+from adapter_store.app import Store, open_store
 from adapter_store.audit import Audit
+from adapter_store.blobs.fsync import write_atomically
 from adapter_store.config import Settings, split_address
 from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
-from adapter_store.durable import write_atomically
 from adapter_store.errors import CatalogUnavailable, PreconditionFailed
 from adapter_store.gate import Gate
 from adapter_store.images.compile import COMPILER_REVISION
-from adapter_store.metrics import Sample
+from adapter_store.metrics.metrics import Sample
 from adapter_store.reload import Reload
 from adapter_store.service import Registry
-from adapter_store.store import Store, open_store
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from adapter_store.tracing import Tracing, TracingSettings, open_tracing

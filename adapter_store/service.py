@@ -19,7 +19,9 @@ from typing import ParamSpec, TypeVar
 from adapter_store import spans
 from adapter_store.access import Action, Principal
 from adapter_store.audit import AuditLine
-from adapter_store.catalog import Catalog, CatalogCounts, VersionsPage
+from adapter_store.catalog.catalog import Catalog, CatalogCounts, VersionsPage
+from adapter_store.catalog.layout_usage import LayoutUses
+from adapter_store.catalog.watch import Watch
 from adapter_store.core import (
     AdapterEvent,
     AdapterName,
@@ -35,15 +37,13 @@ from adapter_store.images.compile import IMAGE_FORMATS
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.precompile import Ahead
 from adapter_store.images.pull import PullMessage, Pulls
-from adapter_store.layout_uses import LayoutUses
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.rate_limit import Rates
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
-from adapter_store.watch import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")

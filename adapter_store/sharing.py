@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from adapter_store.blobs import Blobs, LocalBlobs
-from adapter_store.bucket import Bucket
-from adapter_store.catalog import Catalog
+from adapter_store.blobs.local import Blobs, LocalBlobs
+from adapter_store.blobs.s3_prefix import Bucket
+from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import Settings
 from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.shared_tier import SharedTier
-from adapter_store.leases import Leases
-from adapter_store.shared_blobs import SharedBlobs
+from adapter_store.replication.leases import Leases
 
 
 @dataclass(frozen=True, slots=True)

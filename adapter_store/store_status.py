@@ -6,11 +6,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.catalog import CatalogCounts
+from adapter_store.catalog.catalog import CatalogCounts
 from adapter_store.images.cache import ImageInProgress
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull
-from adapter_store.metrics import Sample
+from adapter_store.metrics.metrics import Sample
 
 
 @dataclass(frozen=True, slots=True)

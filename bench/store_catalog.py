@@ -23,10 +23,11 @@ from typing import Any
 
 from sqlalchemy import insert, text, update
 
-from adapter_store.catalog import Catalog, schema
+from adapter_store.catalog import schema
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
+from adapter_store.catalog.watch import Watch
 from adapter_store.core import AdapterName, AdapterRef
-from adapter_store.watch import Watch
 
 RESULTS = Path(__file__).parent / "results" / "store_catalog.json"
 BATCH_ROWS = 5_000

@@ -29,7 +29,7 @@ import boto3
 import torch
 
 from adapter_store.api.convert import from_layout
-from adapter_store.blobs import LocalBlobs
+from adapter_store.blobs.local import LocalBlobs
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.compile import IMAGE_FORMAT, Image, compile_parts, plan_image

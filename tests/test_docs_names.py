@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from adapter_store import metric_definitions as store_metrics
 from adapter_store.config import Settings
+from adapter_store.metrics import definitions as store_metrics
 from inference_svc import metric_definitions as inference_metrics
 from inference_svc.config import Config
 from loadout.adapter_store.v1 import adapter_store_pb2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from adapter_store import metric_definitions as store
+from adapter_store.metrics import definitions as store
 from inference_svc import metric_definitions as inference
 from tools.metric_docs import PATH, render
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapter_store.api.convert import from_layout as to_store_layout
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import plan_image
 from bench import store_catalog

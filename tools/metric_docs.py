@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from adapter_store import metric_definitions as store
+from adapter_store.metrics import definitions as store
 from inference_svc import metric_definitions as inference
 
 PATH = Path(__file__).parent.parent / "docs" / "metrics.md"

@@ -25,7 +25,7 @@ from adapter_store import errors
 from adapter_store.api import call_context
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.tracing import Tracing, begin_call, end_call
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from adapter_store.config import Settings
 from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.scrub import Scrub
 from adapter_store.service import Registry
 

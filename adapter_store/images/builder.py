@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from adapter_store.blobs import Blobs
-from adapter_store.catalog import Catalog, ImageKey
+from adapter_store.blobs.local import Blobs
+from adapter_store.catalog.catalog import Catalog, ImageKey
 from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
@@ -27,7 +27,7 @@ from adapter_store.images.layout import from_json
 from adapter_store.images.partial_image import GrowingImage
 from adapter_store.images.shared_images import Claim, SharedImages
 from adapter_store.images.worker_pool import Turn
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

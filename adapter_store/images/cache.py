@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from adapter_store.catalog import ImageKey
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.core import Tenants
 from adapter_store.errors import Draining, Overloaded, StoreError
 from adapter_store.images.buffers import resident_buffer

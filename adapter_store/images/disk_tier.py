@@ -10,8 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adapter_store.catalog import ImageKey
-from adapter_store.durable import make_folder
+from adapter_store.blobs.fsync import make_folder
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.images.file import remove_image, sha256_path
 
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from adapter_store.blobs.fsync import sync_folder, write_atomically
 from adapter_store.core import ImagePart
-from adapter_store.durable import sync_folder, write_atomically
 from adapter_store.errors import CorruptData
 from adapter_store.images.buffers import allocate_buffer
 from adapter_store.images.compile import Image, ImagePlan

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adapter_store.catalog import ImageKey
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.images.buffers import BufferPool
 from adapter_store.images.disk_tier import Removal, TierCounts
 from adapter_store.images.partial_image import GrowingImage

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Executor
 
 from adapter_store import spans
-from adapter_store.catalog import Catalog, ImageKey
+from adapter_store.catalog.catalog import Catalog, ImageKey
 from adapter_store.images.cache import Images
 from adapter_store.spans import OpenSpan
 

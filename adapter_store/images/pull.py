@@ -7,12 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from adapter_store.catalog import ImageKey
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.core import ImagePart, Segment, Tenants
 from adapter_store.errors import InvalidArgument, StoreError
 from adapter_store.images.cache import Images
 from adapter_store.images.compile import ImagePlan
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.spans import Phases
 
 CHUNK_BYTES = 512 << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from adapter_store.catalog import ImageKey
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.images.file import ImageStream
 from adapter_store.images.plan import ImagePlan
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapter_store.bucket import MAX_PUT_BYTES, Bucket, ObjectStream
-from adapter_store.catalog import ImageKey
+from adapter_store.blobs.s3_prefix import MAX_PUT_BYTES, Bucket, ObjectStream
+from adapter_store.catalog.catalog import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.compile import COMPILER_REVISION, ImagePlan
 from adapter_store.images.disk_tier import TierCounts
-from adapter_store.leases import Leases
+from adapter_store.replication.leases import Leases
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from adapter_store.blobs import Blobs
-from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.blobs.local import Blobs
+from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.catalog.filters import check_labels
 from adapter_store.checkpoint.files import PICKLE_FILE
 from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
@@ -33,7 +33,7 @@ from adapter_store.errors import (
     PreconditionFailed,
     StoreError,
 )
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging

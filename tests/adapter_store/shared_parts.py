@@ -9,12 +9,12 @@ from pathlib import Path
 
 import boto3
 
-from adapter_store.blobs import LocalBlobs
-from adapter_store.bucket import Bucket
-from adapter_store.catalog import Catalog
+from adapter_store.blobs.local import LocalBlobs
+from adapter_store.blobs.s3_prefix import Bucket
+from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.images.shared_tier import SharedTier
-from adapter_store.leases import Leases
-from adapter_store.shared_blobs import SharedBlobs
+from adapter_store.replication.leases import Leases
 
 WAIT_SECONDS = 60
 LAYOUT_TTL = timedelta(days=7)

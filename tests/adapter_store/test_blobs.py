@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from adapter_store import durable
-from adapter_store.blobs import LocalBlobs
-from adapter_store.catalog import Catalog
+from adapter_store.blobs import fsync
+from adapter_store.blobs.local import LocalBlobs
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import AdapterName
 from adapter_store.errors import LimitExceeded
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
@@ -212,4 +212,4 @@ def test_a_blob_kept_before_stays(tmp_path):
 def test_move_folder_tells_other_errors_from_an_existing_target(tmp_path):
     (tmp_path / "source").mkdir()
     with pytest.raises(FileNotFoundError):
-        durable.move_folder(tmp_path / "source", tmp_path / "no" / "target")
+        fsync.move_folder(tmp_path / "source", tmp_path / "no" / "target")

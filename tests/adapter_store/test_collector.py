@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from adapter_store.blobs import LocalBlobs
-from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.blobs.local import LocalBlobs
+from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.core import AdapterName, AdapterRef, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.disk_tier import DiskTier

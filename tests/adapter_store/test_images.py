@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adapter_store.access import OPEN
+from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import Settings
@@ -20,7 +21,6 @@ from adapter_store.images import cache as images_module
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.registration.registrar import Registration
-from adapter_store.store import Store, open_store
 
 
 @pytest.fixture

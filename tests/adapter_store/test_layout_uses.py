@@ -13,14 +13,14 @@ import pytest
 
 from adapter_store import sharing
 from adapter_store.access import OPEN
+from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import Settings
 from adapter_store.core import AdapterName, AdapterRef, ImageState
 from adapter_store.errors import CatalogUnavailable, NotFound
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
-from adapter_store.store import Store, open_store
 from tests.adapter_store.catalog.conftest import Clock
 
 TTL = timedelta(days=7)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.catalog import NewVersion
+from adapter_store.blobs.shared import SharedBlobs
+from adapter_store.catalog.catalog import NewVersion
 from adapter_store.core import AdapterName, BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData
-from adapter_store.shared_blobs import SharedBlobs
 from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
 
 A = AdapterName("default", "a")

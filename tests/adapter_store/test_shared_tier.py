@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.bucket import Bucket
-from adapter_store.catalog import NewVersion
+from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog import leases as lease_rows
+from adapter_store.catalog.catalog import NewVersion
 from adapter_store.core import AdapterName
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector

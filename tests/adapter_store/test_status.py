@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from adapter_store import errors
 from adapter_store.api.status import CODES, UNKNOWN_ERROR_TEXT, StatusInterceptor, to_status
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from adapter_store.app import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
-from adapter_store.store import Store
 from tests.adapter_store import test_images
 
 SECONDS = 20

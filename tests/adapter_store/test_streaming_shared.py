@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from adapter_store.app import Store
 from adapter_store.images import builder as builder_module
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.file import open_image
 from adapter_store.images.pull import Pulls
-from adapter_store.store import Store
 from tests.adapter_store import test_images, test_streaming
 from tests.adapter_store.test_streaming import SECONDS, expected_bytes, read, scenario
 

@@ -7,12 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
-from adapter_store import watch as watch_module
-from adapter_store.catalog import Catalog, NewVersion
 from adapter_store.catalog import follower as follower_module
+from adapter_store.catalog import watch as watch_module
+from adapter_store.catalog.catalog import Catalog, NewVersion
+from adapter_store.catalog.watch import Watch
 from adapter_store.core import AdapterName, EventKind
 from adapter_store.errors import Draining, RevisionTooOld
-from adapter_store.watch import Watch
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import grpc
 from prometheus_client.utils import floatToGoString
 
 from adapter_store.errors import StoreError
-from adapter_store.metrics import Metrics as StoreMetrics
+from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_times import LoadSource
 from inference_svc.busiest import BASE, FORMER, OTHER
 from inference_svc.errors import InferenceError

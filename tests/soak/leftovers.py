@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine, text
 
-from adapter_store.store import Store
+from adapter_store.app import Store
 
 CLEAN_S = 60.0
 

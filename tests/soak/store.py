@@ -23,8 +23,8 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from adapter_store.app import open_store
 from adapter_store.config import Settings
-from adapter_store.store import open_store
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
 from tests.soak.contents import make_contents

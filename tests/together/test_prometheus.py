@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from adapter_store import metric_definitions as store
+from adapter_store.metrics import definitions as store
 from inference_svc import metric_definitions as inference
 from tests.deploy.manifests import ROOT
 from tests.deploy.rules import matchers, metric, rules, selectors

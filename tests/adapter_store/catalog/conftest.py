@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.catalog.database import Place
 from adapter_store.core import AdapterEvent, AdapterName, AdapterRef
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adapter_store.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.core import AdapterName, AdapterRef, EventKind
 from adapter_store.errors import Conflict, NotFound
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterName
 from adapter_store.errors import RevisionTooOld
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.schema import layouts
 from adapter_store.core import AdapterRef, ImageState, LayoutVerdict

@@ -12,7 +12,8 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import select
 
-from adapter_store.catalog import Catalog, migrations, schema
+from adapter_store.catalog import migrations, schema
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState
 from adapter_store.errors import CorruptData
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapter_store.catalog import Catalog, NewVersion, VersionsPage
+from adapter_store.catalog.catalog import Catalog, NewVersion, VersionsPage
 from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
 from adapter_store.errors import StoreError
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterName, Quota
 from adapter_store.errors import QuotaExceeded
 from tests.adapter_store.catalog.conftest import Names

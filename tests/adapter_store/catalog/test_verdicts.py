@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterName, ImageState, LayoutVerdict
 
 GRACE = timedelta(seconds=60)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterRef
 from bench import store_catalog
 from tests.adapter_store.conftest import tiny_layout

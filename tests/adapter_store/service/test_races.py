@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 

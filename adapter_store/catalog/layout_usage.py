@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 
 logger = logging.getLogger(__name__)
 

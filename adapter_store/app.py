@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from adapter_store.catalog import Catalog
+from adapter_store.blobs.fsync import make_folder
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.open import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import Settings
-from adapter_store.durable import make_folder
 from adapter_store.errors import PreconditionFailed
-from adapter_store.followed import Followed
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.cache import Images
@@ -28,16 +28,16 @@ from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.precompile import Ahead
 from adapter_store.images.worker_pool import Workers
-from adapter_store.metrics import Metrics
+from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar
+from adapter_store.replication.pin_refresh import Followed
 from adapter_store.service import Registry
 from adapter_store.sharing import open_catalog, open_kept
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
-from adapter_store.watch import Watch
 
 logger = logging.getLogger(__name__)
 

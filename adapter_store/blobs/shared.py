@@ -20,13 +20,13 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from adapter_store.blobs import LocalBlobs
-from adapter_store.bucket import Bucket
-from adapter_store.catalog import Catalog
+from adapter_store.blobs.fsync import make_folder, remove_folder
+from adapter_store.blobs.local import LocalBlobs
+from adapter_store.blobs.s3_prefix import Bucket
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import BlobPlace, SourceFile
-from adapter_store.durable import make_folder, remove_folder
 from adapter_store.errors import CorruptData, SourceUnavailable
-from adapter_store.leases import Leases
+from adapter_store.replication.leases import Leases
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from adapter_store.blobs.fsync import make_folder, move_folder, remove_folder
 from adapter_store.core import BlobPlace, SourceFile
-from adapter_store.durable import make_folder, move_folder, remove_folder
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.errors import CatalogUnavailable
 
 logger = logging.getLogger(__name__)

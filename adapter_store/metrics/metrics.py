@@ -22,7 +22,7 @@ from prometheus_client import (
     make_wsgi_app,
 )
 
-from adapter_store.metric_definitions import DEFINITIONS, family
+from adapter_store.metrics.definitions import DEFINITIONS, family
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

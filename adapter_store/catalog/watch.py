@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from datetime import UTC, datetime
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterEvent, EventKind, Tenants
 from adapter_store.errors import Draining
 

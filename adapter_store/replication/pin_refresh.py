@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from adapter_store.catalog import Catalog
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterEvent
 from adapter_store.errors import StoreError
 

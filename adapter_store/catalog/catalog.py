@@ -1,0 +1,399 @@
+"""The catalog: which names exist, what they point to, and everything that ever changed.
+
+    schema    the tables             records   reading names     filters  lists and their pages
+    names     changing names         events    the history       layouts  and their use
+    rows      behind a name          leftovers what nothing points to   verdicts on images
+    usage     what tenants have      leases    whose turn it is
+    database  transactions           follower  others' changes      migrations  of the tables
+
+Here are the transactions around them. Where a method takes `tenants`, what others have is as if it
+were not there; None: nothing is hidden. All methods block and may be called from any thread. What a
+method returns is durable. Writers run one after the other; `on_change` is called in commit order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+
+from adapter_store.catalog import (
+    events,
+    layouts,
+    leases,
+    leftovers,
+    names,
+    records,
+    rows,
+    schema,
+    usage,
+    verdicts,
+)
+from adapter_store.catalog.database import Place, PostgresDatabase, open_database
+from adapter_store.catalog.filters import (
+    decode_page_token,
+    decode_version_token,
+    encode_page_token,
+    encode_version_token,
+    page_limit,
+    parse_filter,
+)
+from adapter_store.catalog.follower import Follower, notify
+from adapter_store.catalog.leftovers import BlobKey
+from adapter_store.catalog.migrations import migrate
+from adapter_store.catalog.records import VersionsPage
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.catalog.usage import CatalogCounts
+from adapter_store.catalog.verdicts import ImageKey, Standing
+from adapter_store.core import (
+    AdapterEvent,
+    AdapterName,
+    AdapterRecord,
+    AdapterRef,
+    BlobPlace,
+    EventKind,
+    LayoutVerdict,
+    Quota,
+    Tenants,
+)
+from adapter_store.errors import NotFound
+
+__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing", "VersionsPage"]
+
+_TRIM_EVERY = 64
+_UNLIMITED = Quota()
+DEFAULT_GRACE = timedelta(minutes=10)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Catalog:
+    """Opens, or creates, the catalog at `place`, a file or the address of a PostgreSQL database.
+
+    `event_retention` events are kept at least. What is deleted can come back for `delete_grace`.
+    A layout unused for longer than `layout_ttl` is not live; 0: all are.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        event_retention: int,
+        delete_grace: timedelta = DEFAULT_GRACE,
+        layout_ttl: timedelta = timedelta(0),
+        clock: Callable[[], datetime] = _utc_now,
+    ) -> None:
+        self._event_retention = event_retention
+        self._delete_grace = delete_grace
+        self._layout_ttl = layout_ttl
+        self._clock = clock
+        self._layout_uses: dict[str, datetime] = {}
+        self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
+        self._telling = threading.Lock()
+        self._database = open_database(place)
+        migrate(self._database)
+        with self._database.write() as conn:
+            verdicts.forget_unfinished(conn)
+        self._follower: Follower | None = None
+        if isinstance(self._database, PostgresDatabase):
+            self._follower = Follower(self._database, self.revision(), self._tell)
+
+    @property
+    def is_shared(self) -> bool:
+        """Other replicas may change it too."""
+        return self._follower is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the listeners have been told of all commits but the last seconds'. False: the
+        database does not answer, or is cut off, and others may have changed it."""
+        return self._follower is None or self._follower.is_current
+
+    def close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+        self._database.close()
+
+    def on_change(self, listener: Callable[[list[AdapterEvent]], None]) -> None:
+        """Calls `listener` with the events of each commit, in commit order, from some thread.
+
+        In a shared catalog that is every replica's commits, a moment after they were made.
+        """
+        self._listeners.append(listener)
+
+    # Names
+
+    def register(
+        self, new: NewVersion, if_current_digest: str = "", quota: Quota = _UNLIMITED
+    ) -> tuple[AdapterRecord, int]:
+        """See names.register and usage.check_quota. Gives the record and the revision at which it
+        is current."""
+        with self._change() as (conn, made):
+            usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
+            new_events, revision = names.register(conn, new, if_current_digest, self._clock())
+            made += new_events
+            return records.find(conn, AdapterRef(name=new.name)), revision
+
+    def rollback(
+        self,
+        name: AdapterName,
+        version: int,
+        if_current_digest: str = "",
+        tenants: Tenants = None,
+        quota: Quota = _UNLIMITED,
+        accept: Callable[[AdapterRecord], None] = lambda record: None,
+    ) -> tuple[AdapterRecord, int]:
+        """See names.rollback. Gives the record and the revision at which it is current. Raises
+        also QuotaExceeded for a name that was gone, and is one too many now, and what `accept`
+        raises about the record that would be current."""
+        with self._change() as (conn, made):
+            now = self._clock()
+            deleted_after = now - self._delete_grace
+            new_events, revision = names.rollback(
+                conn, name, version, if_current_digest, deleted_after, now, tenants
+            )
+            if any(event.kind is EventKind.REGISTERED for event in new_events):
+                usage.check_num_adapters(conn, name.tenant, 0, quota)
+            record = records.find(conn, AdapterRef(name=name))
+            accept(record)
+            made += new_events
+            return record, revision
+
+    def check_room(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
+        """See usage.check_room."""
+        with self._database.read() as conn:
+            usage.check_room(conn, name, expected_digest, quota)
+
+    def remove(
+        self, name: AdapterName, version: int = 0, tenants: Tenants = None
+    ) -> tuple[str, int]:
+        """See names.remove. Gives the digest, and the revision at which it is gone."""
+        with self._change() as (conn, made):
+            digest, event = names.remove(conn, name, version, self._clock(), tenants)
+            made.append(event)
+            return digest, event.revision
+
+    def set_pinned(
+        self, ref: AdapterRef, pinned: bool, max_pinned_bytes: int, tenants: Tenants = None
+    ) -> tuple[AdapterRecord, int]:
+        """Pins or unpins a version. Raises NotFound, LimitExceeded."""
+        with self._change() as (conn, made):
+            record = records.find(conn, ref, tenants)
+            event = names.set_pinned(conn, record, pinned, self._clock())
+            if event is not None:
+                made.append(event)
+            if pinned:
+                verdicts.check_pinned_bytes(conn, max_pinned_bytes)
+            found = AdapterRef(record.name, record.version)
+            return records.find(conn, found), events.revision(conn)
+
+    def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
+        """The record and the revision it reflects. Raises NotFound."""
+        with self._database.read() as conn:
+            return records.find(conn, ref, tenants), events.revision(conn)
+
+    def page(
+        self,
+        page_size: int = 0,
+        page_token: str = "",
+        filter_text: str = "",
+        tenants: Tenants = None,
+    ) -> tuple[list[AdapterRecord], str, int]:
+        """A page, the token of the next one ("": it was the last), and the revision it reflects."""
+        terms = parse_filter(filter_text)
+        after = decode_page_token(page_token, filter_text)
+        limit = page_limit(page_size)
+        with self._database.read() as conn:
+            found = records.page(conn, terms, after, limit + 1, tenants)
+            revision = events.revision(conn)
+        more = len(found) > limit
+        token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
+        return found[:limit], token, revision
+
+    def versions(
+        self, name: AdapterName, page_size: int = 0, page_token: str = "", tenants: Tenants = None
+    ) -> VersionsPage:
+        """A name's versions, newest first, with those that can come back. Raises NotFound."""
+        before = decode_version_token(page_token, name)
+        limit = page_limit(page_size)
+        deleted_after = self._clock() - self._delete_grace
+        with self._database.read() as conn:
+            found = records.versions_page(conn, name, before, limit + 1, deleted_after, tenants)
+            if not found and before is None:
+                raise NotFound(f"no adapter {name}", subject=str(name))
+            current = records.current_version(conn, name, tenants)
+            revision = events.revision(conn)
+        more = len(found) > limit
+        token = encode_version_token(name, found[limit - 1].version) if more else ""
+        return VersionsPage(found[:limit], token, current, revision)
+
+    def pinned_keys(self) -> list[ImageKey]:
+        """Every image of every pinned version, for live layouts."""
+        with self._database.read() as conn:
+            return verdicts.pinned_keys(conn, self._live_since())
+
+    # History
+
+    def revision(self) -> int:
+        with self._database.read() as conn:
+            return events.revision(conn)
+
+    def events_since(self, revision: int, limit: int) -> list[AdapterEvent]:
+        """Raises RevisionTooOld."""
+        with self._database.read() as conn:
+            return events.since(conn, revision, limit)
+
+    # Layouts and images
+
+    def add_layout(self, layout_id: str, base_models: Sequence[str], body: dict[str, Any]) -> bool:
+        """See layouts.add."""
+        with self._database.write() as conn:
+            now = self._clock()
+            return layouts.add(conn, layout_id, base_models, body, now, self._layout_ttl)
+
+    def is_use_due(self, layout_id: str) -> bool:
+        """Whether a use has to be recorded again. Does not block."""
+        last = self._layout_uses.get(layout_id)
+        return last is None or self._clock() - last >= layouts.precision(self._layout_ttl)
+
+    def use_layout(self, layout_id: str) -> bool:
+        """See layouts.use."""
+        now = self._clock()
+        with self._database.write() as conn:
+            is_back = layouts.use(conn, layout_id, now, self._layout_ttl)
+        self._layout_uses[layout_id] = now
+        return is_back
+
+    def layout_body(self, layout_id: str) -> dict[str, Any] | None:
+        with self._database.read() as conn:
+            return layouts.body(conn, layout_id)
+
+    def live_layouts(self) -> list[str]:
+        with self._database.read() as conn:
+            return layouts.live(conn, self._live_since())
+
+    def unused_layouts(self) -> frozenset[str]:
+        with self._database.read() as conn:
+            return layouts.unused(conn, self._live_since())
+
+    def forget_unused_images(self) -> int:
+        """See layouts.forget_images."""
+        with self._database.write() as conn:
+            return layouts.forget_images(conn, self._live_since())
+
+    def layout_ids(self) -> list[str]:
+        with self._database.read() as conn:
+            return list(conn.scalars(select(schema.layouts.c.layout_id)))
+
+    def set_verdict(self, digest: str, verdict: LayoutVerdict) -> bool:
+        with self._database.write() as conn:
+            return verdicts.set_verdict(conn, digest, verdict)
+
+    def unsettled(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
+        """Digests to be compiled ahead under this layout, in order, after `after_digest`."""
+        with self._database.read() as conn:
+            return verdicts.unsettled(conn, layout_id, after_digest, limit)
+
+    def standing(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> Standing:
+        """What stands in these tenants' way of pulling an image, from one snapshot."""
+        with self._database.read() as conn:
+            return verdicts.standing(conn, key, self._clock() - grace, tenants)
+
+    def adopt_compiler(self, compiler: str) -> bool:
+        """Forgets every verdict that another compiler gave. True: there was another."""
+        key = schema.meta.c.key == "compiler"
+        with self._database.write() as conn:
+            if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
+                return False
+            verdicts.forget_all(conn)
+            if conn.execute(update(schema.meta).where(key).values(value=compiler)).rowcount == 0:
+                conn.execute(insert(schema.meta).values(key="compiler", value=compiler))
+            return True
+
+    # Blobs
+
+    def blob_digests(self) -> set[str]:
+        with self._database.read() as conn:
+            return set(conn.scalars(select(schema.blobs.c.digest)))
+
+    def expire_versions(self, grace: timedelta) -> int:
+        with self._database.write() as conn:
+            return leftovers.expire_versions(conn, self._clock() - grace)
+
+    def unreferenced_blobs(self, limit: int) -> list[str]:
+        with self._database.read() as conn:
+            return leftovers.unreferenced(conn, limit)
+
+    def take_blob(self, digest: str) -> str | None:
+        """See leftovers.take_blob."""
+        with self._database.write() as conn:
+            return leftovers.take_blob(conn, digest)
+
+    def blob(self, digest: str) -> BlobPlace | None:
+        """Where a blob is kept. None: there is none."""
+        with self._database.read() as conn:
+            return rows.find_blob(conn, digest)
+
+    def orphans(self, leases_by_place: Mapping[BlobKey, str]) -> set[BlobKey]:
+        """See leftovers.orphans."""
+        with self._database.write() as conn:
+            return leftovers.orphans(conn, leases_by_place)
+
+    def unknown_digests(self, digests: Sequence[str]) -> set[str]:
+        """Those that no blob has."""
+        with self._database.read() as conn:
+            return leftovers.unknown(conn, digests)
+
+    # Leases
+
+    def acquire_lease(self, key: str, owner: str, seconds: float) -> bool:
+        with self._database.write() as conn:
+            return leases.acquire(conn, key, owner, seconds)
+
+    def is_leased(self, key: str) -> bool:
+        with self._database.read() as conn:
+            return leases.is_held(conn, key)
+
+    def renew_leases(self, keys: Sequence[str], owner: str, seconds: float) -> None:
+        with self._database.write() as conn:
+            leases.renew(conn, keys, owner, seconds)
+
+    def release_lease(self, key: str, owner: str) -> None:
+        with self._database.write() as conn:
+            leases.release(conn, key, owner)
+
+    def counts(self) -> CatalogCounts:
+        with self._database.read() as conn:
+            return usage.counts(conn, self._live_since())
+
+    def _live_since(self) -> int:
+        return layouts.live_since(self._clock(), self._layout_ttl)
+
+    # Transactions
+
+    @contextmanager
+    def _change(self) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
+        """A write that tells the listeners of the events put into its list, once committed."""
+        made: list[AdapterEvent] = []
+        with self._telling:
+            with self._database.write() as conn:
+                yield conn, made
+                self._trim_history(conn, made)
+                if made and self._follower is not None:
+                    notify(conn)
+            if made and self._follower is None:
+                self._tell(made)
+
+    def _tell(self, events: list[AdapterEvent]) -> None:
+        for listener in self._listeners:
+            listener(events)
+
+    def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
+        if any(event.revision % _TRIM_EVERY == 0 for event in made):
+            events.forget_before(conn, made[-1].revision - self._event_retention + 1)
