@@ -13,8 +13,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inference_svc.accounts import Accounts
 from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.grpc.servicer import InferenceServicer
+from inference_svc.api.grpc.status import Health, StatusInterceptor, TokenGuard, code_of
+from inference_svc.api.load_report import load_report
+from inference_svc.api.request_record import Accounts
+from inference_svc.api.service import ServerFacts, Service
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
 from inference_svc.core import LayoutAccepted, Repointed
@@ -24,17 +28,13 @@ from inference_svc.errors import InferenceError
 from inference_svc.frontend import EngineHandle, Frontend
 from inference_svc.gate import Gate
 from inference_svc.heartbeat import follow_engine
-from inference_svc.load import load_report
 from inference_svc.metrics import Metrics
 from inference_svc.metrics_server import MetricsServer
 from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
-from inference_svc.service import ServerFacts, Service
-from inference_svc.servicer import InferenceServicer
 from inference_svc.snapshots import Snapshots
-from inference_svc.status import Health, StatusInterceptor, TokenGuard, code_of
 from inference_svc.store_access import NO_ACCESS, StoreAccess
 from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
@@ -46,7 +46,7 @@ from inference_svc.tracing import TracingSettings, open_tracing
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from inference_svc.http.server import HttpServer
+    from inference_svc.api.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class InferenceServer:
             await self._health.set(service, answers.SERVING if is_serving else answers.NOT_SERVING)
 
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
-        from inference_svc.http.app import make_app
+        from inference_svc.api.http.app import make_app
 
         app = make_app(
             *(service, text, self._metrics, self._note_http_end, self._load),
@@ -280,7 +280,7 @@ def _listen_http(address: str, certificates: CertificateFiles) -> tuple[HttpServ
     if not address:
         return None, ""
     # Who does not want it does not load what it is made of.
-    from inference_svc.http.server import HttpServer
+    from inference_svc.api.http.server import HttpServer
 
     server = HttpServer(address, certificates)
     return server, _join(split_address(address)[0], server.port)

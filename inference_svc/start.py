@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from inference_svc.api.service import ServerFacts
 from inference_svc.config import Config, Machine, ModelFacts, resolve
 from inference_svc.core import StoreNews
 from inference_svc.engine.config import EngineConfig
@@ -22,7 +23,6 @@ from inference_svc.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.replicas import Replicas
 from inference_svc.server import InferenceServer
-from inference_svc.service import ServerFacts
 from inference_svc.store_access import StoreAccess, read_store_access
 from inference_svc.store_client import ImageClient, NoStore
 from inference_svc.store_recipe import ImageClientRecipe

@@ -105,7 +105,7 @@ def test_grpc_stops_at_the_transport() -> None:
 def test_http_stays_in_its_package_and_knows_no_grpc() -> None:
     """However its modules are named."""
     for name, path in modules().items():
-        is_front = starts(name, "inference_svc.http")
+        is_front = starts(name, "inference_svc.api.http")
         for imported in imports(path):
             assert is_front or not starts(imported, *HTTP), f"{name} imports {imported}"
             assert not is_front or not GRPC.search(imported), f"{name} imports {imported}"

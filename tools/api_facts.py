@@ -18,7 +18,7 @@ from adapter_store import errors as store_errors
 from adapter_store.api import status as store_status
 from inference_svc import access as inference_access
 from inference_svc import errors as inference_errors
-from inference_svc import status as inference_status
+from inference_svc.api.grpc import status as inference_status
 from loadout import calls
 
 _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from inference_svc.load import REFUSED_HEADER
+from inference_svc.api.load_report import REFUSED_HEADER
 from loadout.inference.v1 import inference_pb2
 from loadout.routing import ADAPTER_HEADER
 from tests.adapter_store.certificates import Authority

@@ -7,7 +7,7 @@ import pytest
 from adapter_store import server as store_server
 from adapter_store.api import status as store_status
 from inference_svc import server as inference_server
-from inference_svc import status as inference_status
+from inference_svc.api.grpc import status as inference_status
 from loadout.health.__main__ import parse_arguments
 from tests.deploy.manifests import Object, Workload
 from tests.deploy.test_settings import settings  # noqa: F401 (a fixture)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.api.service import ServerFacts
 from inference_svc.config import Config, Machine, ModelFacts, resolve
 from inference_svc.core import (
     Call,
@@ -40,7 +41,6 @@ from inference_svc.core import (
 from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
 from inference_svc.server import InferenceServer
-from inference_svc.service import ServerFacts
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from tests.inference_svc.serving import MAX_MODEL_LEN, NameStore, Running

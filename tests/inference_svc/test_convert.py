@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc import convert
-from inference_svc.calls import GenerateCall
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.grpc import convert
 from inference_svc.core import (
     FinishReason,
     SamplingParams,

@@ -6,8 +6,8 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
+from inference_svc.api.load_report import LOAD_HEADER, load_report
 from inference_svc.config import Config
-from inference_svc.load import LOAD_HEADER, load_report
 from loadout import routing
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.routing import Load, read_load

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from inference_svc.api.sampling import NUM_SEEDS, checked_sampling, random_seed
 from inference_svc.core import SamplingParams
 from inference_svc.errors import InvalidRequest
-from inference_svc.sampling import NUM_SEEDS, checked_sampling, random_seed
 
 VOCAB = 100
 FLOATS = (

@@ -10,13 +10,13 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc import status
 from inference_svc.adapters.slots import EvictionReason
+from inference_svc.api.grpc import status
+from inference_svc.api.http.errors import ANSWERS, PROTOCOL
 from inference_svc.config import Config
 from inference_svc.engine_metrics import Snapshot
 from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
 from inference_svc.histogram import STEP_BOUNDS_S
-from inference_svc.http.statuses import ANSWERS, PROTOCOL
 from inference_svc.metric_definitions import DEFINITIONS, Kind
 from inference_svc.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
 from inference_svc.snapshots import MAX_NAMES, MAX_RESIDENTS

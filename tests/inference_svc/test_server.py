@@ -11,9 +11,9 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_svc import errors
+from inference_svc.api.grpc.status import CODES
 from inference_svc.config import Config
 from inference_svc.server import SERVICE, InferenceServer
-from inference_svc.status import CODES
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.inference_svc.serving import (
     LAYOUT,

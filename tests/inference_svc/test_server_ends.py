@@ -5,8 +5,8 @@ import asyncio
 import grpc
 
 from inference_svc import heartbeat
+from inference_svc.api.grpc.status import QUIET_SECONDS
 from inference_svc.server import SERVICE
-from inference_svc.status import QUIET_SECONDS
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from tests.inference_svc.serving import NOT_SERVING, SERVING, Running, digest_of, error_of, until

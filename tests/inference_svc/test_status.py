@@ -9,9 +9,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.api.grpc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
+from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.load import LOAD_HEADER, REFUSED_HEADER
-from inference_svc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 
@@ -122,7 +122,7 @@ def test_no_retry_info_without_a_time_to_come_back() -> None:
 def test_the_unknown_answers_a_fixed_text_and_is_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.ERROR, "inference_svc.status"):
+    with caplog.at_level(logging.ERROR, "inference_svc.api.grpc.status"):
         seen, ends = ask(error)
     assert [e.code() for e in seen] == [grpc.StatusCode.INTERNAL] * 2
     assert [e.details() for e in seen] == [INTERNAL_MESSAGE] * 2

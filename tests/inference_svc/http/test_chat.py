@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from inference_svc.api.http.chat import ChatTeller
 from inference_svc.core import TokenLogprobs
-from inference_svc.http.chat import ChatTeller
 from inference_svc.text.pieces import Pieces
 from tests.inference_svc.http.conftest import Front
 

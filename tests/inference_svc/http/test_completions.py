@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from inference_svc.api.http.completions import CompletionTeller
 from inference_svc.core import SamplingParams, TokenLogprobs
-from inference_svc.http.completions import CompletionTeller
 from inference_svc.text.pieces import Pieces
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import digest_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.http import connections
+from inference_svc.api.http import connections
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import until
 

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from inference_svc import errors
-from inference_svc.http.chat import ChatBody
-from inference_svc.http.completions import CompletionBody
-from inference_svc.http.reading import MAX_BODY_BYTES, Body
-from inference_svc.http.statuses import ANSWERS, error_object
+from inference_svc.api.http.chat import ChatBody
+from inference_svc.api.http.completions import CompletionBody
+from inference_svc.api.http.errors import ANSWERS, error_object
+from inference_svc.api.http.request import MAX_BODY_BYTES, Body
 from tests.inference_svc.http.conftest import Front
 from tests.inference_svc.serving import digest_of, until
 
@@ -172,7 +172,7 @@ def test_a_body_without_end_is_cut_off(serve_http, path: str) -> None:
 
 
 def test_a_slow_body_is_not_waited_for(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.http.reading.BODY_SECONDS", 0.1)
+    monkeypatch.setattr("inference_svc.api.http.request.BODY_SECONDS", 0.1)
 
     async def slow() -> Any:
         yield b"{"

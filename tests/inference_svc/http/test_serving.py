@@ -11,9 +11,9 @@ import httpx2
 import openai
 import pytest
 
+from inference_svc.api.http.server import HttpServer
+from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import Config
-from inference_svc.http.server import HttpServer
-from inference_svc.load import LOAD_HEADER
 from inference_svc.tls import CertificateFiles
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy

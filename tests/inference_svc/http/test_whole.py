@@ -67,7 +67,7 @@ def test_others_go_on_while_a_large_answer_is_written(serve_http) -> None:
 
 
 def test_what_a_slow_reader_has_left_is_told_in_slices(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.http.choices.SLICE_TOKENS", 4)
+    monkeypatch.setattr("inference_svc.api.http.choices.SLICE_TOKENS", 4)
 
     async def body(front: Front) -> None:
         # All its tokens arrive at once, as if nobody had read them.
@@ -96,7 +96,7 @@ def test_what_a_slow_reader_has_left_is_told_in_slices(serve_http, monkeypatch: 
 
 
 def test_more_logprobs_than_an_answer_has_are_refused(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.http.bounds.MAX_LOGPROBS_TOLD", 1000)
+    monkeypatch.setattr("inference_svc.api.http.bounds.MAX_LOGPROBS_TOLD", 1000)
     ours = {"ignore_eos": True}
 
     async def body(front: Front) -> None:

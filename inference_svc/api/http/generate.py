@@ -14,26 +14,26 @@ from starlette.responses import Response
 
 from inference_svc import core
 from inference_svc.access import Principal
-from inference_svc.accounts import Account
-from inference_svc.calls import GenerateCall
-from inference_svc.core import SamplingParams
-from inference_svc.http.attending import attend
-from inference_svc.http.bounds import bounded
-from inference_svc.http.choices import run_all, to_usage
-from inference_svc.http.events import DONE, EventStream, to_event, to_json
-from inference_svc.http.fields import GenerationBody
-from inference_svc.http.models import adapter_of, label_of
-from inference_svc.http.reading import (
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.http.attending import attend
+from inference_svc.api.http.bounds import bounded
+from inference_svc.api.http.choices import run_all, to_usage
+from inference_svc.api.http.errors import Names, set_names
+from inference_svc.api.http.fields import GenerationBody
+from inference_svc.api.http.models import adapter_of, label_of
+from inference_svc.api.http.request import (
     REQUEST_ID_HEADER,
     check_request_id,
     read_body,
     recognising,
     request_id_of,
 )
-from inference_svc.http.statuses import Names, set_names
-from inference_svc.http.whole import NO_USAGE, Choice, Teller, WholeAnswer
-from inference_svc.sampling import NUM_SEEDS, checked_sampling
-from inference_svc.service import Service
+from inference_svc.api.http.response import NO_USAGE, Choice, Teller, WholeAnswer
+from inference_svc.api.http.sse import DONE, EventStream, to_event, to_json
+from inference_svc.api.request_record import Account
+from inference_svc.api.sampling import NUM_SEEDS, checked_sampling
+from inference_svc.api.service import Service
+from inference_svc.core import SamplingParams
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 

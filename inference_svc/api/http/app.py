@@ -12,18 +12,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inference_svc.access import Action
+from inference_svc.api.http.adapters import Adapters
+from inference_svc.api.http.chat import ChatBody, ChatCompletions
+from inference_svc.api.http.completions import CompletionBody, Completions
+from inference_svc.api.http.errors import answer_error
+from inference_svc.api.http.generate import Generating
+from inference_svc.api.http.middleware import Counting
+from inference_svc.api.http.models import Models
+from inference_svc.api.http.request import recognising
+from inference_svc.api.service import Service
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.errors import InferenceError
-from inference_svc.http.adapters import Adapters
-from inference_svc.http.chat import ChatBody, ChatCompletions
-from inference_svc.http.completions import CompletionBody, Completions
-from inference_svc.http.counting import Counting
-from inference_svc.http.generate import Generating
-from inference_svc.http.models import Models
-from inference_svc.http.reading import recognising
-from inference_svc.http.statuses import answer_error
 from inference_svc.metrics import Metrics
-from inference_svc.service import Service
 from inference_svc.text.pieces import Pieces, Vocabulary
 from inference_svc.tracing import Tracing
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference_svc.api.http.errors import CLIENT_GONE, error_of, is_known, status_of
+from inference_svc.api.http.request import REQUEST_ID_HEADER
+from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.http.reading import REQUEST_ID_HEADER
-from inference_svc.http.statuses import CLIENT_GONE, error_of, is_known, status_of
-from inference_svc.load import LOAD_HEADER
 from inference_svc.spans import CANCELLED, OpenSpan, enter
 from inference_svc.tracing import Tracing
 

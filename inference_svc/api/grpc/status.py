@@ -15,9 +15,9 @@ from grpc_health.v1 import health, health_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
+from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.gate import Gate
-from inference_svc.load import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.tracing import Tracing, begin_call, end_call
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import cast
 
 import uvicorn
 
+from inference_svc.api.http.connections import Connection, Room, max_connections, prepare
+from inference_svc.api.http.middleware import Counting
 from inference_svc.config import split_address
-from inference_svc.http.connections import Connection, Room, max_connections, prepare
-from inference_svc.http.counting import Counting
 from inference_svc.tls import CertificateFiles, renewing_context
 
 MAX_HEADER_BYTES = 64 << 10

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from inference_svc import errors
-from inference_svc.http.refusing import UnreadRefusal
+from inference_svc.api.http.refusing import UnreadRefusal
 
 CLIENT_GONE = 499
 """Never sent: what is counted where the client left before it had an answer."""

@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inference_svc.api.http.attending import attend
+from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_error, set_left
 from inference_svc.errors import InferenceError
-from inference_svc.http.attending import attend
-from inference_svc.http.statuses import INTERNAL, Names, error_object, set_error, set_left
 
 log = logging.getLogger(__name__)
 

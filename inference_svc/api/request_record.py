@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc import spans
 from inference_svc.access import Principal
+from inference_svc.api.request_trace import GenerationTrace
 from inference_svc.core import FinishReason, Request, Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
 from inference_svc.generation import Delta
-from inference_svc.generation_trace import GenerationTrace
 from inference_svc.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.names import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt

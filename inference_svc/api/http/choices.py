@@ -9,10 +9,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from inference_svc.accounts import Account
+from inference_svc.api.request_record import Account
+from inference_svc.api.service import Service
 from inference_svc.core import FinishReason, Request, Usage
 from inference_svc.generation import Delta
-from inference_svc.service import Service
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",

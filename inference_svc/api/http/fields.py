@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from inference_svc.calls import MAX_ID_CHARS
+from inference_svc.api.generate_call import MAX_ID_CHARS
+from inference_svc.api.http.request import Body
+from inference_svc.api.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, MIN_TEMPERATURE, random_seed
 from inference_svc.core import SamplingParams
 from inference_svc.errors import InvalidRequest
-from inference_svc.http.reading import Body
-from inference_svc.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, MIN_TEMPERATURE, random_seed
 
 MAX_CHOICES = 128
 """Of one request: of all its prompts together."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inference_svc.api.http.sse import to_json
 from inference_svc.core import FinishReason, TokenLogprobs, Usage
 from inference_svc.generation import Delta
-from inference_svc.http.events import to_json
 
 PART_BYTES = 64 << 10
 """Sent at once."""

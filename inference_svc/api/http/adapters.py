@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from inference_svc.http.attending import attend
-from inference_svc.http.reading import Body, read_body, recognising
-from inference_svc.http.statuses import set_names
+from inference_svc.api.http.attending import attend
+from inference_svc.api.http.errors import set_names
+from inference_svc.api.http.request import Body, read_body, recognising
+from inference_svc.api.service import Service
 from inference_svc.registry import Source
-from inference_svc.service import Service
 
 MAX_REF_CHARS = 512
 MAX_PATH_CHARS = 4096

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from inference_svc.access import Action, Principal
-from inference_svc.accounts import Account, Accounts
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.request_record import Account, Accounts
+from inference_svc.api.request_trace import begin_generation
 from inference_svc.audit import AUDITED, Audit, AuditLine
-from inference_svc.calls import GenerateCall
 from inference_svc.core import Request
 from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
 from inference_svc.frontend import Frontend
 from inference_svc.gate import Gate, Metadata, bearer_token
 from inference_svc.generation import Delta
-from inference_svc.generation_trace import begin_generation
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source

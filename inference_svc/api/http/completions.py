@@ -7,15 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Field, PlainValidator
 
+from inference_svc.api.http.chat import MIN_LOGPROB
+from inference_svc.api.http.choices import FINISH_REASONS
+from inference_svc.api.http.errors import Names
+from inference_svc.api.http.fields import MAX_CHOICES, GenerationBody
+from inference_svc.api.http.response import Choice
+from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
-from inference_svc.http.chat import MIN_LOGPROB
-from inference_svc.http.choices import FINISH_REASONS
-from inference_svc.http.fields import MAX_CHOICES, GenerationBody
-from inference_svc.http.statuses import Names
-from inference_svc.http.whole import Choice
-from inference_svc.sampling import MAX_LOGPROBS
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 

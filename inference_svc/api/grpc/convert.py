@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from inference_svc.calls import MAX_ID_CHARS, GenerateCall
+from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall
+from inference_svc.api.sampling import checked_sampling, random_seed
 from inference_svc.core import (
     FinishReason,
     SamplingParams,
@@ -19,7 +20,6 @@ from inference_svc.engine_status import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.generation import Delta
 from inference_svc.names import Binding
-from inference_svc.sampling import checked_sampling, random_seed
 from inference_svc.text.prompt import ChatMessage, Prompt
 from loadout.inference.v1 import inference_pb2 as pb
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from inference_svc.api.http.errors import set_known, set_read
+from inference_svc.api.service import Caller
 from inference_svc.errors import InferenceError, InvalidRequest, Unauthenticated
-from inference_svc.http.statuses import set_known, set_read
-from inference_svc.service import Caller
 
 MAX_BODY_BYTES = 4 << 20
 """As of a message over gRPC."""

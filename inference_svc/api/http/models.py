@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from inference_svc.access import Action, Principal
+from inference_svc.api.http.attending import attend
+from inference_svc.api.http.errors import set_names
+from inference_svc.api.http.request import recognising
+from inference_svc.api.service import ServerFacts, Service
 from inference_svc.errors import InferenceError, InvalidRequest, StoreUnavailable
-from inference_svc.http.attending import attend
-from inference_svc.http.reading import recognising
-from inference_svc.http.statuses import set_names
 from inference_svc.names import Binding
 from inference_svc.refs import short_name
-from inference_svc.service import ServerFacts, Service
 
 Card: TypeAlias = dict[str, Any]
 
