@@ -25,18 +25,18 @@ from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.errors import InferenceError
-from inference_svc.frontend import EngineHandle, Frontend
+from inference_svc.frontend.async_engine import EngineHandle, Frontend
+from inference_svc.frontend.watchdog import follow_engine
 from inference_svc.gate import Gate
-from inference_svc.heartbeat import follow_engine
-from inference_svc.metrics import Metrics
+from inference_svc.metrics.metrics import Metrics
+from inference_svc.metrics.snapshots import Snapshots
+from inference_svc.metrics.store import ReplicaCollector
 from inference_svc.metrics_server import MetricsServer
 from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.replicas import Replicas
-from inference_svc.snapshots import Snapshots
 from inference_svc.store_access import NO_ACCESS, StoreAccess
-from inference_svc.store_metrics import ReplicaCollector
 from inference_svc.store_site import StoreSite
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary

@@ -13,8 +13,8 @@ import typer.main
 
 from adapter_store.config import Settings
 from adapter_store.metrics import definitions as store_metrics
-from inference_svc import metric_definitions as inference_metrics
 from inference_svc.config import Config
+from inference_svc.metrics import definitions as inference_metrics
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2

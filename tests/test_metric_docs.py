@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 from adapter_store.metrics import definitions as store
-from inference_svc import metric_definitions as inference
+from inference_svc.metrics import definitions as inference
 from tools.metric_docs import PATH, render
 
 LEGAL = re.compile(r"[a-z_:][a-z0-9_:]*")

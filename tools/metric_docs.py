@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adapter_store.metrics import definitions as store
-from inference_svc import metric_definitions as inference
+from inference_svc.metrics import definitions as inference
 
 PATH = Path(__file__).parent.parent / "docs" / "metrics.md"
 

@@ -17,8 +17,8 @@ from inference_svc.access import Principal
 from inference_svc.api.request_trace import GenerationTrace
 from inference_svc.core import FinishReason, Request, Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
-from inference_svc.generation import Delta
-from inference_svc.metrics import CANCELLED, Metrics, RequestEnd
+from inference_svc.frontend.output_stream import Delta
+from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.names import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
 

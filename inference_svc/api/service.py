@@ -18,9 +18,9 @@ from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.core import Request
 from inference_svc.engine_status import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
-from inference_svc.frontend import Frontend
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.output_stream import Delta
 from inference_svc.gate import Gate, Metadata, bearer_token
-from inference_svc.generation import Delta
 from inference_svc.names import Binding, Directory
 from inference_svc.refs import parse_ref
 from inference_svc.registry import AdapterPage, Registry, Source

@@ -23,13 +23,13 @@ from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
 from inference_svc.engine.machine import cpu_name
 from inference_svc.engine_details import EngineDetails, MemoryDetails
-from inference_svc.frontend import Frontend
-from inference_svc.metrics import Metrics
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.metrics.metrics import Metrics
+from inference_svc.metrics.snapshots import MAX_NAMES
 from inference_svc.names import Directory
 from inference_svc.processors import usable_processors
 from inference_svc.replicas import Replicas
 from inference_svc.scrub import Scrub
-from inference_svc.snapshots import MAX_NAMES
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_times import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import ANSWERS, CLIENT_GONE
-from inference_svc.busiest import BASE, FORMER, OTHER
 from inference_svc.errors import InferenceError
-from inference_svc.gateway_metrics import _LEVELS as LEVELS
 from inference_svc.histogram import IDLE_BOUNDS_S
+from inference_svc.metrics.gateway import _LEVELS as LEVELS
+from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
 from tests.deploy.rules import rules

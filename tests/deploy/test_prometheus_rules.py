@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from adapter_store.metrics.definitions import SECTIONS as STORE_SECTIONS
-from inference_svc.metric_definitions import SECTIONS as INFERENCE_SECTIONS
+from inference_svc.metrics.definitions import SECTIONS as INFERENCE_SECTIONS
 from tests.deploy.manifests import ROOT, overlay
 from tests.deploy.rules import UNIT_TESTS, Rule, groups, metric, rules, selectors, unit_tests
 from tools import prometheus_rule

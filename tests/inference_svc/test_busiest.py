@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from inference_svc.busiest import (
+from inference_svc.metrics.top_adapters import (
     BASE,
     FORMER,
     MAX_MOVES,

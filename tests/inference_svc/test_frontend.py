@@ -17,8 +17,8 @@ from inference_svc.core import (
     StepTrace,
 )
 from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
-from inference_svc.frontend import Frontend
-from inference_svc.generation import Delta
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.output_stream import Delta
 from tests.inference_svc import serving
 
 until = partial(serving.until, timeout_s=5.0)
@@ -79,7 +79,7 @@ def test_a_regular_stop_token_is_no_part_of_the_text(engine, tokenizers) -> None
 
     async def body() -> None:
         from inference_svc.core import Output, Usage
-        from inference_svc.generation import Generation
+        from inference_svc.frontend.output_stream import Generation
 
         request = make_request(tokenizer, "abc")
         generation = Generation(request, tokenizer)

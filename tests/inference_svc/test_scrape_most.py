@@ -14,12 +14,12 @@ from inference_svc.adapters.slots import EvictionReason
 from inference_svc.api.grpc import status
 from inference_svc.api.http.errors import ANSWERS, PROTOCOL
 from inference_svc.config import Config
-from inference_svc.engine_metrics import Snapshot
 from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
 from inference_svc.histogram import STEP_BOUNDS_S
-from inference_svc.metric_definitions import DEFINITIONS, Kind
-from inference_svc.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
-from inference_svc.snapshots import MAX_NAMES, MAX_RESIDENTS
+from inference_svc.metrics.definitions import DEFINITIONS, Kind
+from inference_svc.metrics.engine import Snapshot
+from inference_svc.metrics.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
+from inference_svc.metrics.snapshots import MAX_NAMES, MAX_RESIDENTS
 from loadout.inference.v1 import inference_pb2
 from tests.inference_svc.test_scrape_size import MAX_SERIES
 

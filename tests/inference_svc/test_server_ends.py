@@ -4,8 +4,8 @@ import asyncio
 
 import grpc
 
-from inference_svc import heartbeat
 from inference_svc.api.grpc.status import QUIET_SECONDS
+from inference_svc.frontend import watchdog
 from inference_svc.server import SERVICE
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -50,17 +50,17 @@ def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
 
 
 def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "ASK_SECONDS", 0.01)
 
     async def body(running: Running) -> None:
         ended = asyncio.create_task(running.server.run(running.stop))
         assert (await running.health_of(), await running.health_of(SERVICE)) == (SERVING, SERVING)
-        monkeypatch.setattr(heartbeat, "HANG_SECONDS", 0.1)
+        monkeypatch.setattr(watchdog, "HANG_SECONDS", 0.1)
         running.engine.stuck.set()
         while await running.health_of() == SERVING:
             await asyncio.sleep(0.01)
         assert await running.health_of(SERVICE) == NOT_SERVING
-        monkeypatch.setattr(heartbeat, "HANG_SECONDS", 30.0)
+        monkeypatch.setattr(watchdog, "HANG_SECONDS", 30.0)
         running.engine.stuck.clear()
         while await running.health_of() == NOT_SERVING:
             await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.metrics import definitions as store_definitions
-from inference_svc import metric_definitions as inference_definitions
+from inference_svc.metrics import definitions as inference_definitions
 from loadout.errors import LoadoutError
 from loadout.prometheus import parse
 from tests.together.services import Services

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from adapter_store.metrics import definitions as store
-from inference_svc import metric_definitions as inference
+from inference_svc.metrics import definitions as inference
 from tests.deploy.manifests import ROOT
 from tests.deploy.rules import matchers, metric, rules, selectors
 from tests.together.dashboards import FOLDER, Dashboard

@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from adapter_store.metrics import definitions as store_definitions
-from inference_svc import metric_definitions as inference_definitions
+from inference_svc.metrics import definitions as inference_definitions
 from tests.deploy.manifests import ROOT
 from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render

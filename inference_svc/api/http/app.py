@@ -23,7 +23,7 @@ from inference_svc.api.http.request import recognising
 from inference_svc.api.service import Service
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.errors import InferenceError
-from inference_svc.metrics import Metrics
+from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
 from inference_svc.tracing import Tracing
 

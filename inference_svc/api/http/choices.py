@@ -12,7 +12,7 @@ from typing import Any
 from inference_svc.api.request_record import Account
 from inference_svc.api.service import Service
 from inference_svc.core import FinishReason, Request, Usage
-from inference_svc.generation import Delta
+from inference_svc.frontend.output_stream import Delta
 
 FINISH_REASONS = {
     FinishReason.STOP: "stop",

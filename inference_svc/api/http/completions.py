@@ -15,7 +15,7 @@ from inference_svc.api.http.response import Choice
 from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.errors import InvalidRequest
-from inference_svc.generation import Delta
+from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.http.sse import to_json
 from inference_svc.core import FinishReason, TokenLogprobs, Usage
-from inference_svc.generation import Delta
+from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10
 """Sent at once."""

@@ -16,11 +16,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from inference_svc import histogram
-from inference_svc.busiest import AdapterCounts, BusiestAdapters
 from inference_svc.core import FinishReason, Timings, Usage
-from inference_svc.engine_metrics import EngineCollector, GatewayCollector, Snapshot
 from inference_svc.errors import QueueFull
-from inference_svc.metric_definitions import DEFINITIONS, family
+from inference_svc.metrics.definitions import DEFINITIONS, family
+from inference_svc.metrics.engine import EngineCollector, GatewayCollector, Snapshot
+from inference_svc.metrics.top_adapters import AdapterCounts, BusiestAdapters
 
 BOUNDS_S = {
     "queue_seconds": histogram.QUEUE_BOUNDS_S,

@@ -9,7 +9,7 @@ from itertools import islice, zip_longest
 from prometheus_client.core import Metric
 
 from inference_svc.engine_status import EngineStatus, ResidentAdapter
-from inference_svc.metric_definitions import family, sample
+from inference_svc.metrics.definitions import family, sample
 
 LOADED = "vllm:lora_adapter_loaded"
 MAX_LOADED_SERIES = 2000

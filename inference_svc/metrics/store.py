@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from inference_svc.metric_definitions import family, sample
+from inference_svc.metrics.definitions import family, sample
 from inference_svc.replicas import Replicas
 
 MAX_LABELS = 32

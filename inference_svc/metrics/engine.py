@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
-from inference_svc.gateway_metrics import LOADED, gateway_metrics, residency_series
 from inference_svc.histogram import Histogram
-from inference_svc.metric_definitions import family, sample
+from inference_svc.metrics.definitions import family, sample
+from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series
 
 TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
     "tier_used_bytes": lambda tier: tier.used_bytes,

@@ -9,9 +9,9 @@ from concurrent import futures
 from contextlib import suppress
 
 from inference_svc.access import OPEN
-from inference_svc.engine_metrics import Snapshot
 from inference_svc.errors import InferenceError
-from inference_svc.frontend import Frontend
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.metrics.engine import Snapshot
 from inference_svc.names import Directory
 from inference_svc.refs import short_name
 
