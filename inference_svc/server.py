@@ -32,12 +32,12 @@ from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import Snapshots
 from inference_svc.metrics.store import ReplicaCollector
 from inference_svc.metrics_server import MetricsServer
-from inference_svc.names import Directory, Servable
 from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
-from inference_svc.replicas import Replicas
-from inference_svc.store_access import NO_ACCESS, StoreAccess
-from inference_svc.store_site import StoreSite
+from inference_svc.store.credentials import NO_ACCESS, StoreAccess
+from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.replicas import Replicas
+from inference_svc.store.site import StoreSite
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder

@@ -21,11 +21,11 @@ from inference_svc.engine.handle import EngineThread
 from inference_svc.engine.handle_process import EngineProcess
 from inference_svc.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.replicas import Replicas
 from inference_svc.server import InferenceServer
-from inference_svc.store_access import StoreAccess, read_store_access
-from inference_svc.store_client import ImageClient, NoStore
-from inference_svc.store_recipe import ImageClientRecipe
+from inference_svc.store.client import ImageClient, NoStore
+from inference_svc.store.credentials import StoreAccess, read_store_access
+from inference_svc.store.recipe import ImageClientRecipe
+from inference_svc.store.replicas import Replicas
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")

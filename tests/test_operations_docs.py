@@ -18,7 +18,7 @@ from bench.models import NAME as BENCH_NAME
 from bench.models import SHAPES
 from inference_svc.adapters.layout import build_layout
 from inference_svc.model.geometry import load_geometry
-from inference_svc.store_convert import from_layout
+from inference_svc.store.convert import from_layout
 from tools import sizing, sizing_docs
 from tools.sizing_docs import PATH
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from inference_svc.core import Request, SamplingParams
-from inference_svc.names import Binding
+from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
 
 MAX_ID_CHARS = 256

@@ -19,7 +19,7 @@ from inference_svc.core import FinishReason, Request, Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
-from inference_svc.names import Binding
+from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
 
 log = logging.getLogger("inference_svc.requests")

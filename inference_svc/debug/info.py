@@ -26,10 +26,10 @@ from inference_svc.engine_details import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import MAX_NAMES
-from inference_svc.names import Directory
 from inference_svc.processors import usable_processors
-from inference_svc.replicas import Replicas
 from inference_svc.scrub import Scrub
+from inference_svc.store.directory import Directory
+from inference_svc.store.replicas import Replicas
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from inference_svc.access import OPEN
 from inference_svc.errors import InferenceError
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.metrics.engine import Snapshot
-from inference_svc.names import Directory
 from inference_svc.refs import short_name
+from inference_svc.store.directory import Directory
 
 ANSWER_SECONDS = 2.0
 """An engine in a longer step is shown as it was at the last scrape, with its age."""

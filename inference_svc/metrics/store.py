@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from inference_svc.metrics.definitions import family, sample
-from inference_svc.replicas import Replicas
+from inference_svc.store.replicas import Replicas
 
 MAX_LABELS = 32
 """Replicas shown by address; what more there are is shown together."""

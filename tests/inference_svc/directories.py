@@ -9,8 +9,8 @@ from inference_svc.errors import (
     AdapterNotFound,
     StoreUnavailable,
 )
-from inference_svc.name_cache import AdapterRecord
-from inference_svc.names import Directory, NameEvent, Servable
+from inference_svc.store.directory import Directory, NameEvent, Servable
+from inference_svc.store.name_cache import AdapterRecord
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 

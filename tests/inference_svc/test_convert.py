@@ -17,7 +17,7 @@ from inference_svc.core import (
 from inference_svc.engine_status import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
-from inference_svc.names import Binding
+from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage
 from loadout.inference.v1 import inference_pb2 as pb
 

@@ -12,8 +12,8 @@ from inference_svc.errors import (
     InvalidRequest,
     StoreUnavailable,
 )
-from inference_svc.name_cache import AdapterRecord, LayoutVerdict
-from inference_svc.names import Directory, NameEvent, Servable
+from inference_svc.store.directory import Directory, NameEvent, Servable
+from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
 from tests.inference_svc.directories import UPPER, A, B, make, run
 
 
@@ -301,7 +301,7 @@ def test_without_a_store_every_adapter_is_unknown() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.name_cache.MAX_ENTRIES", 3)
+    monkeypatch.setattr("inference_svc.store.name_cache.MAX_ENTRIES", 3)
     catalog, directory, _ = make()
     names = [f"default/n{i}" for i in range(5)]
     catalog.records = {name: replace(UPPER, name=name) for name in names}

@@ -9,8 +9,8 @@ from inference_svc.access import OPEN, Principal, Role
 from inference_svc.errors import (
     AdapterNotFound,
 )
-from inference_svc.names import NameEvent
-from inference_svc.owners import GRACE_SECONDS
+from inference_svc.store.directory import NameEvent
+from inference_svc.store.ownership import GRACE_SECONDS
 from tests.inference_svc.directories import UPPER, A, B, make, run
 
 

@@ -9,7 +9,7 @@ from inference_svc.access import OPEN
 from inference_svc.errors import (
     StoreUnavailable,
 )
-from inference_svc.names import NameEvent
+from inference_svc.store.directory import NameEvent
 from tests.inference_svc.directories import UPPER, A, B, make, run
 
 
@@ -52,7 +52,7 @@ def test_an_unreachable_store_is_not_asked_for_every_request() -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.names.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("inference_svc.store.directory.PATIENCE_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_svc import owners
-from inference_svc.owners import GRACE_SECONDS, Owners
+from inference_svc.store import ownership
+from inference_svc.store.ownership import GRACE_SECONDS, Owners
 
 
 def test_a_claim_is_one_of_a_name_for_a_digest() -> None:

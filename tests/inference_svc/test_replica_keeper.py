@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from inference_svc import replica_keeper
-from inference_svc.replica_keeper import ReplicaKeeper, resolve
-from inference_svc.replicas import Endpoint, Replicas
+from inference_svc.store import replica_monitor
+from inference_svc.store.replica_monitor import ReplicaKeeper, resolve
+from inference_svc.store.replicas import Endpoint, Replicas
 from tests.inference_svc import serving
 
 until = partial(serving.until, timeout_s=20.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.replicas import (
+from inference_svc.store.replicas import (
     FIRST_BACKOFF_S,
     FORGET_S,
     MAX_BACKOFF_S,

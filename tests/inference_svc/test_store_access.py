@@ -9,7 +9,7 @@ import pytest
 
 from inference_svc.config import Config
 from inference_svc.errors import PermissionDenied
-from inference_svc.store_access import StoreAccess, TokenFile, read_store_access
+from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
 from tests.adapter_store.certificates import Authority
 
 TOKEN = "c2VjcmV0LW9mLXRoaXM"

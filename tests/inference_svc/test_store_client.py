@@ -25,11 +25,11 @@ from inference_svc.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
-from inference_svc.name_cache import AdapterRecord, LayoutVerdict
-from inference_svc.registry import Source
-from inference_svc.replicas import Replicas
-from inference_svc.store_access import StoreAccess, TokenFile
-from inference_svc.store_client import CatalogClient, ImageClient
+from inference_svc.store.catalog import Source
+from inference_svc.store.client import CatalogClient, ImageClient
+from inference_svc.store.credentials import StoreAccess, TokenFile
+from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
+from inference_svc.store.replicas import Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, serve, start, until
 

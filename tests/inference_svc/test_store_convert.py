@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.store import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
-from inference_svc.names import NameEvent
-from inference_svc.store_convert import to_event, to_pull_message
+from inference_svc.store.convert import to_event, to_pull_message
+from inference_svc.store.directory import NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 

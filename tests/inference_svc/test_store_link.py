@@ -7,15 +7,15 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_svc import store_client
 from inference_svc.errors import (
     AdapterNotFound,
     StoreUnavailable,
 )
-from inference_svc.names import Directory, NameEvent, Servable
-from inference_svc.replicas import Replicas, rank
-from inference_svc.store_client import CatalogClient
-from inference_svc.store_link import HistoryGone, StoreLink
+from inference_svc.store import client
+from inference_svc.store.client import CatalogClient
+from inference_svc.store.directory import Directory, NameEvent, Servable
+from inference_svc.store.replicas import Replicas, rank
+from inference_svc.store.watch import HistoryGone, StoreLink
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.inference_svc.tiny_store import LAYOUT, TinyStore, serve, start, until
 

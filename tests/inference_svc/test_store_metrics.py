@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from inference_svc.metrics.store import MAX_LABELS, ReplicaCollector
-from inference_svc.replicas import Endpoint, Replicas
+from inference_svc.store.replicas import Endpoint, Replicas
 
 
 def scrape(replicas: Replicas) -> dict[str, float]:

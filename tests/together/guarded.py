@@ -22,8 +22,8 @@ from inference_svc.engine.handle import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
 from inference_svc.start import _facts, model_facts, to_engine_config
-from inference_svc.store_access import read_store_access
-from inference_svc.store_client import ImageClient, NoStore
+from inference_svc.store.client import ImageClient, NoStore
+from inference_svc.store.credentials import read_store_access
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb

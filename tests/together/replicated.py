@@ -13,7 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from inference_svc.replicas import rank
+from inference_svc.store.replicas import rank
 from loadout import Client
 from loadout.demo.process import Process
 from loadout.prometheus import Metrics, scrape

@@ -16,9 +16,9 @@ from inference_svc.adapters.store import ImageTrailer
 from inference_svc.config import Config
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.geometry import load_geometry
-from inference_svc.replicas import Endpoint, Replicas
-from inference_svc.store_access import StoreAccess, read_store_access
-from inference_svc.store_client import CatalogClient, ImageClient
+from inference_svc.store.client import CatalogClient, ImageClient
+from inference_svc.store.credentials import StoreAccess, read_store_access
+from inference_svc.store.replicas import Endpoint, Replicas
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.conftest import Client, Served, serving
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy

@@ -13,7 +13,7 @@ from inference_svc.api.http.attending import attend
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import Body, read_body, recognising
 from inference_svc.api.service import Service
-from inference_svc.registry import Source
+from inference_svc.store.catalog import Source
 
 MAX_REF_CHARS = 512
 MAX_PATH_CHARS = 4096

@@ -17,8 +17,8 @@ from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import recognising
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.errors import InferenceError, InvalidRequest, StoreUnavailable
-from inference_svc.names import Binding
 from inference_svc.refs import short_name
+from inference_svc.store.directory import Binding
 
 Card: TypeAlias = dict[str, Any]
 

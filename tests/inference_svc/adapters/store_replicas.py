@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from inference_svc.replicas import Replicas, rank
-from inference_svc.store_client import ImageClient
+from inference_svc.store.client import ImageClient
+from inference_svc.store.replicas import Replicas, rank
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from tests.inference_svc.adapters.conftest import LAYOUT_ID, TestImage, make_image

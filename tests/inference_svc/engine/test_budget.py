@@ -16,7 +16,7 @@ from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.step_arrays import StepArrays
-from inference_svc.store_client import NoStore
+from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
@@ -174,7 +174,7 @@ from inference_svc.core import Request, SamplingParams, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.memory import resident_bytes
-from inference_svc.store_client import NoStore
+from inference_svc.store.client import NoStore
 fields = json.loads(sys.argv[1])
 config = EngineConfig(**fields | {"model_dir": Path(fields["model_dir"])})
 before = resident_bytes()

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.config import EngineConfig
-from inference_svc.store_client import NoStore
+from inference_svc.store.client import NoStore
 
 
 @pytest.fixture(scope="module")

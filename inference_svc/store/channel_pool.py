@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from inference_svc.replicas import Endpoint, Replicas
-from inference_svc.store_access import StoreAccess
-from inference_svc.store_convert import OUT_OF_ORDER
+from inference_svc.store.convert import OUT_OF_ORDER
+from inference_svc.store.credentials import StoreAccess
+from inference_svc.store.replicas import Endpoint, Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 

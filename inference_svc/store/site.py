@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.names import Directory
-from inference_svc.replica_keeper import ReplicaKeeper
-from inference_svc.replicas import Replicas
-from inference_svc.store_access import StoreAccess
-from inference_svc.store_client import CatalogClient
-from inference_svc.store_link import StoreLink
+from inference_svc.store.client import CatalogClient
+from inference_svc.store.credentials import StoreAccess
+from inference_svc.store.directory import Directory
+from inference_svc.store.replica_monitor import ReplicaKeeper
+from inference_svc.store.replicas import Replicas
+from inference_svc.store.watch import StoreLink
 
 
 class StoreSite:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from inference_svc.access import Principal
 from inference_svc.errors import AdapterNotFound
-from inference_svc.name_cache import AdapterRecord
 from inference_svc.refs import AdapterRef, tenant_of
+from inference_svc.store.name_cache import AdapterRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from inference_svc.name_cache import AdapterRecord
+from inference_svc.store.name_cache import AdapterRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from inference_svc.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
-from inference_svc.name_cache import AdapterRecord, LayoutVerdict
-from inference_svc.names import NameEvent
+from inference_svc.store.directory import NameEvent
+from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from inference_svc.config import split_address
-from inference_svc.replicas import Endpoint, Replicas
+from inference_svc.store.replicas import Endpoint, Replicas
 
 log = logging.getLogger(__name__)
 

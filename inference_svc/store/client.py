@@ -22,14 +22,10 @@ from inference_svc.adapters.store import (
     PullStream,
 )
 from inference_svc.errors import AdapterNotFound, InferenceError, StoreUnavailable
-from inference_svc.name_cache import AdapterRecord
-from inference_svc.names import NameEvent
-from inference_svc.registry import AdapterPage, Source
-from inference_svc.replicas import Endpoint, Replicas
 from inference_svc.spans import outgoing
-from inference_svc.store_access import NO_ACCESS, Metadata, StoreAccess
-from inference_svc.store_channels import Line, Lines
-from inference_svc.store_convert import (
+from inference_svc.store.catalog import AdapterPage, Source
+from inference_svc.store.channel_pool import Line, Lines
+from inference_svc.store.convert import (
     from_layout,
     is_about,
     to_error,
@@ -38,7 +34,11 @@ from inference_svc.store_convert import (
     to_record,
     to_refusal,
 )
-from inference_svc.store_link import HistoryGone
+from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess
+from inference_svc.store.directory import NameEvent
+from inference_svc.store.name_cache import AdapterRecord
+from inference_svc.store.replicas import Endpoint, Replicas
+from inference_svc.store.watch import HistoryGone
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 ANSWER_SECONDS = 5.0

@@ -9,9 +9,9 @@ from typing import Any
 from inference_svc.config import Config
 from inference_svc.engine.child import ChildStore
 from inference_svc.log import configure_logging
-from inference_svc.replicas import Replicas
-from inference_svc.store_access import StoreAccess, read_store_access
-from inference_svc.store_client import ImageClient, NoStore
+from inference_svc.store.client import ImageClient, NoStore
+from inference_svc.store.credentials import StoreAccess, read_store_access
+from inference_svc.store.replicas import Replicas
 
 
 class RemoteImages(ImageClient):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import InferenceError, StoreUnavailable
-from inference_svc.names import Directory, NameEvent
+from inference_svc.store.directory import Directory, NameEvent
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from inference_svc.errors import (
     InferenceError,
     StoreUnavailable,
 )
-from inference_svc.name_cache import AdapterRecord, CachedName, NameCache
-from inference_svc.owners import Owners
-from inference_svc.questions import Question
 from inference_svc.refs import parse_ref, tenant_of
+from inference_svc.store.name_cache import AdapterRecord, CachedName, NameCache
+from inference_svc.store.ownership import Owners
+from inference_svc.store.questions import Question
 
 LIVE_SECONDS = 2.0
 """The watch speaks every second; silent for longer it counts as lost, and names are asked for."""
