@@ -28,9 +28,9 @@ from inference_svc.core import (
     Usage,
 )
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
-from inference_svc.engine.handle_process import EngineProcess
-from inference_svc.engine_status import EngineStatus
+from inference_svc.engine.process import EngineProcess
+from inference_svc.engine.status_types import EngineStatus
+from inference_svc.engine.thread import EngineThread
 
 CALL_TIMEOUT_S = 600.0
 DOORS = ("thread", "process")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from inference_svc.engine_status import HistogramState
+from inference_svc.engine.status_types import HistogramState
 
 _DECADES_S = tuple(
     base * scale for scale in (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0) for base in (1, 2, 5)

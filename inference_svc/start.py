@@ -17,9 +17,9 @@ from inference_svc.api.service import ServerFacts
 from inference_svc.config import Config, Machine, ModelFacts, resolve
 from inference_svc.core import StoreNews
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
-from inference_svc.engine.handle_process import EngineProcess
-from inference_svc.memory import resident_bytes
+from inference_svc.engine.process import EngineProcess
+from inference_svc.engine.thread import EngineThread
+from inference_svc.host.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.server import InferenceServer
 from inference_svc.store.client import ImageClient, NoStore

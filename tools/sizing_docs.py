@@ -14,7 +14,7 @@ from typing import Any
 
 from adapter_store.config import Settings
 from inference_svc.config import Config
-from inference_svc.engine.budget import human
+from inference_svc.engine.memory_budget import human
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from inference_svc.adapters.slots import Resident
-from inference_svc.engine_status import HistogramState
+from inference_svc.engine.status_types import HistogramState
 from inference_svc.histogram import IDLE_BOUNDS_S, WAIT_BOUNDS_S, Histogram
 
 

@@ -16,7 +16,7 @@ from inference_svc.api.request_record import Account, Accounts
 from inference_svc.api.request_trace import begin_generation
 from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.core import Request
-from inference_svc.engine_status import EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta

@@ -21,12 +21,12 @@ from inference_svc.access import OPEN
 from inference_svc.config import Config
 from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
-from inference_svc.engine.machine import cpu_name
-from inference_svc.engine_details import EngineDetails, MemoryDetails
+from inference_svc.engine.details import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
+from inference_svc.host.cpus import usable_processors
+from inference_svc.host.device_info import cpu_name
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import MAX_NAMES
-from inference_svc.processors import usable_processors
 from inference_svc.scrub import Scrub
 from inference_svc.store.directory import Directory
 from inference_svc.store.replicas import Replicas

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inference_svc.core import Request
-from inference_svc.engine.pace import Departures, Pace
-from inference_svc.engine.queue import GENERATED_WEIGHT
+from inference_svc.engine.fair_queue import GENERATED_WEIGHT
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
+from inference_svc.engine.throughput import Departures, Pace
 from inference_svc.errors import QueueFull
 
 HOPELESS = 2.0

@@ -17,13 +17,12 @@ from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
 from inference_svc.engine.admission import Admission
-from inference_svc.engine.budget import check_budgets
 from inference_svc.engine.build_model import build_model, native_library
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig, padding_pages
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.examine import Examine
-from inference_svc.engine.machine import machine_name
+from inference_svc.engine.inspect import Examine
+from inference_svc.engine.memory_budget import check_budgets
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.runner import Runner
@@ -32,8 +31,9 @@ from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
+from inference_svc.host.cpus import share_processors, usable_processors
+from inference_svc.host.device_info import machine_name
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.processors import share_processors, usable_processors
 from kernels.attention import KVCache, can_tile, page_bytes
 from kernels.host_memory import return_freed
 from kernels.native.library import Library

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
-from inference_svc.engine.pace import ComputedShare
+from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, page_key, root_key
-from inference_svc.engine.queue import FairQueue
+from inference_svc.engine.throughput import ComputedShare
 
 
 @dataclass(frozen=True, slots=True)

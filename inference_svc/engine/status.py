@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from inference_svc.adapters.prefetch import PrefetchCounters
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import EvictionReason, Slots
-from inference_svc.engine.budget import Budget
+from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
+from inference_svc.engine.status_types import EngineStatus, HistogramState, TierStatus
 from inference_svc.engine.step_times import StepTimes
-from inference_svc.engine_status import EngineStatus, HistogramState, TierStatus
-from inference_svc.memory import resident_bytes
+from inference_svc.host.memory import resident_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inference_svc.engine_status import HistogramState
+from inference_svc.engine.status_types import HistogramState
 from inference_svc.histogram import Histogram
 
 

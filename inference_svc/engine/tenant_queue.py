@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from inference_svc.core import Sequence
-from inference_svc.engine.turns import Turns
+from inference_svc.engine.round_robin import Turns
 
 _serials = itertools.count()
 

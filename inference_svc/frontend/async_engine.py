@@ -29,11 +29,11 @@ from inference_svc.core import (
     StepTrace,
     Submit,
 )
-from inference_svc.engine_details import EngineDetails
-from inference_svc.engine_status import EngineStatus, ResidentAdapter
+from inference_svc.engine.details import EngineDetails
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import Delta, Generation
-from inference_svc.memory import resident_bytes
+from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
+from inference_svc.engine.status_types import (
+    EngineStatus,
+    HistogramState,
+    ResidentAdapter,
+    TierStatus,
+)
 from inference_svc.histogram import Histogram
 from inference_svc.metrics.definitions import family, sample
 from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series

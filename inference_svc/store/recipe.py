@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.config import Config
-from inference_svc.engine.child import ChildStore
+from inference_svc.engine.process_main import ChildStore
 from inference_svc.log import configure_logging
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import StoreAccess, read_store_access

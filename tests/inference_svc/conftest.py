@@ -38,7 +38,7 @@ from inference_svc.core import (
     TokenLogprobs,
     Usage,
 )
-from inference_svc.engine_status import EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
 from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from inference_svc.core import (
     TokenLogprobs,
     Usage,
 )
-from inference_svc.engine_status import ResidentAdapter
+from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.memory import available_bytes, resident_bytes
+from inference_svc.host.memory import available_bytes, resident_bytes
 
 GIB = 1 << 30
 

@@ -8,7 +8,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.core import Timings, Usage
-from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
+from inference_svc.engine.status_types import (
+    EngineStatus,
+    HistogramState,
+    ResidentAdapter,
+    TierStatus,
+)
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot
 from inference_svc.metrics.gateway import MAX_LISTED_NAMES, MAX_LOADED_SERIES

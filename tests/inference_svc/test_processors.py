@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.processors import share_processors, usable_processors
+from inference_svc.host.cpus import share_processors, usable_processors
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,12 @@ from inference_svc.adapters.slots import EvictionReason
 from inference_svc.api.grpc import status
 from inference_svc.api.http.errors import ANSWERS, PROTOCOL
 from inference_svc.config import Config
-from inference_svc.engine_status import EngineStatus, HistogramState, ResidentAdapter, TierStatus
+from inference_svc.engine.status_types import (
+    EngineStatus,
+    HistogramState,
+    ResidentAdapter,
+    TierStatus,
+)
 from inference_svc.histogram import STEP_BOUNDS_S
 from inference_svc.metrics.definitions import DEFINITIONS, Kind
 from inference_svc.metrics.engine import Snapshot

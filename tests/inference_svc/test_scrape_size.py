@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.access import OPEN
 from inference_svc.core import Timings, Usage
-from inference_svc.engine_status import ResidentAdapter
+from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.metrics.metrics import MAX_ADAPTERS, RequestEnd
 from tests.inference_svc.directories import UPPER, A, make, run
 from tests.inference_svc.serving import Running

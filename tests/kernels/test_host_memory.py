@@ -1,6 +1,6 @@
 import gc
 
-from inference_svc.memory import resident_bytes
+from inference_svc.host.memory import resident_bytes
 from kernels.host_memory import Slab, allocate_host
 
 MIB = 1 << 20

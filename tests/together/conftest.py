@@ -11,7 +11,7 @@ import pytest
 
 from inference_svc.core import LayoutAccepted
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from tests.otlp import Receiver
 from tests.together.engines import CompilingStore, Running
 from tests.together.observed import ENVIRONMENT, Observed

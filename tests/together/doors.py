@@ -9,8 +9,8 @@ from typing import Any
 
 from inference_svc.core import LayoutAccepted, StoreNews
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
-from inference_svc.engine.handle_process import EngineProcess
+from inference_svc.engine.process import EngineProcess
+from inference_svc.engine.thread import EngineThread
 from tests.together.engines import CompilingStore, Running
 
 

@@ -34,7 +34,7 @@ from inference_svc.core import (
     StepOutputs,
     Submit,
 )
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 

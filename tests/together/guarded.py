@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.config import Config, Machine, resolve
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
 from inference_svc.start import _facts, model_facts, to_engine_config

@@ -12,7 +12,7 @@ import pytest
 
 from inference_svc.core import Cancel, FinishReason, Request, SamplingParams, Submit
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, Draining, QueueFull
 from tests.together.engines import CompilingStore
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from inference_svc.core import Call, Command, LayoutAccepted
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import EngineFailed
 from tests.together.engines import CompilingStore, Running
 

@@ -17,7 +17,7 @@ import pytest
 
 from inference_svc.core import Command
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle_process import EngineProcess
+from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from tests.together.doors import Recipe, open_door
 

@@ -9,7 +9,7 @@ import pytest
 from inference_svc.adapters.load_times import LoadSource
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.slots import EvictionReason
-from inference_svc.engine_status import HistogramState
+from inference_svc.engine.status_types import HistogramState
 from tests.inference_svc.engine.world import World
 
 

@@ -31,11 +31,11 @@ from inference_svc.engine.admission import (
 )
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.pace import Pace
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
+from inference_svc.engine.throughput import Pace
 from tests.inference_svc.engine.server import Server
 from tests.inference_svc.engine.world import World
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.engine.budget import Budget, Line, human, plan_budgets
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
 from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.step_arrays import StepArrays
@@ -173,7 +173,7 @@ from pathlib import Path
 from inference_svc.core import Request, SamplingParams, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
-from inference_svc.memory import resident_bytes
+from inference_svc.host.memory import resident_bytes
 from inference_svc.store.client import NoStore
 fields = json.loads(sys.argv[1])
 config = EngineConfig(**fields | {"model_dir": Path(fields["model_dir"])})

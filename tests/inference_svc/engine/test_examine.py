@@ -7,7 +7,7 @@ import time
 
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import ImageHeader, Segment
-from inference_svc.engine.examine import Examine, _memory
+from inference_svc.engine.inspect import Examine, _memory
 from tests.inference_svc.engine.world import World
 
 NUM_IMAGES = 2_000

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.core import Request
-from inference_svc.engine.queue import GENERATED_WEIGHT
+from inference_svc.engine.fair_queue import GENERATED_WEIGHT
 from tests.inference_svc.engine.server import NEVER_S, Server
 
 

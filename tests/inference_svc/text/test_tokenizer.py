@@ -84,7 +84,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import inference_svc.start
-from inference_svc.memory import resident_bytes
+from inference_svc.host.memory import resident_bytes
 from inference_svc.text.tokenizer import Tokenizer
 before = resident_bytes()
 tokenizer = Tokenizer(Path(sys.argv[1]))

@@ -21,7 +21,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.store import AdapterStore
 from inference_svc.core import Stop, StoreNews
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.handle import EngineThread
+from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import InferenceError, UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
 

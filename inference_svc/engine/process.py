@@ -23,8 +23,8 @@ from typing import Any, Self
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import Message, StepOutputs, Stop, StoreNews
-from inference_svc.engine.child import Ready, StoreRecipe, encode
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.process_main import Ready, StoreRecipe, encode
 from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
 
@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 END_S = 30.0
 """For a child that was told to stop; one that hangs is killed."""
 # Our own path, so that the child finds what we found, and nothing from where we happen to stand.
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from inference_svc.engine.child import main; main()"
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from inference_svc.engine.process_main import main; main()"
+)
 
 
 class EngineProcess:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from inference_svc.processors import usable_processors
+from inference_svc.host.cpus import usable_processors
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")

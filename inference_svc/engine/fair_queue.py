@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from inference_svc.core import Sequence
+from inference_svc.engine.round_robin import Turns
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
-from inference_svc.engine.turns import Turns
 
 GENERATED_WEIGHT = 2
 """A generated token's share of a step in prompt tokens: it alone reads weights and pages."""

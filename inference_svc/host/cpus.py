@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from inference_svc.cgroups import Group, groups_above
+from inference_svc.host.cgroups import Group, groups_above
 
 
 def usable_processors(root: Path = Path("/")) -> int:

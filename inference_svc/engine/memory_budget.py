@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.engine.config import EngineConfig
-from inference_svc.memory import available_bytes, resident_bytes
+from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.weights import largest_projection_bytes, weights_bytes
 from kernels.attention.native_memory import AttentionShape

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from inference_svc.cgroups import groups_above
+from inference_svc.host.cgroups import groups_above
 
 MEMINFO = Path("proc/meminfo")
 V1_UNLIMITED_BYTES = 1 << 62
