@@ -25,17 +25,17 @@ from bench import results
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.changes import HostCopy, TableClear, TableWrite
-from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
 from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.adapters.store import ImageHeader, Segment
-from inference_svc.engine.captured import CudaRecorder
-from inference_svc.engine.device_model import DeviceModel
-from inference_svc.model.device_step import DeviceStep
+from inference_svc.backends.cuda import DeviceModel
+from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.backends.cuda_inputs import DeviceStep
+from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.layers import Linear, RMSNorm
-from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import LayerWeights, ModelWeights
 from kernels.attention import KVCache
 

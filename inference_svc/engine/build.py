@@ -16,8 +16,8 @@ from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.store import AdapterStore
+from inference_svc.backends.select import build_model, native_library
 from inference_svc.engine.admission import Admission
-from inference_svc.engine.build_model import build_model, native_library
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.config import EngineConfig, padding_pages
 from inference_svc.engine.engine import Engine

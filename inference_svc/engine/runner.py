@@ -7,10 +7,10 @@ import time
 import torch
 
 from inference_svc.adapters.arena import Arena
+from inference_svc.backends.base import StepModel
 from inference_svc.core import Batch, SampledToken
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.sampler import Sampler
-from inference_svc.engine.step_model import StepModel
 
 
 class Runner:

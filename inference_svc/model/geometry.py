@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.config_keys import READ_BY_ARCHITECTURE, check_keys
+from inference_svc.model.architectures import READ_BY_ARCHITECTURE, check_keys
 from inference_svc.model.rope import Rope, parse_rope
 
 # What transformers assumes for a key that config.json leaves out.

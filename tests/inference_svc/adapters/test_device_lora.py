@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout, lora_groups
-from inference_svc.adapters.lora_step import LoraStep, make_lora_step
+from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.backends.cuda_step_block import StepBlock
+from inference_svc.backends.torch_lora import LoraStep, make_lora_step
 from inference_svc.core import BASE_SLOT, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
-from inference_svc.engine.captured import CudaRecorder
-from inference_svc.model.step_block import StepBlock
 from kernels.lora import TableEntry
 from kernels.lora.plan import ITEM_NOTHING, TILE_TOKENS, LoraPlan
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from inference_svc.adapters.native_lora import MAX_KNOWN, NativeLoraOps
+from inference_svc.backends.native_lora import MAX_KNOWN, NativeLoraOps
 from inference_svc.core import BatchRow, Request, SamplingParams, Sequence
 from kernels.lora import LoraGroup
 from kernels.lora.table import LoraTable, TableEntry

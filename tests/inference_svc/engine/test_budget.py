@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_model import NativeModel
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
-from inference_svc.engine.native_model import NativeModel
 from inference_svc.model.geometry import load_geometry
-from inference_svc.model.step_arrays import StepArrays
 from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention

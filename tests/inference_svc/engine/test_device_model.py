@@ -13,17 +13,17 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import build_layout, lora_groups
-from inference_svc.adapters.lora_step import LoraStep
-from inference_svc.engine.captured import Compute, CudaRecorder, captured_sizes
-from inference_svc.engine.device_model import DeviceModel
-from inference_svc.engine.torch_model import TorchModel
-from inference_svc.model.device_step import DeviceStep
+from inference_svc.backends.cuda import DeviceModel
+from inference_svc.backends.cuda_graphs import Compute, CudaRecorder, captured_sizes
+from inference_svc.backends.cuda_inputs import DeviceStep
+from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.backends.torch import TorchModel
+from inference_svc.backends.torch_lora import LoraStep
+from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
-from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
 from kernels.attention import KVCache
 from kernels.attention.triton_ops import MANY_TOKENS

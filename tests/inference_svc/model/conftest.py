@@ -13,15 +13,15 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
+from inference_svc.backends.native import AdapterOps, NativeTransformer
+from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_workspace import Workspace
+from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.lora import Lora
-from inference_svc.model.native import AdapterOps, NativeTransformer
-from inference_svc.model.step_arrays import StepArrays
-from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
-from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.linear import PackedLinear
 from kernels.native.library import NativeOp

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from inference_svc.backends import cuda_inputs
+from inference_svc.backends.cuda_inputs import DeviceStep
+from inference_svc.backends.cuda_step_block import StepBlock
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
-from inference_svc.model import device_step
-from inference_svc.model.device_step import DeviceStep
 from inference_svc.model.inputs import StepInputs
-from inference_svc.model.step_block import StepBlock
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 10, 100, 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference_svc.model.native import MAX_PROGRAMS
+from inference_svc.backends.native import MAX_PROGRAMS
 from kernels.attention.native import rotary_angles_op
 from kernels.native.library import NativeOp
 

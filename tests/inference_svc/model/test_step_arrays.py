@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.backends.native_buffers import StepArrays
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
-from inference_svc.model.step_arrays import StepArrays
 
 PAGE_SIZE = 4
 

@@ -9,23 +9,23 @@ from functools import partial
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.device_lora import DeviceLora
 from inference_svc.adapters.layout import ModelLayout, lora_groups
-from inference_svc.adapters.native_lora import NativeLoraOps
-from inference_svc.engine.captured import CudaRecorder
+from inference_svc.backends.base import StepModel
+from inference_svc.backends.cuda import DeviceModel
+from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.backends.cuda_inputs import DeviceStep
+from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.backends.native import NativeTransformer
+from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_lora import NativeLoraOps
+from inference_svc.backends.native_model import NativeModel
+from inference_svc.backends.native_workspace import Workspace
+from inference_svc.backends.torch import TorchModel
 from inference_svc.engine.config import EngineConfig
-from inference_svc.engine.device_model import DeviceModel
-from inference_svc.engine.native_model import NativeModel
-from inference_svc.engine.step_model import StepModel
-from inference_svc.engine.torch_model import TorchModel
-from inference_svc.model.device_step import DeviceStep
+from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import Linear
-from inference_svc.model.native import NativeTransformer
-from inference_svc.model.step_arrays import StepArrays
-from inference_svc.model.transformer import Transformer
 from inference_svc.model.weights import load_weights
-from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.host_memory import Slab
 from kernels.linear import PackedLinear

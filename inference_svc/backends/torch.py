@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.lora_step import LoraStep, make_lora_step
+from inference_svc.backends.torch_lora import LoraStep, make_lora_step
 from inference_svc.core import Batch
+from inference_svc.model.decoder import Transformer
 from inference_svc.model.inputs import StepInputs
-from inference_svc.model.transformer import Transformer
 from kernels.attention import KVCache
 from kernels.lora import LoraGroup
 

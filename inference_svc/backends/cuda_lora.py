@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.lora_step import LoraStep
+from inference_svc.backends.cuda_step_block import ALIGNMENT_BYTES, StepBlock
+from inference_svc.backends.torch_lora import LoraStep
 from inference_svc.core import BASE_SLOT, BatchRow
-from inference_svc.model.step_block import ALIGNMENT_BYTES, StepBlock
 from kernels.lora import LoraGroup, LoraPlan, LoraSegment
 from kernels.lora.plan import ITEM_TILE, TILE_TOKENS, IntArray, plan_items, plan_segments
 

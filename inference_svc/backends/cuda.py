@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference_svc.adapters.device_lora import DeviceLora
+from inference_svc.backends.cuda_graphs import CapturedSteps, Record, captured_sizes
+from inference_svc.backends.cuda_inputs import DeviceStep
+from inference_svc.backends.cuda_lora import DeviceLora
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
-from inference_svc.engine.captured import CapturedSteps, Record, captured_sizes
-from inference_svc.model.device_step import DeviceStep
-from inference_svc.model.transformer import Transformer
+from inference_svc.model.decoder import Transformer
 from kernels.attention import KVCache
 
 SHORT_TOKENS = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from inference_svc.adapters.native_lora import NativeLoraOps
+from inference_svc.backends.native import NativeTransformer
+from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_lora import NativeLoraOps
 from inference_svc.core import Batch
-from inference_svc.model.native import NativeTransformer
-from inference_svc.model.step_arrays import StepArrays
 
 
 class NativeModel:

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_workspace import Workspace
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import RMSNorm
-from inference_svc.model.step_arrays import StepArrays
 from inference_svc.model.weights import LayerWeights, ModelWeights
-from inference_svc.model.workspace import Workspace
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
 from kernels.attention.native_memory import AttentionScratch, AttentionShape

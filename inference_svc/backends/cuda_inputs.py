@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from inference_svc.backends.cuda_step_block import ALIGNMENT_BYTES, StepBlock
+from inference_svc.backends.native_buffers import StepArrays
 from inference_svc.core import Batch
 from inference_svc.model.inputs import StepInputs
-from inference_svc.model.step_arrays import StepArrays
-from inference_svc.model.step_block import ALIGNMENT_BYTES, StepBlock
 from kernels.attention import AttentionPlan
 from kernels.attention.plan import TILE_QUERIES, query_tiles
 
