@@ -26,9 +26,9 @@ from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.changes import HostCopy, TableClear, TableWrite
 from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
 from inference_svc.adapters.slots import Resident, Slots
-from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.backends.cuda import DeviceModel
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.backends.cuda_inputs import DeviceStep

@@ -18,8 +18,7 @@ from adapter_store import core as store_core
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
-from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.store import (
+from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -27,6 +26,7 @@ from inference_svc.adapters.store import (
     PullMessage,
     Segment,
 )
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 CHUNK_BYTES = 512 << 10

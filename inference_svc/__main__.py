@@ -32,7 +32,7 @@ def main() -> int:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     # Only now: it loads torch, which `--help` and mistyped flags need not wait for.
-    from inference_svc.start import serve
+    from inference_svc.app import serve
 
     try:
         return asyncio.run(serve(config))

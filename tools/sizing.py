@@ -17,11 +17,11 @@ from pydantic import ByteSize, TypeAdapter
 
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout, build_layout
+from inference_svc.app import model_facts, to_engine_config
 from inference_svc.config import Config, Machine, parse_command_line, resolve
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.weights import weights_bytes
-from inference_svc.start import model_facts, to_engine_config
 from kernels.attention import page_bytes
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

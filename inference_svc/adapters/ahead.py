@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from inference_svc.adapters.loads import Load, Loads
-from inference_svc.adapters.memories import Memories
+from inference_svc.adapters.placement import Rooms
 from inference_svc.adapters.prefetch import Prefetch
-from inference_svc.adapters.rooms import Rooms
 from inference_svc.adapters.slots import EvictionReason, Resident
+from inference_svc.adapters.tiers import Memories
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from inference_svc.adapters.changes import HostCopy
-from inference_svc.adapters.load_times import LoadTimes
+from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_traces import LoadTraces
 from inference_svc.adapters.loads import Load
 

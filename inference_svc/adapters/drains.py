@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
+from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.store import ImageHeader
 
 
 @dataclass

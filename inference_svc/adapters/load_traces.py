@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.pull_job import PullJob
+from inference_svc.adapters.pull import PullJob
 from inference_svc.spans import CANCELLED, OpenSpan, Span, SpanContext
 
 

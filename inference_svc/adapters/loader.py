@@ -15,11 +15,11 @@ from itertools import chain
 from inference_svc.adapters.ahead import Ahead
 from inference_svc.adapters.changes import ResidencyChange
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.load_times import LoadTimes
+from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
-from inference_svc.adapters.memories import Memories
+from inference_svc.adapters.placement import Rooms
 from inference_svc.adapters.prefetch import Prefetch
-from inference_svc.adapters.pull_job import (
+from inference_svc.adapters.pull import (
     PullDone,
     PullEvent,
     PullFailed,
@@ -28,8 +28,8 @@ from inference_svc.adapters.pull_job import (
     SilentSources,
 )
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.rooms import Rooms
 from inference_svc.adapters.slots import EvictionReason, Slots, why_inadmissible
+from inference_svc.adapters.tiers import Memories
 from inference_svc.errors import AdapterUnusable, InferenceError
 
 log = logging.getLogger(__name__)

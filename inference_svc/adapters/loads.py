@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from inference_svc.adapters.load_times import LoadSource
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.load_traces import LoadTraces
-from inference_svc.adapters.pull_job import PullJob
-from inference_svc.adapters.store import ImageHeader
+from inference_svc.adapters.pull import PullJob
 from inference_svc.spans import SpanContext
 
 

@@ -19,7 +19,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from inference_svc.adapters.pull_job import (
+from inference_svc.adapters.image_source import (
+    AdapterStore,
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+)
+from inference_svc.adapters.pull import (
     ImageSink,
     Parked,
     Progress,
@@ -28,14 +36,6 @@ from inference_svc.adapters.pull_job import (
     PullFailed,
     PullJob,
     PullOpened,
-)
-from inference_svc.adapters.store import (
-    AdapterStore,
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
 )
 from inference_svc.errors import CorruptImage, InferenceError, StoreUnavailable
 

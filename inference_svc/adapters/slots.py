@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from inference_svc.adapters.extents import Extent, ExtentAllocator, round_up
-from inference_svc.adapters.store import ImageHeader
+from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.errors import NoRoom
 
 

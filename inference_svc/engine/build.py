@@ -9,13 +9,13 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.host_tier import HostTier
+from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.adapters.prefetch import Prefetch
-from inference_svc.adapters.pull_job import PullEvent
+from inference_svc.adapters.pull import PullEvent
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.store import AdapterStore
 from inference_svc.backends.select import build_model, native_library
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands

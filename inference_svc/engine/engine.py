@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullOpened
+from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.core import (
     Abandon,

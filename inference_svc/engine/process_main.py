@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.store import AdapterStore
 from inference_svc.core import Stop, StoreNews
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.thread import EngineThread

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pull_job import PullEvent
-from inference_svc.adapters.store import AdapterStore
+from inference_svc.adapters.pull import PullEvent
 from inference_svc.core import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig

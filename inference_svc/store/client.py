@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.store import (
+from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
     PullMessage,
     PullStream,
 )
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import AdapterNotFound, InferenceError, StoreUnavailable
 from inference_svc.spans import outgoing
 from inference_svc.store.catalog import AdapterPage, Source

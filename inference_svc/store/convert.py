@@ -7,8 +7,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
-from inference_svc.adapters.store import (
+from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -16,6 +15,7 @@ from inference_svc.adapters.store import (
     PullMessage,
     Segment,
 )
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,

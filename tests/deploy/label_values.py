@@ -11,7 +11,7 @@ from prometheus_client.utils import floatToGoString
 
 from adapter_store.errors import StoreError
 from adapter_store.metrics.metrics import Metrics as StoreMetrics
-from inference_svc.adapters.load_times import LoadSource
+from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import ANSWERS, CLIENT_GONE
 from inference_svc.errors import InferenceError

@@ -40,7 +40,7 @@ def test_what_the_store_denies_is_forgotten() -> None:
 
 
 def test_the_least_recently_asked_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "MAX_CLAIMS", 3)
+    monkeypatch.setattr(ownership, "MAX_CLAIMS", 3)
     known = Owners()
     for digest, name in (("x", "a/n"), ("y", "a/n"), ("x", "a/n"), ("x", "b/n"), ("z", "c/n")):
         known.note(digest, name)

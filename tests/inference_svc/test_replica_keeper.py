@@ -72,7 +72,7 @@ def keep(body, replicas: Replicas, *addresses: str, well: set[str]) -> None:
 
 def test_replicas_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while it does not resolve: then those of before stay."""
-    monkeypatch.setattr(replica_keeper, "RESOLVE_SECONDS", 0.02)
+    monkeypatch.setattr(replica_monitor, "RESOLVE_SECONDS", 0.02)
     monkeypatch.setitem(HOSTS, "moving", ["10.0.0.1"])
     replicas = Replicas.at("moving:1")
 

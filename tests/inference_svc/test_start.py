@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.app import _machine
 from inference_svc.config import Config, Machine
-from inference_svc.start import _machine
 
 
 def test_memory_beside_the_weights_is_asked_of_the_device_only_when_it_may_be_used(

@@ -12,7 +12,13 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from inference_svc.adapters.store import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Segment
+from inference_svc.adapters.image_source import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    Segment,
+)
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,

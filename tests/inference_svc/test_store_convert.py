@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.adapters.store import ImageChunk, ImageTrailer, LayerEnd
+from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
 from inference_svc.store.convert import to_event, to_pull_message
 from inference_svc.store.directory import NameEvent

@@ -11,7 +11,7 @@ from inference_svc.errors import (
     AdapterNotFound,
     StoreUnavailable,
 )
-from inference_svc.store import client
+from inference_svc.store import client as store_client
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.directory import Directory, NameEvent, Servable
 from inference_svc.store.replicas import Replicas, rank

@@ -14,8 +14,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.compile import Image, compile_image
 from adapter_store.images.layout import layout_id
 from bench.memory_store import store_layout
-from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.store import (
+from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -23,6 +22,7 @@ from inference_svc.adapters.store import (
     PullMessage,
     Segment,
 )
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.core import (
     Call,
     Cancel,

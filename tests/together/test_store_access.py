@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from inference_svc.adapters.image_source import ImageTrailer
 from inference_svc.adapters.layout import ModelLayout, build_layout
-from inference_svc.adapters.store import ImageTrailer
 from inference_svc.config import Config
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.geometry import load_geometry

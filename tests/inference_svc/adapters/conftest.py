@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from inference_svc.adapters.layout import LayoutTarget, ModelLayout
-from inference_svc.adapters.store import (
+from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
     ImageTrailer,
@@ -19,6 +18,7 @@ from inference_svc.adapters.store import (
     PullMessage,
     Segment,
 )
+from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 LAYOUT_ID = "sha256:layout"

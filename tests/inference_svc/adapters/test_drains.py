@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from inference_svc.adapters.drains import Drains
+from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.store import ImageHeader, Segment
 
 KIB = 1024
 

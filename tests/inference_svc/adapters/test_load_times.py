@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from inference_svc.adapters.load_times import LoadSource
+from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.slots import EvictionReason
 from inference_svc.engine.status_types import HistogramState

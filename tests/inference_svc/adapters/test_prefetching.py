@@ -16,7 +16,7 @@ from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.prefetch import LOOK_S, MARGIN, Prefetch
-from inference_svc.adapters.pull_job import PullDone, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.pull import PullDone, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Slots

@@ -12,10 +12,17 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.adapters import pull_job as pull_job_module
+from inference_svc.adapters import pull as pull_job_module
 from inference_svc.adapters import puller as puller_module
+from inference_svc.adapters.image_source import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+)
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.pull_job import (
+from inference_svc.adapters.pull import (
     ImageSink,
     PullDone,
     PullEvent,
@@ -26,13 +33,6 @@ from inference_svc.adapters.pull_job import (
 )
 from inference_svc.adapters.puller import PULL_NICENESS, Puller
 from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.store import (
-    ImageChunk,
-    ImageHeader,
-    ImageTrailer,
-    LayerEnd,
-    PullMessage,
-)
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.slots import EvictionReason, Resident, Shape, Slots
-from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.errors import NoRoom
 
 KIB = 1024

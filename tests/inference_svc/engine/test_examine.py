@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 
+from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.slots import Slots
-from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.engine.inspect import Examine, _memory
 from tests.inference_svc.engine.world import World
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from inference_svc.adapters.changes import HostCopy
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.pull_job import PullDone, PullEvent, PullFailed, PullJob, PullOpened
+from inference_svc.adapters.image_source import ImageHeader, Segment
+from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Shape, Slots
-from inference_svc.adapters.store import ImageHeader, Segment
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence, SequenceState
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler

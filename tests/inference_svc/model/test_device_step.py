@@ -27,7 +27,7 @@ class ApartBlock(StepBlock):
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> DeviceStep:
-    monkeypatch.setattr(device_step, "StepBlock", ApartBlock)
+    monkeypatch.setattr(cuda_inputs, "StepBlock", ApartBlock)
     made = DeviceStep(MAX_TOKENS, MAX_ROWS, MAX_PAGES, PAGE_SIZE, CPU, reserved_bytes=512)
     made.block.zeros(128, dtype=torch.int32)  # made later, and lies before the page table
     return made

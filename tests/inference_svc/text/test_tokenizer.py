@@ -83,7 +83,7 @@ def test_other_threads_run_while_a_long_prompt_is_tokenised(
 MEASURE = """
 import sys
 from pathlib import Path
-import inference_svc.start
+import inference_svc.app
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.tokenizer import Tokenizer
 before = resident_bytes()

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.loads import Load, Loads, LoadState
-from inference_svc.adapters.memories import Memories
-from inference_svc.adapters.pull_job import ImageSink
+from inference_svc.adapters.pull import ImageSink
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import EvictionReason
+from inference_svc.adapters.tiers import Memories
 
 
 @dataclass

@@ -16,7 +16,7 @@ from inference_svc.adapters.changes import (
 )
 from inference_svc.adapters.copies import Copies
 from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.load_times import LoadTimes
+from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_traces import LoadTraces
 from inference_svc.adapters.loads import Load
 from inference_svc.adapters.slots import EvictionReason, Resident, Slots

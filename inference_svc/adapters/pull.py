@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
-from inference_svc.adapters.store import ImageHeader, PullStream
+from inference_svc.adapters.image_source import ImageHeader, PullStream
 from inference_svc.errors import InferenceError
 from inference_svc.spans import CANCELLED, OpenSpan, Span, using
 
