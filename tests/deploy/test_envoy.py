@@ -13,7 +13,7 @@ from inference_svc.api.load_report import REFUSED_HEADER
 from loadout.inference.v1 import inference_pb2
 from loadout.routing import ADAPTER_HEADER
 from tests.adapter_store.certificates import Authority
-from tests.together.envoy import (
+from tests.system.envoy import (
     CERTIFICATES,
     CONFIG,
     TLS_CONFIG,

@@ -1,5 +1,5 @@
 """A store that sends spans: to whom nobody listens, and what of its work is in whose trace. The
-whole tree is in tests/together/test_tracing.py."""
+whole tree is in tests/system/test_tracing.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,306 @@
+"""Images that are followed while they are made: from the compiler, the disk tier, a shared tier."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adapter_store.app import Store
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.checkpoint.verified import VerifiedCheckpoints
+from adapter_store.errors import CorruptData, Overloaded
+from adapter_store.images import builder as builder_module
+from adapter_store.images.compile import compile_image
+from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
+from tests.adapter_store.images import test_cache
+
+SECONDS = 20
+
+register, start = test_cache.register, test_cache.start
+
+
+class Steps:
+    """Holds compiling up before every part but the first, until `go` is called for it."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.reached = threading.Semaphore(0)
+        self._allowed = threading.Semaphore(0)
+        self.failure: Exception | None = None
+
+    def go(self, parts: int = 100) -> None:
+        self._allowed.release(parts)
+
+    def before_part(self, index: int) -> None:
+        if index:
+            self.reached.release()
+            assert self._allowed.acquire(timeout=SECONDS)
+            if self.failure is not None:
+                raise self.failure
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    steps = Steps()
+    compile_parts = builder_module.compile_parts
+
+    def stepwise(checkpoint, layout, plan, buffer, **options):
+        steps.made.append(checkpoint.digest)
+        for part in compile_parts(checkpoint, layout, plan, buffer, **options):
+            steps.before_part(part.index)
+            yield part
+
+    monkeypatch.setattr(builder_module, "compile_parts", stepwise)
+    yield steps
+    steps.go()
+
+
+def expected_bytes(folder: Path, layout) -> bytes:
+    return bytes(compile_image(open_checkpoint(folder), layout).buffer.numpy().data)
+
+
+async def read(stream) -> tuple[bytes, list[object]]:
+    data, others = b"", []
+    async for message in stream:
+        if isinstance(message, ImageChunk):
+            data += bytes(message.data)
+        else:
+            others.append(message)
+    return data, others
+
+
+def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> None:
+    """test(store, pulls, key, folder) in a store that knows one adapter of several parts, not
+    compiled yet."""
+
+    async def main() -> None:
+        folder = make_adapter(("embed_tokens", "q_proj", "down_proj"))
+        pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
+        async with start(**pulls_only, **settings) as store:
+            digest = (await register(store, folder)).digest
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
+            async with asyncio.timeout(SECONDS * 2):
+                await test(store, pulls, (digest, layout_id), folder)
+            store.images.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_the_first_bytes_leave_before_the_last_part_is_made(
+    start,
+    make_adapter,
+    make_layout,
+    steps,
+):
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        stream = pulls.stream(key, 0, "")
+        header = await anext(stream)
+        assert isinstance(header, ImageHeader)
+        chunk = await anext(stream)
+        first = bytes(chunk.data)
+        end = await anext(stream)
+        assert isinstance(end, LayerEnd)
+        assert end.end_offset < header.total_bytes
+        assert store.images.memory_counts.used_bytes == header.total_bytes
+        steps.go()
+        rest, others = await read(stream)
+        assert first + rest == expected_bytes(folder, make_layout())
+        assert isinstance(others[-1], ImageTrailer)
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_the_disk_is_not_waited_for(start, make_adapter, make_layout, monkeypatch):
+    gate = threading.Event()
+    write_image = builder_module.write_image
+
+    def gated(path, image) -> None:
+        assert gate.wait(SECONDS)
+        write_image(path, image)
+
+    monkeypatch.setattr(builder_module, "write_image", gated)
+
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        for _ in range(2):
+            data, others = await read(pulls.stream(key, 0, ""))
+            assert data == expected_bytes(folder, make_layout())
+            assert isinstance(others[-1], ImageTrailer)
+        assert store.images.disk_counts.images == 0
+        gate.set()
+        await store.images.settle()
+        assert store.images.disk_counts.images == 1
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_sixteen_pulls_of_one_image_of_which_some_leave(
+    start,
+    make_adapter,
+    make_layout,
+    steps,
+):
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        reading = [asyncio.create_task(read(pulls.stream(key, 0, ""))) for _ in range(16)]
+        await asyncio.to_thread(steps.reached.acquire)
+        for task in reading[:5]:
+            task.cancel()
+        await asyncio.wait(reading[:5])
+        steps.go()
+        results = await asyncio.gather(*reading[5:])
+        assert {data for data, _ in results} == {expected_bytes(folder, make_layout())}
+        assert steps.made == [key[0]]
+        assert pulls.num_active == 0
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_all_who_wait_may_leave_and_the_work_goes_on(
+    start,
+    make_adapter,
+    make_layout,
+    steps,
+):
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        reading = asyncio.create_task(read(pulls.stream(key, 0, "")))
+        await asyncio.to_thread(steps.reached.acquire)
+        reading.cancel()
+        await asyncio.wait([reading])
+        steps.go()
+        await store.images.settle()
+        assert (await read(pulls.stream(key, 0, "")))[0] == expected_bytes(folder, make_layout())
+        assert steps.made == [key[0]]
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_an_error_after_the_start_ends_every_stream_without_a_trailer(
+    start,
+    make_adapter,
+    make_layout,
+    steps,
+):
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        streams = [pulls.stream(key, 0, "") for _ in range(3)]
+        for stream in streams:
+            assert isinstance(await anext(stream), ImageHeader)
+        steps.failure = CorruptData("flipped", subject="x")
+        steps.go(1)
+        for stream in streams:
+            with pytest.raises(CorruptData, match="register the adapter again"):
+                await read(stream)
+        await store.images.settle()
+        assert store.images.memory_counts.used_bytes == 0
+        steps.failure = None
+        steps.go()
+        data, _ = await read(pulls.stream(key, 0, ""))
+        assert data == expected_bytes(folder, make_layout())
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+@pytest.mark.parametrize("part", [0, 1, -1])
+def test_a_part_damaged_on_disk_is_never_sent_and_pulls_go_on(
+    start,
+    make_adapter,
+    make_layout,
+    tmp_path,
+    steps,
+    part,
+):
+    steps.go()
+
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        await read(pulls.stream(key, 0, ""))
+        await store.images.settle()
+        store.images.forget([key[0]])
+        (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
+        parts = compile_image(open_checkpoint(folder), make_layout()).parts
+        data = bytearray(path.read_bytes())
+        data[len(data) - parts[-1].end + parts[part].start] ^= 1
+        path.write_bytes(data)
+        again, others = await read(pulls.stream(key, 0, ""))
+        assert again == expected_bytes(folder, make_layout())
+        assert isinstance(others[-1], ImageTrailer)
+        assert [end.sha256 for end in others[1:-1]] == [p.sha256 for p in parts]
+        assert len(steps.made) == 2
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_a_pull_without_room_is_refused_and_told_to_come_again(
+    start,
+    make_adapter,
+    make_layout,
+    steps,
+):
+    steps.go()
+    folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(2)]
+    size = len(expected_bytes(folders[0], make_layout()))
+
+    async def main() -> None:
+        async with start(memory_bytes=size + size // 2) as store:
+            store.images._room_seconds = 0.05
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digests = [
+                (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
+            ]
+            await store.ahead.idle()
+            async with store.images.hold((digests[0], layout_id)) as held:
+                await held.whole()
+                await store.images.settle()
+                with pytest.raises(Overloaded) as caught:
+                    async with store.images.hold((digests[1], layout_id)):
+                        pass
+                assert caught.value.retry_after_seconds > 0
+            async with store.images.hold((digests[1], layout_id)) as image:
+                await image.whole()
+            await store.images.settle()
+            store.images.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_a_compile_right_behind_a_registration_does_not_hash_again(
+    start,
+    make_adapter,
+    make_layout,
+    monkeypatch,
+):
+    opened = []
+    open_again = builder_module.open_checkpoint
+    monkeypatch.setattr(
+        builder_module, "open_checkpoint", lambda *a, **k: opened.append(a) or open_again(*a, **k)
+    )
+
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        await read(pulls.stream(key, 0, ""))
+        await store.images.settle()
+        assert opened == []
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_verified_checkpoints_are_trusted_for_a_while_and_untouched(make_adapter):
+    folder = make_adapter()
+    checkpoint = open_checkpoint(folder)
+    verified = VerifiedCheckpoints()
+    assert verified.find(checkpoint.digest, folder) is None
+    verified.put(checkpoint)
+    assert verified.find(checkpoint.digest, folder) is checkpoint
+    assert verified.find(checkpoint.digest, folder / "elsewhere") is None
+    verified.put(checkpoint)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    assert verified.find(checkpoint.digest, folder) is None
+    late = VerifiedCheckpoints(trusted_seconds=0)
+    late.put(open_checkpoint(folder))
+    assert late.find(checkpoint.digest, folder) is None

@@ -1,0 +1,177 @@
+"""Images that replicas share: followed while they arrive, compiled once, and never waited for in
+vain."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from adapter_store.app import Store
+from adapter_store.images import builder as builder_module
+from adapter_store.images.builder import ImageBuilder
+from adapter_store.images.file import open_image
+from adapter_store.images.pull import Pulls
+from tests.adapter_store.images import test_cache, test_streaming
+from tests.adapter_store.images.test_streaming import SECONDS, expected_bytes, read, scenario
+
+register, start, steps = test_cache.register, test_cache.start, test_streaming.steps
+
+
+class FolderShared:
+    """A shared tier in a folder, as replicas on one machine would have it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.claimed: set = set()
+        self.calls: list[str] = []
+
+    def path(self, key) -> Path:
+        return self.folder / key[0][7:]
+
+    def find(self, key, plan):
+        self.calls.append("find")
+        return open_image(self.path(key)) if self.path(key).exists() else None
+
+    def claim(self, key, *, wait: bool):
+        self.calls.append("claim")
+        if key in self.claimed:
+            return None
+        self.claimed.add(key)
+        shared = self
+
+        class Claim:
+            def release(self) -> None:
+                shared.claimed.remove(key)
+
+        return Claim()
+
+    def publish(self, key, path: Path) -> None:
+        self.calls.append("publish")
+        self.path(key).write_bytes(path.read_bytes())
+
+    def remove(self, key) -> None:
+        self.calls.append("remove")
+        self.path(key).unlink()
+
+
+@pytest.fixture
+def share(tmp_path, monkeypatch):
+    """share(): from now on stores have this shared tier."""
+    (tmp_path / "shared").mkdir()
+    shared = FolderShared(tmp_path / "shared")
+    init = ImageBuilder.__init__
+
+    def with_shared(self, *args, **options) -> None:
+        init(self, *args, **options)
+        self._shared = shared
+
+    monkeypatch.setattr(ImageBuilder, "__init__", with_shared)
+    return shared
+
+
+def test_of_two_replicas_one_compiles_and_the_other_fetches(
+    start,
+    make_adapter,
+    make_layout,
+    share,
+    steps,
+    tmp_path,
+):
+    steps.go()
+
+    async def first(store: Store, pulls: Pulls, key, folder) -> None:
+        await read(pulls.stream(key, 0, ""))
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, first)
+    assert share.calls == ["find", "claim", "publish"]
+    assert not share.claimed
+
+    async def main() -> None:
+        folder = tmp_path / "adapter"
+        async with start(data_dir=tmp_path / "data2") as store:
+            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            digest = (await register(store, folder)).digest
+            await store.ahead.idle()
+            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
+            data, _ = await read(pulls.stream((digest, layout_id), 0, ""))
+            assert data == expected_bytes(folder, make_layout())
+            await store.images.settle()
+            assert store.images.disk_counts.images == 1
+            # Damaged there: taken away, compiled here, published again.
+            store.images.forget([digest])
+            (path,) = (tmp_path / "data2" / "images").glob("*/*.safetensors")
+            path.unlink()
+            shared_file = share.path((digest, layout_id))
+            damaged = bytearray(shared_file.read_bytes())
+            damaged[-1] ^= 1
+            shared_file.write_bytes(damaged)
+            data, _ = await read(pulls.stream((digest, layout_id), 0, ""))
+            assert data == expected_bytes(folder, make_layout())
+            await store.images.settle()
+            assert share.calls[-4:] == ["find", "remove", "claim", "publish"]
+
+    asyncio.run(main())
+    assert len(steps.made) == 2
+
+
+def test_a_shared_tier_that_does_not_answer_fails_nothing(
+    start,
+    make_adapter,
+    make_layout,
+    share,
+    monkeypatch,
+):
+    def down(*args, **options):
+        raise OSError("no route")
+
+    for method in ("find", "claim", "publish"):
+        monkeypatch.setattr(share, method, down)
+
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        data, _ = await read(pulls.stream(key, 0, ""))
+        assert data == expected_bytes(folder, make_layout())
+        await store.images.settle()
+
+    scenario(start, make_adapter, make_layout, test)
+
+
+def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
+    start, make_adapter, make_layout, share, steps, monkeypatch
+):
+    """Two replicas that both let work ahead wait for pulls would otherwise wait for each other."""
+    steps.go()
+    monkeypatch.setattr(builder_module, "CLAIM_PATIENCE_SECONDS", 0.1)
+
+    async def pull(store: Store, pulls: Pulls, key, folder) -> None:
+        share.claimed.add(key)  # by another replica, which does not come to it
+        data, _ = await read(pulls.stream(key, 0, ""))
+        assert data
+        await store.images.settle()
+        assert share.path(key).exists()
+        assert share.claimed == {key}
+
+    scenario(start, make_adapter, make_layout, pull)
+
+
+def test_what_is_collected_while_it_is_compiled_leaves_no_image(
+    start, make_adapter, make_layout, share, steps
+):
+    async def collected(store: Store, pulls: Pulls, key, folder) -> None:
+        reading = asyncio.create_task(read(pulls.stream(key, 0, "")))
+        assert await asyncio.to_thread(steps.reached.acquire, timeout=SECONDS)
+        record = store.catalog.page()[0][0]
+        store.catalog.remove(record.name)
+        store.catalog.expire_versions(timedelta(0))
+        assert store.catalog.take_blob(key[0]) is not None
+        steps.go()
+        data, _ = await reading
+        assert data
+        await store.images.settle()
+        assert store.images.disk_counts.images == 0
+        assert not share.path(key).exists()
+
+    scenario(start, make_adapter, make_layout, collected)

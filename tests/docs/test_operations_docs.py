@@ -1,0 +1,66 @@
+"""The tables of docs/operations.md are what the services' code computes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.api.convert import from_layout as to_store_layout
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.images.compile import plan_image
+from bench import store_catalog
+from bench.models import NAME as BENCH_NAME
+from bench.models import SHAPES
+from inference_svc.adapters.layout import build_layout
+from inference_svc.model.geometry import load_geometry
+from inference_svc.store.convert import from_layout
+from tools import sizing, sizing_docs
+from tools.sizing_docs import PATH
+
+PAGE = PATH.read_text()
+ASSETS = Path(__file__).parents[2] / "loadout" / "demo" / "assets"
+NUM_ADAPTERS = 2_000
+
+
+def test_the_tables_are_up_to_date() -> None:
+    assert sizing_docs.replaced(PAGE, sizing_docs.render()) == PAGE, "run `make docs`"
+
+
+def test_an_image_has_the_bytes_that_the_store_gives_it() -> None:
+    checkpoint = open_checkpoint(ASSETS / "adapters" / "upper")
+    geometry = load_geometry(ASSETS / "model")
+    layout = build_layout(geometry, checkpoint.base_model, (), torch.bfloat16)
+    stored = plan_image(checkpoint, replace(to_store_layout(from_layout(layout)), image_format=1))
+    targets = tuple({name.rpartition(".")[2] for name in checkpoint.targets})
+    kind = sizing.Adapters(checkpoint.rank, targets)
+    assert sizing.image_bytes(layout, kind) == stored.total_bytes
+
+
+def test_the_benchmarks_model_is_the_benchmarks() -> None:
+    assert SHAPES[BENCH_NAME].items() <= sizing_docs.BENCH_200M.items()
+
+
+def test_an_adapter_takes_so_much_of_the_catalog(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path / "catalog.sqlite3", event_retention=NUM_ADAPTERS)
+    store_catalog.fill(catalog, NUM_ADAPTERS)
+    catalog.close()
+    taken = sum(path.stat().st_size for path in tmp_path.iterdir()) / NUM_ADAPTERS
+    assert 0.3 * sizing_docs.CATALOG_BYTES < taken < sizing_docs.CATALOG_BYTES
+
+
+def test_the_number_of_stores_is_the_overlays() -> None:
+    overlay = (sizing_docs.OVERLAY / "adapter-store.yaml").read_text()
+    assert f"\n  replicas: {sizing_docs.NUM_STORES}\n" in overlay
+
+
+def test_the_tool_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    sizing.main(["--rank", "4", "--", "--model", str(ASSETS / "model"), "--adapter-memory", "8MiB"])
+    lines = capsys.readouterr().out.splitlines()
+    printed = dict(re.split(r"  +", line, maxsplit=1) for line in lines)
+    assert printed["`arena`"].startswith("8.0 MiB: ")
+    assert {"`weights`", "`kv_pages`", "`workspace`", "image of one adapter"} <= set(printed)

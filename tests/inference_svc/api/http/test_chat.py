@@ -1,0 +1,219 @@
+"""/v1/chat/completions as OpenAI's client sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+import pytest
+
+from inference_svc.api.http.chat import ChatTeller
+from inference_svc.core import TokenLogprobs
+from inference_svc.text.pieces import Pieces
+from tests.inference_svc.api.http.conftest import Front
+
+ECHO = "user: hiassistant:"
+"""What the engine that repeats its prompt answers to "hi"."""
+
+
+def test_an_answer_is_whole(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat()
+        (request,) = front.engine.submitted
+        assert (answer.object, answer.model, answer.system_fingerprint) == (
+            "chat.completion",
+            "base",
+            None,
+        )
+        assert answer.id.startswith("chatcmpl-")
+        assert answer.created > 1_700_000_000
+        (choice,) = answer.choices
+        assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
+        assert (choice.message.role, choice.message.content) == ("assistant", ECHO)
+        num_prompt = len(request.prompt_token_ids)
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, num_prompt + 1)
+        assert usage.total_tokens == 2 * num_prompt + 1
+        assert usage.prompt_tokens_details.cached_tokens == 2
+
+    serve_http(body, kind="byte_level")
+
+
+def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
+    async def body(front: Front) -> None:
+        options = {"include_usage": True}
+        chunks = [c async for c in await front.chat(stream=True, stream_options=options)]
+        *parts, last = chunks
+        assert {c.object for c in chunks} == {"chat.completion.chunk"}
+        assert len({(c.id, c.created, c.model) for c in chunks}) == 1
+        assert [p.choices[0].delta.role for p in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(p.choices[0].delta.content or "" for p in parts) == ECHO
+        reasons = [p.choices[0].finish_reason for p in parts]
+        assert reasons == [None] * (len(parts) - 1) + ["stop"]
+        assert len(parts) > 3
+        assert all(p.usage is None for p in parts)
+        assert last.choices == []
+        assert last.usage.completion_tokens == last.usage.prompt_tokens + 1
+        without = [c async for c in await front.chat(stream=True)]
+        assert all(c.choices and c.usage is None for c in without)
+
+    serve_http(body, kind="byte_level")
+
+
+def test_several_choices_have_seeds_one_after_the_other(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat(n=3, seed=2**64 - 2, extra_headers={"x-request-id": "mine"})
+        assert [c.index for c in answer.choices] == [0, 1, 2]
+        assert {c.message.content for c in answer.choices} == {ECHO}
+        submitted = front.engine.submitted
+        assert [r.sampling.seed for r in submitted] == [2**64 - 2, 2**64 - 1, 0]
+        ids = [request.request_id.rpartition("-")[0] for request in submitted]
+        assert ids == ["mine-0", "mine-1", "mine-2"]
+        num_prompt = len(submitted[0].prompt_token_ids)
+        assert answer.usage.prompt_tokens == num_prompt
+        assert answer.usage.completion_tokens == 3 * (num_prompt + 1)
+        texts = ["", "", ""]
+        async for chunk in await front.chat(n=3, stream=True):
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.delta.content or ""
+        assert texts == [ECHO] * 3
+
+    serve_http(body, kind="byte_level")
+
+
+def test_a_negative_seed_is_one_of_64_bits(serve_http) -> None:
+    async def body(front: Front) -> None:
+        await front.chat(seed=-1)
+        assert front.engine.submitted[0].sampling.seed == 2**64 - 1
+
+    serve_http(body, kind="byte_level")
+
+
+def test_without_a_limit_there_is_as_much_as_fits(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat(extra_body={"ignore_eos": True})
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.total_tokens == 64
+        for name in ("max_tokens", "max_completion_tokens"):
+            answer = await front.chat(**{name: 3})
+            assert answer.usage.completion_tokens == 3
+
+    serve_http(body, kind="byte_level")
+
+
+def test_content_may_come_in_parts_and_answers_may_come_back(serve_http, tokenizers: Any) -> None:
+    async def body(front: Front) -> None:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        answer = await front.chat(parts)
+        assert answer.choices[0].message.content == ECHO
+        said = (await front.chat(max_tokens=3)).choices[0].message
+        await front.chat(messages=[{"role": "user", "content": "a"}, said.model_dump()])
+        asked = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
+        assert asked == f"user: aassistant: {said.content}assistant:"
+        named = {"role": "user", "content": "hi", "name": "ada"}
+        assert (await front.chat(messages=[named])).choices[0].message.content == ECHO
+        silent = await front.chat(messages=[{"role": "assistant", "content": None}])
+        assert silent.choices[0].message.content == "assistant: assistant:"
+
+    serve_http(body, kind="byte_level")
+
+
+def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat("é", logprobs=True, top_logprobs=2)
+        content = answer.choices[0].logprobs.content
+        entry = next(entry for entry in content if entry.token == "é")
+        assert entry.bytes == list("é".encode())
+        assert entry.logprob == -0.5
+        assert [(top.token, top.logprob) for top in entry.top_logprobs] == [("é", -0.5)] * 2
+        assert content[-1].token == "</s>"
+        bare = await front.chat(logprobs=True)
+        assert all(entry.top_logprobs == [] for entry in bare.choices[0].logprobs.content)
+        streamed = []
+        async for chunk in await front.chat("é", logprobs=True, stream=True):
+            if chunk.choices[0].logprobs is not None:
+                streamed += chunk.choices[0].logprobs.content
+        assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+    serve_http(body)
+
+
+def test_what_json_cannot_say_is_very_unlikely(tokenizers: Any) -> None:
+    teller = ChatTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
+    (entry,) = teller.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
+    assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+def test_token_ids_are_told_when_asked_for(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat(extra_body={"return_token_ids": True})
+        (request,) = front.engine.submitted
+        token_ids = answer.choices[0].token_ids
+        assert token_ids == [*request.prompt_token_ids, 1]
+        told = []
+        stream = await front.chat(stream=True, extra_body={"return_token_ids": True})
+        async for chunk in stream:
+            told += chunk.choices[0].token_ids
+        assert told == token_ids
+
+    serve_http(body, kind="byte_level")
+
+
+def test_fields_that_ask_for_nothing_else_are_taken(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.chat(
+            user="u",
+            metadata={"a": "b"},
+            store=False,
+            logit_bias={},
+            response_format={"type": "text"},
+            tools=[],
+            tool_choice="auto",
+            parallel_tool_calls=True,
+            modalities=["text"],
+            temperature=None,
+            stop=None,
+        )
+        assert answer.choices[0].message.content == ECHO
+
+    serve_http(body, kind="byte_level")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "nam": "n"}]}, "messages[0].nam"),
+    ({"messages": [{"role": "judge", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+]
+
+
+def test_what_is_wrong_is_named(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for fields, param in BAD:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await front.chat(**fields)
+            error = caught.value
+            assert (error.param, error.type, error.code) == (
+                param,
+                "invalid_request_error",
+                "invalid_argument",
+            ), fields
+        assert not front.engine.submitted
+
+    serve_http(body)

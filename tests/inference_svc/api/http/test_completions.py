@@ -1,0 +1,249 @@
+"""/v1/completions as OpenAI's client sees it."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import openai
+import pytest
+
+from inference_svc.api.http.completions import CompletionTeller
+from inference_svc.core import SamplingParams, TokenLogprobs
+from inference_svc.text.pieces import Pieces
+from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.serving import digest_of
+
+
+def single(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def test_an_answer_is_whole(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.complete("the quick 😀 fox", max_tokens=40)
+        assert (answer.object, answer.model) == ("text_completion", "base")
+        assert answer.id.startswith("cmpl-")
+        (choice,) = answer.choices
+        assert (choice.text, choice.finish_reason) == ("the quick 😀 fox", "stop")
+        assert (choice.index, choice.logprobs) == (0, None)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+    serve_http(body, kind="byte_level")
+
+
+def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
+    async def body(front: Front) -> None:
+        stream = await front.complete(
+            "the quick fox", max_tokens=40, stream=True, stream_options={"include_usage": True}
+        )
+        *parts, last = [chunk async for chunk in stream]
+        assert "".join(part.choices[0].text for part in parts) == "the quick fox"
+        assert [p.choices[0].finish_reason for p in parts if p.choices[0].finish_reason] == ["stop"]
+        assert len(parts) > 3
+        assert last.usage.prompt_tokens == len("the quick fox")
+
+    serve_http(body)
+
+
+def test_every_field_arrives(serve_http) -> None:
+    async def body(front: Front) -> None:
+        await front.complete(
+            "a",
+            model="upper",
+            max_tokens=9,
+            temperature=0.7,
+            top_p=0.9,
+            seed=5,
+            stop=["x", "yz"],
+            presence_penalty=-1,
+            frequency_penalty=1.5,
+            logprobs=3,
+            extra_body={
+                "min_tokens": 2,
+                "top_k": 7,
+                "min_p": 0.1,
+                "repetition_penalty": 1.2,
+                "stop_token_ids": [5, 5, 6],
+                "ignore_eos": True,
+                "priority": -3,
+                "cache_salt": "s",
+            },
+        )
+        (request,) = front.engine.submitted
+        assert request.sampling == SamplingParams(
+            max_tokens=9,
+            min_tokens=2,
+            temperature=single(0.7),
+            top_k=7,
+            top_p=single(0.9),
+            min_p=single(0.1),
+            seed=5,
+            stop=("x", "yz"),
+            stop_token_ids=(5, 6),
+            ignore_eos=True,
+            presence_penalty=-1,
+            frequency_penalty=1.5,
+            repetition_penalty=single(1.2),
+            logprobs=3,
+        )
+        assert (request.priority, request.cache_seed) == (-3, "default/default/s")
+        assert request.digest == digest_of("upper")
+        assert (request.tenant, request.deadline_s) == ("default", None)
+
+    serve_http(body, store=True)
+
+
+def test_unset_fields_take_openais_defaults(serve_http) -> None:
+    async def body(front: Front) -> None:
+        await front.complete("a", extra_body={"top_k": -1})
+        await front.complete("a")
+        first, second = (request.sampling for request in front.engine.submitted)
+        assert first == SamplingParams(max_tokens=16, seed=first.seed)
+        assert first.seed != second.seed
+
+    serve_http(body)
+
+
+def test_prompts_are_texts_or_tokens_one_or_many(serve_http, tokenizers) -> None:
+    encode = tokenizers["chars"].encode
+
+    async def body(front: Front) -> None:
+        fox, dog = encode("fox"), encode("dog")
+        for prompt, texts in (
+            (fox, ["fox"]),
+            (["fox", "dog"], ["fox", "dog"]),
+            ([fox, dog], ["fox", "dog"]),
+        ):
+            answer = await front.complete(prompt)
+            assert [choice.text for choice in answer.choices] == texts
+            assert answer.usage.prompt_tokens == 3 * len(texts)
+        answer = await front.complete(["fox", "a dog"], n=2, best_of=2)
+        texts = [choice.text for choice in answer.choices]
+        assert texts == ["fox", "fox", "a dog", "a dog"]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage.prompt_tokens == len("fox") + len("a dog")
+
+    serve_http(body)
+
+
+def test_stop_strings_end_a_text(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for stop in ("k b", ["k b", "zzz"]):
+            answer = await front.complete("the quick brown fox", stop=stop, max_tokens=40)
+            assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("the quic", "stop")
+            assert answer.usage.completion_tokens == len("the quick b")
+
+    serve_http(body)
+
+
+def test_logprobs_are_lists_in_step(serve_http) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.complete("fox", logprobs=2)
+        told = answer.choices[0].logprobs
+        assert told.tokens == ["f", "o", "x", "</s>"]
+        assert told.token_logprobs == [-0.5] * 4
+        assert told.top_logprobs == [{token: -0.5} for token in told.tokens]
+        assert told.text_offset == [0, 1, 2, 3]
+        offsets = []
+        async for chunk in await front.complete("fox", logprobs=0, stream=True):
+            if chunk.choices[0].logprobs is not None:
+                offsets += chunk.choices[0].logprobs.text_offset
+        assert offsets == told.text_offset
+
+    serve_http(body)
+
+
+def test_the_chosen_token_is_among_the_top(tokenizers) -> None:
+    """Also where it is none of the most likely, and none of these are asked for."""
+    teller = CompletionTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
+    f, o, x = tokenizers["chars"].encode("fox")
+    told = teller.logprobs(
+        [
+            TokenLogprobs(f, -3.0, ((o, -0.1), (x, -0.2))),
+            TokenLogprobs(o, -0.1, ((o, -0.1), (x, -0.2))),
+            TokenLogprobs(x, -4.0),
+        ]
+    )
+    assert told["top_logprobs"] == [
+        {"o": -0.1, "x": -0.2, "f": -3.0},
+        {"o": -0.1, "x": -0.2},
+        {"x": -4.0},
+    ]
+
+
+def test_a_very_low_temperature_is_greedy(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for given, taken in ((1e-9, 0.0), (0.0099, 0.0), (0.01, single(0.01)), (2, 2.0)):
+            await front.complete(temperature=given)
+            assert front.engine.submitted[-1].sampling.temperature == taken
+
+    serve_http(body)
+
+
+def test_an_adapter_is_a_model_and_says_what_it_resolved_to(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for name in ("upper", "default/upper", "upper@1"):
+            answer = await front.complete(model=name)
+            assert (answer.model, answer.system_fingerprint) == ("upper@1", digest_of("upper"))
+        for name in ("base", "b"):
+            answer = await front.complete(model=name)
+            assert (answer.model, answer.system_fingerprint) == ("base", None)
+
+    serve_http(body, store=True)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": "x" * 64}, "prompt"),
+    ({"prompt": ["x"] * 65, "n": 2}, "prompt"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "2"}, "n"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -0.001}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1e-60}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": [5]}, "stop[0]"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"extra_body": {"min_tokens": 17}}, "min_tokens"),
+    ({"extra_body": {"top_k": -2}}, "top_k"),
+    ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"cache_salt": "x" * 257}}, "cache_salt"),
+    ({"model": "No/Such/Name"}, "model"),
+    ({"model": ""}, "model"),
+]
+
+
+def test_what_is_wrong_is_named(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for fields, param in BAD:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await front.complete(**fields)
+            error = caught.value
+            assert (error.param, error.type, error.code) == (
+                param,
+                "invalid_request_error",
+                "invalid_argument",
+            ), fields
+        assert not front.engine.submitted
+
+    serve_http(body)

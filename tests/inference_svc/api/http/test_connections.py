@@ -1,0 +1,204 @@
+"""Clients that hold a connection and do not ask, or do not read: each loses it, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from inference_svc.api.http import connections
+from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.serving import until
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+CHAT = "/v1/chat/completions"
+LARGE: dict[str, Any] = {
+    "model": "base",
+    "messages": [{"role": "user", "content": "hi"}],
+    "stream": True,
+    "n": 32,
+    "max_tokens": 40,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+class Raw:
+    """A socket of a client that reads only what it is told to."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._loop = connected, asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def post(self, path: str, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        await self.send(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+
+    async def read(self, num_bytes: int = 1 << 16) -> bytes:
+        """b"": the connection has ended, however."""
+        try:
+            return await self._loop.sock_recv(self._socket, num_bytes)
+        except ConnectionResetError:
+            return b""
+
+    async def ends(self, within_s: float = 3.0) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                while await self.read():
+                    pass
+            return True
+        except TimeoutError:
+            return False
+
+
+@asynccontextmanager
+async def connected(front: Front, receive_bytes: int = 0) -> AsyncIterator[Raw]:
+    host, port = front.running.server.http_address.split(":")
+    with socket.socket() as made:
+        if receive_bytes:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        made.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(made, (host, int(port)))
+        yield Raw(made)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel takes of what nobody reads."""
+    monkeypatch.setattr(connections, "SEND_BUFFER_BYTES", 4096)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_asks_for_nothing_is_not_kept(serve_http) -> None:
+    async def body(front: Front) -> None:
+        async with connected(front) as idle, connected(front) as trickling:
+            trickle = asyncio.create_task(_trickle(trickling))
+            assert await idle.ends()
+            with pytest.raises(ConnectionError):
+                await trickle
+
+    serve_http(body)
+
+
+async def _trickle(client: Raw) -> None:
+    """A header without an end."""
+    await client.send(b"GET /health HTTP/1.1\r\nx: ")
+    for _ in range(150):
+        await client.send(b"x")
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_who_has_asked_is_kept_and_then_has_as_long_for_the_next_header(serve_http) -> None:
+    async def body(front: Front) -> None:
+        async with connected(front) as client:
+            await client.send(HEALTH)
+            assert b" 200 " in await client.read()
+            assert not await client.ends(within_s=0.4), "it may ask again"
+            await client.send(HEALTH)
+            assert b" 200 " in await client.read()
+            with pytest.raises(ConnectionError):
+                await _trickle(client)
+        front.engine.hold.set()
+        asking = asyncio.create_task(front.complete())
+        await asyncio.sleep(0.4)
+        front.engine.hold.clear()
+        assert (await asking).choices[0].text == "abc", "a request may take longer than its header"
+
+    serve_http(body)
+
+
+@pytest.mark.usefixtures("hasty", "small")
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_stops_frees_its_requests(serve_http, stream: bool) -> None:
+    async def body(front: Front) -> None:
+        async with connected(front, receive_bytes=4096) as client:
+            await client.post(CHAT, LARGE | {"stream": stream})
+            await until(lambda: len(front.engine.submitted) == LARGE["n"])
+            if stream:
+                front.engine.turn_s = 0.01
+                await asyncio.sleep(0.1)
+                front.engine.hold.set()  # nothing but its leaving ends it
+            await until(lambda: front.engine.num_running == 0)
+            line = f'http_requests_total{{route="{CHAT}",status="{499 if stream else 200}"}} 1.0'
+            async with asyncio.timeout(5):
+                while line not in (await front.raw.get("/metrics")).text:
+                    await asyncio.sleep(0.02)
+        assert len(front.engine.cancelled) == (LARGE["n"] if stream else 0)
+
+    serve_http(body)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_slow_reader_gets_larger_parts_and_all_of_them(serve_http) -> None:
+    async def body(front: Front) -> None:
+        async with connected(front, receive_bytes=4096) as client:
+            await client.post(CHAT, LARGE)
+            await until(lambda: len(front.engine.submitted) == LARGE["n"])
+            await until(lambda: front.engine.num_running == 0)
+            data = bytearray()
+            while part := await client.read():
+                data += part
+        text = b"".join(line for line in data.split(b"\r\n") if line.startswith(b"data: "))
+        events = [event for event in text.decode().split("data: ") if event]
+        assert events.pop().strip() == "[DONE]"
+        told = [json.loads(event)["choices"][0] for event in events]
+        num_tokens = LARGE["n"] * LARGE["max_tokens"]
+        assert sum(len(each["token_ids"]) for each in told) == num_tokens
+        assert sum(len(each["logprobs"]["content"]) for each in told) == num_tokens
+        assert len([each for each in told if each["finish_reason"]]) == LARGE["n"]
+        # Of what the engine made meanwhile the sockets took little; the rest was one part for each.
+        assert len(told) < num_tokens / 4
+
+    serve_http(body)
+
+
+def test_those_who_do_nothing_make_room_for_those_who_ask(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
+
+    async def body(front: Front) -> None:
+        async with connected(front) as first, connected(front) as second, connected(front):
+            await first.send(b"GET /hea")
+            await front.running.health_of()
+            async with connected(front) as asking:
+                await asking.send(HEALTH)
+                assert b" 200 " in await asking.read()
+                assert await first.ends()
+                assert not await second.ends(within_s=0.05)
+        front.engine.hold.set()
+        running = [asyncio.create_task(front.complete()) for _ in range(3)]
+        await until(lambda: front.engine.num_running == 3)
+        async with connected(front) as late:
+            assert (await late.read()).startswith(b"HTTP/1.1 503 ")
+            assert await late.ends()
+        front.engine.hold.clear()
+        assert [(await each).choices[0].text for each in running] == ["abc"] * 3
+
+    serve_http(body)
+
+
+def test_half_of_the_files_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, expected in ((1024, 512), (1, 1), (1 << 20, 4096), (-1, 4096)):
+        monkeypatch.setattr("resource.getrlimit", lambda which, limit=limit: (limit, limit))
+        assert connections.max_connections() == expected

@@ -1,0 +1,111 @@
+"""Requests over HTTP are counted and logged as those over gRPC: one account per answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import openai
+import pytest
+
+from inference_svc.errors import QueueFull
+from tests.inference_svc.api.http.conftest import Front, traced
+from tests.inference_svc.serving import digest_of, until
+from tests.otlp import Receiver
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    found = [record for record in caplog.records if record.name == "inference_svc.requests"]
+    return [vars(record) for record in found]
+
+
+def test_every_choice_has_an_account(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        await front.complete(model="upper", n=2, extra_headers={"x-request-id": "mine"})
+        first, second = lines(caplog)
+        assert {first["request_id"], second["request_id"]} == {"mine-0", "mine-1"}
+        for line in (first, second):
+            assert (line["status"], line["finish_reason"]) == ("OK", "stop")
+            assert (line["adapter"], line["digest"]) == ("default/upper@1", digest_of("upper"))
+            assert (line["completion_tokens"], line["prompt_tokens"]) == (4, 3)
+        async for _ in await front.complete(stream=True):
+            pass
+        assert (lines(caplog)[2]["status"], lines(caplog)[2]["completion_tokens"]) == ("OK", 4)
+        text = (await front.raw.get("/metrics")).text
+        assert 'loadout_inference_requests_total{finish_reason="stop"} 3.0' in text
+        assert "loadout_inference_generated_tokens_total 12.0" in text
+
+    serve_http(body, store=True)
+
+
+def test_what_is_refused_is_counted_by_reason(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.NotFoundError):
+            await front.chat(model="gone")
+        (line,) = lines(caplog)
+        assert (line["status"], line["reason"]) == ("NOT_FOUND", "ADAPTER_NOT_FOUND")
+        assert line["adapter"] == "gone"
+        text = (await front.raw.get("/metrics")).text
+        route = '{method="/v1/chat/completions",reason="ADAPTER_NOT_FOUND"}'
+        assert f"loadout_inference_rejections_total{route} 1.0" in text
+        assert 'loadout_inference_requests_total{finish_reason="error"} 0.0' in text
+
+    serve_http(body, store=True)
+
+
+class FullAfter(dict[str, Exception]):
+    """For an engine: these errors, but for the first three requests."""
+
+    num_taken = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_taken += 1
+        return self.num_taken > 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_one_choice_ends_all_of_them(
+    serve_http, caplog: pytest.LogCaptureFixture, receiver: Receiver, stream: bool
+) -> None:
+    """None of them reads as if the caller had left."""
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        full = QueueFull("too many wait", retry_after_s=1.0)
+        front.engine.errors = FullAfter({digest_of("upper"): full})
+        front.engine.hold.set()
+        with pytest.raises(openai.RateLimitError):
+            await front.complete(model="upper", n=4, stream=stream)
+        await until(lambda: len(lines(caplog)) == 4 and front.engine.num_running == 0)
+        for line in lines(caplog):
+            assert (line["status"], line["reason"]) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        text = (await front.raw.get("/metrics")).text
+        assert 'loadout_inference_requests_total{finish_reason="error"} 4.0' in text
+        assert 'loadout_inference_requests_total{finish_reason="cancelled"} 0.0' in text
+
+    serve_http(body, store=True, **traced(receiver))
+    spans = [span for span in receiver.spans if span.name.startswith(("text_", "server "))]
+    assert len(spans) == 5
+    assert not [span for span in spans if "loadout.cancelled" in span.attributes]
+    assert {span.error for span in spans if span.name.startswith("text_")} == {"QUEUE_FULL"}
+
+
+def test_who_leaves_has_cancelled(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        front.engine.turn_s = 0.01
+        ours = {"ignore_eos": True}
+        stream = await front.complete(stream=True, n=2, max_tokens=60, extra_body=ours)
+        await anext(stream)
+        await stream.close()
+        await until(lambda: len(lines(caplog)) == 2)
+        assert [line["status"] for line in lines(caplog)] == ["CANCELLED"] * 2
+        text = (await front.raw.get("/metrics")).text
+        assert 'loadout_inference_requests_total{finish_reason="cancelled"} 2.0' in text
+
+    serve_http(body)

@@ -1,0 +1,229 @@
+"""Errors in OpenAI's shape, with the status that says whether to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import ValidationError
+
+from inference_svc import errors
+from inference_svc.api.http.chat import ChatBody
+from inference_svc.api.http.completions import CompletionBody
+from inference_svc.api.http.errors import ANSWERS, error_object
+from inference_svc.api.http.request import MAX_BODY_BYTES, Body
+from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.serving import digest_of, until
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.InferenceError)
+]
+RETRIED = {408, 409, 429, *range(500, 600)}
+"""Statuses upon which OpenAI's client tries again."""
+CHAT = "/v1/chat/completions"
+VALID = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_every_error_has_its_answer() -> None:
+    assert set(KINDS) - set(ANSWERS) == {errors.InferenceError}
+
+
+@pytest.mark.parametrize("kind", ANSWERS, ids=lambda kind: kind.__name__)
+def test_every_error_of_the_engine_reaches_the_caller(serve_http, kind: Any) -> None:
+    answer = ANSWERS[kind]
+    said = "internal error" if kind is errors.EngineFailed else "as the engine says"
+
+    async def body(front: Front) -> None:
+        front.engine.errors[digest_of("upper")] = kind("as the engine says", subject="adapter")
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await front.complete(model="upper", stream=stream)
+            error = caught.value
+            assert error.status_code == answer.status
+            assert (error.body["message"], error.type, error.code) == (said, *answer[1:])
+
+    serve_http(body, store=True)
+
+
+def test_what_waiting_cannot_mend_is_not_tried_again() -> None:
+    lasting = {
+        errors.Unauthenticated,
+        errors.PermissionDenied,
+        errors.InvalidRequest,
+        errors.AdapterNotFound,
+        errors.AdapterUnusable,
+        errors.NoRoom,
+    }
+    for kind, answer in ANSWERS.items():
+        assert (answer.status in RETRIED) == (kind not in lasting), kind
+
+
+def test_a_full_queue_says_when_to_come_back(serve_http) -> None:
+    async def body(front: Front) -> None:
+        full = errors.QueueFull("too many wait", retry_after_s=1.25)
+        front.engine.errors[digest_of("upper")] = full
+        with pytest.raises(openai.RateLimitError) as caught:
+            await front.complete(model="upper")
+        assert caught.value.response.headers["retry-after"] == "2"
+        with pytest.raises(openai.RateLimitError):
+            await front.complete(model="upper", n=3)
+        await until(lambda: front.engine.num_running == 0)
+
+    serve_http(body, store=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code"),
+    [
+        ("gone", 404, "model_not_found"),
+        ("wide", 400, "adapter_unusable"),
+        ("foreign", 400, "adapter_unusable"),
+    ],
+)
+def test_adapters_that_cannot_be_served(serve_http, name: str, status: int, code: str) -> None:
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await front.chat(model=name)
+        error = caught.value
+        assert (error.status_code, error.code, error.param) == (status, code, "model")
+
+    serve_http(body, store=True)
+
+
+def test_without_a_store_there_are_no_adapters(serve_http) -> None:
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.NotFoundError, match="no adapter store"):
+            await front.chat(model="upper")
+
+    serve_http(body)
+
+
+NO_REQUESTS: list[tuple[bytes, dict[str, str], int, str]] = [
+    (b"{", {}, 400, "the body: Invalid JSON"),
+    (b"[]", {}, 400, "the body: "),
+    (b'"x"', {}, 400, "the body: "),
+    (b"", {}, 400, "the body: Invalid JSON"),
+    (b"\xff\xfe", {}, 400, "the body: Invalid JSON"),
+    (b"[" * 100_000, {}, 400, "the body: Invalid JSON"),
+    (json.dumps(VALID).replace("hi", "\\ud800").encode(), {}, 400, "the body: Invalid JSON"),
+    (b"{}", {}, 400, "model: is missing"),
+    (b'{"mdoel": "base"}', {}, 400, "model: is missing"),
+    (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 415, "application/json"),
+    (b"{}", {"content-type": "text/plain"}, 415, "application/json"),
+    (b"x" * (MAX_BODY_BYTES + 1), {}, 413, f"at most {MAX_BODY_BYTES} bytes"),
+    (json.dumps(VALID).encode(), {"x-request-id": "a b"}, 400, "x-request-id must be"),
+    (json.dumps(VALID).encode(), {"x-request-id": "x" * 129}, 400, "x-request-id must be"),
+]
+
+
+def test_what_is_no_request_at_all(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for content, extra, status, text in NO_REQUESTS:
+            headers = {"content-type": "application/json", **extra}
+            answer = await front.raw.post(CHAT, content=content, headers=headers)
+            assert answer.status_code == status, content[:30]
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert text in error["message"], content[:30]
+        assert (await front.chat()).choices, "the server goes on"
+
+    serve_http(body)
+
+
+def test_a_body_without_a_length_is_bounded_as_well(serve_http) -> None:
+    async def large() -> Any:
+        for _ in range(100):
+            yield b" " * 65536
+
+    async def body(front: Front) -> None:
+        headers = {"content-type": "application/json"}
+        answer = await front.raw.post(CHAT, content=large(), headers=headers)
+        assert answer.status_code == 413
+        assert answer.headers["connection"] == "close"
+
+    serve_http(body)
+
+
+async def _write_much(writer: asyncio.StreamWriter) -> None:
+    for _ in range(2000):
+        writer.write(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+        await writer.drain()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/nothing"])
+def test_a_body_without_end_is_cut_off(serve_http, path: str) -> None:
+    async def body(front: Front) -> None:
+        host, port = front.running.server.http_address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            "transfer-encoding: chunked\r\n\r\n".encode()
+        )
+        with pytest.raises(ConnectionError):
+            await _write_much(writer)
+        writer.close()
+
+    serve_http(body)
+
+
+def test_a_slow_body_is_not_waited_for(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.api.http.request.BODY_SECONDS", 0.1)
+
+    async def slow() -> Any:
+        yield b"{"
+        await asyncio.sleep(0.5)
+
+    async def body(front: Front) -> None:
+        headers = {"content-type": "application/json"}
+        answer = await front.raw.post(CHAT, content=slow(), headers=headers)
+        assert answer.status_code == 408
+
+    serve_http(body)
+
+
+def test_other_paths_and_methods(serve_http) -> None:
+    async def body(front: Front) -> None:
+        for method, path, status, code in (
+            ("GET", "/v1/nothing", 404, "not_found"),
+            ("GET", CHAT, 405, "method_not_allowed"),
+            ("POST", "/v1/models", 405, "method_not_allowed"),
+            ("GET", "/v1/chat/completions/", 404, "not_found"),
+        ):
+            answer = await front.raw.request(method, path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+    serve_http(body)
+
+
+def test_bugs_are_not_told() -> None:
+    answer, content = error_object(ValueError("secret"), {})
+    assert answer.status == 500
+    assert content == {
+        "error": {
+            "message": "internal error",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+    }
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_many_mistakes_cost_as_much_as_one(kind: type[Body]) -> None:
+    """An error for each, of a body of nothing else, would take minutes, and gigabytes."""
+    many: dict[str, Any] = {
+        "messages": [{}] * 1000,
+        "prompt": [[]] * 1000,
+        "stop": [5] * 1000,
+        "stop_token_ids": ["x"] * 1000,
+        "modalities": [5] * 1000,
+        **{f"unknown{index}": 1 for index in range(1000)},
+    }
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(many))
+    assert caught.value.error_count() < 10

@@ -1,0 +1,60 @@
+"""/v1/models while the store does not answer; what it lists else is in `together`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.serving import NameStore, digest_of, until
+
+
+def test_without_its_store_a_server_lists_what_it_has(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, watching = NameStore.GetAdapter, NameStore.WatchAdapters
+    is_down, is_watched = False, False
+
+    async def get(store: Any, request: Any, context: Any) -> Any:
+        return await (unavailable if is_down else answering)(store, request, context)
+
+    async def unavailable(store: Any, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "no store")
+
+    async def watch(store: Any, request: Any, context: Any) -> Any:
+        nonlocal is_watched
+        is_watched = True
+        async for event in watching(store, request, context):
+            yield event
+
+    monkeypatch.setattr(NameStore, "GetAdapter", get)
+    monkeypatch.setattr(NameStore, "WatchAdapters", watch)
+    monkeypatch.setattr(NameStore, "ListAdapters", unavailable)
+
+    async def body(front: Front) -> None:
+        nonlocal is_down
+        await until(lambda: is_watched)  # what was known before is forgotten
+        for name in ("upper", "lower", "fixed@1"):
+            loaded = await front.post("/v1/load_lora_adapter", {"lora_name": name})
+            assert loaded.status_code == 200
+        await front.complete(model="other")  # known, and not in memory
+        await front.complete(model="upper@1")
+        is_down = True
+        answer = (await front.raw.get("/v1/models")).json()
+        assert (answer["has_more"], answer["incomplete"]) == (False, True)
+        base, *adapters = answer["data"]
+        assert base["id"] == "base"
+        assert [(card["id"], card["root"]) for card in adapters] == [
+            ("fixed@1", digest_of("fixed")),
+            ("lower", digest_of("lower")),
+            ("upper", digest_of("upper")),
+        ]
+        assert len((await front.raw.get("/v1/models?limit=1")).json()["data"]) == 2
+        with pytest.raises(openai.InternalServerError) as caught:
+            await front.client.models.list(extra_query={"page_token": "x"})
+        assert caught.value.code == "store_unavailable"
+
+    serve_http(body, store=True)

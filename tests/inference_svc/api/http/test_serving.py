@@ -1,0 +1,319 @@
+"""The front as a server: probes, tokens, clients that leave, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from inference_svc.api.http.server import HttpServer
+from inference_svc.api.load_report import LOAD_HEADER
+from inference_svc.config import Config
+from inference_svc.tls import CertificateFiles
+from loadout.inference.v1 import inference_pb2 as pb
+from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.serving import NOT_SERVING, digest_of, until
+
+LONG: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+
+
+def test_ready_file_health_and_metrics(serve_http, tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        server = front.running.server
+        assert json.loads((tmp_path / "ready.json").read_text()) == {
+            "grpc": server.address,
+            "metrics": server.metrics_address,
+            "http": server.http_address,
+        }
+        assert (await front.raw.get("/health")).status_code == 200
+        await front.complete()
+        for path in ("/v1/models/nobody", "/v1/else"):
+            assert (await front.raw.get(path)).status_code == 404
+        answer = await front.raw.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        for line in (
+            'http_requests_total{route="/v1/completions",status="200"} 1.0',
+            'http_requests_total{route="/v1/models/{model:path}",status="404"} 1.0',
+            'http_requests_total{route="other",status="404"} 1.0',
+            'http_requests_total{route="/health",status="200"} 1.0',
+            "generated_tokens_total 4.0",
+            "vllm:num_requests_running 0.0",
+        ):
+            assert line in answer.text
+
+    serve_http(body)
+
+
+def test_every_answer_tells_the_load_as_trailers_of_grpc_do(serve_http) -> None:
+    async def body(front: Front) -> None:
+        idle = "TEXT application_utilization=0.0000,named_metrics.num_requests=0,"
+        paths = ("/health", "/v1/models", "/v1/models/nobody", "/v1/else", "/metrics")
+        answers = [await front.raw.get(path) for path in paths]
+        assert [answer.status_code for answer in answers] == [200, 200, 404, 404, 200]
+        for answer in answers:
+            assert answer.headers.get_list(LOAD_HEADER) == [answer.headers[LOAD_HEADER]]
+            assert answer.headers[LOAD_HEADER].startswith(idle)
+        front.engine.hold.set()
+        waiting = asyncio.create_task(front.complete())
+        await until(lambda: front.engine.num_running == 1)
+        busy = await front.raw.get("/health")
+        assert "named_metrics.num_requests=1," in busy.headers[LOAD_HEADER]
+        front.engine.hold.clear()
+        await waiting
+        call = front.running.stub.GetServerInfo(pb.GetServerInfoRequest())
+        told = dict(await call.trailing_metadata())[LOAD_HEADER]
+        assert told == (await front.raw.get("/health")).headers[LOAD_HEADER]
+
+    serve_http(body)
+
+
+def test_without_the_setting_there_is_no_front(serve) -> None:
+    async def body(running: Any) -> None:
+        assert running.server.http_address == ""
+
+    serve(body)
+
+
+def test_request_ids_are_the_callers_own(serve_http) -> None:
+    """And need not be its own alone: meshes send one along for all that a request leads to."""
+
+    async def body(front: Front) -> None:
+        answer = await front.complete(extra_headers={"x-request-id": "abc-1"})
+        assert (answer.id, answer._request_id) == ("cmpl-abc-1", "abc-1")
+        front.engine.hold.set()
+        same = {"extra_headers": {"x-request-id": "same"}}
+        asking = [asyncio.create_task(front.complete(n=n, **same)) for n in (1, 1, 2, 2)]
+        await until(lambda: front.engine.num_running == 6)
+        front.engine.hold.clear()
+        for answer in await asyncio.gather(*asking):
+            assert (answer.id, answer._request_id) == ("cmpl-same", "same")
+            assert {choice.text for choice in answer.choices} == {"abc"}
+        assert (await front.complete())._request_id not in (None, "", "same")
+
+    serve_http(body)
+
+
+# --- tokens -------------------------------------------------------------------------------------
+
+TOKENS = (
+    token_lines("caller", ["caller"]),
+    token_lines("operator", ["operator"]),
+    token_lines("root", ["caller", "operator"], ["*"]),
+)
+
+
+def test_tokens_open_what_their_roles_may(serve_http, tmp_path: Path) -> None:
+    policy = write_policy(tmp_path, *TOKENS)
+
+    async def body(front: Front) -> None:
+        for name, generates, lists, scrapes in (
+            ("unknown", 401, 401, 401),
+            ("caller", 200, 200, 403),
+            ("operator", 403, 200, 403),
+            ("root", 200, 200, 200),
+        ):
+            headers = {"authorization": f"Bearer {token_of(name)}"}
+            body_ = {"model": "base", "prompt": "abc"}
+            asked = await front.post("/v1/completions", body_, headers=headers)
+            assert asked.status_code == generates
+            assert (await front.raw.get("/v1/models", headers=headers)).status_code == lists
+            assert (await front.raw.get("/metrics", headers=headers)).status_code == scrapes
+        assert (await front.raw.get("/health")).status_code == 200
+        (request, _) = front.engine.submitted
+        assert (request.tenant, request.cache_seed) == ("team-a", "team-a//")
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await front.chat()
+        assert caught.value.code == "invalid_api_key"
+        assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        async with front.connect(token_of("caller")) as client:
+            assert (await client.completions.create(model="base", prompt="abc")).choices
+
+    serve_http(body, policy_file=policy)
+
+
+def test_open_metrics_are_those_of_gateways(serve_http, tmp_path: Path) -> None:
+    policy = write_policy(tmp_path, *TOKENS)
+
+    async def body(front: Front) -> None:
+        answer = await front.raw.get("/metrics")
+        assert answer.status_code == 200
+        names = {line.split()[2] for line in answer.text.splitlines() if line.startswith("# HELP")}
+        assert {"vllm:lora_requests_info", "vllm:num_requests_waiting"} <= names
+        assert {name.partition(":")[0] for name in names} == {"vllm"}
+        for name, scrapes in (("unknown", 401), ("caller", 403), ("root", 200)):
+            headers = {"authorization": f"Bearer {token_of(name)}"}
+            answer = await front.raw.get("/metrics", headers=headers)
+            assert answer.status_code == scrapes
+        assert "loadout_inference_requests_running" in answer.text
+        assert (await front.raw.get("/v1/models")).status_code == 401
+
+    serve_http(body, policy_file=policy, http_open_metrics=True)
+
+
+def test_of_a_stranger_nothing_is_read(serve_http, tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+
+    async def large() -> Any:
+        for _ in range(50):
+            yield b" " * 65536
+
+    async def body(front: Front) -> None:
+        headers = {"content-type": "application/json"}
+        for path in ("/v1/completions", "/v1/load_lora_adapter"):
+            answer = await front.raw.post(path, content=large(), headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["connection"] == "close"
+        (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
+        assert (line["what"], line["reason"], line["who"]) == ("LoadAdapter", "UNAUTHENTICATED", "")
+        assert line["peer"].startswith("http:127.0.0.1:")
+
+    policy = write_policy(tmp_path, *TOKENS)
+    serve_http(body, policy_file=policy, audit_file=audit)
+
+
+# --- operators ----------------------------------------------------------------------------------
+
+
+def test_load_and_unload(serve_http, tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+
+    async def body(front: Front) -> None:
+        answer = await front.post("/v1/load_lora_adapter", {"lora_name": "upper", "pin": True})
+        assert (answer.status_code, "added" in answer.text) == (200, True)
+        assert front.engine.resident[digest_of("upper")].pinned
+        again = {"lora_name": "upper", "lora_int_id": 1}
+        assert (await front.post("/v1/unload_lora_adapter", again)).status_code == 200
+        assert not front.engine.resident
+        answer = await front.post("/v1/unload_lora_adapter", again)
+        assert answer.status_code == 404
+        for body_, param in (
+            ({"lora_name": "gone"}, "lora_name"),
+            ({"lora_name": "A B"}, "lora_name"),
+            ({}, "lora_name"),
+            ({"lora_name": "a", "lora_path": ""}, "lora_path"),
+            ({"lora_name": "a@2", "lora_path": "/x"}, "lora_name"),
+        ):
+            answer = await front.post("/v1/load_lora_adapter", body_)
+            assert answer.json()["error"]["param"] == param
+        lines = [json.loads(line) for line in audit.read_text().splitlines()]
+        assert [(line["what"], line["result"]) for line in lines[:3]] == [
+            ("LoadAdapter", "ok"),
+            ("UnloadAdapter", "ok"),
+            ("UnloadAdapter", "refused"),
+        ]
+
+    serve_http(body, store=True, audit_file=audit)
+
+
+# --- clients that leave -------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_its_stream_frees_the_request(serve_http) -> None:
+    async def body(front: Front) -> None:
+        front.engine.turn_s = 0.01
+        for n in (1, 3):
+            stream = await front.complete(stream=True, n=n, **LONG)
+            await anext(stream)
+            front.engine.hold.set()
+            assert front.engine.num_running == n
+            await stream.close()
+            await until(lambda: front.engine.num_running == 0)
+            front.engine.hold.clear()
+        assert len(front.engine.cancelled) == 4
+
+    serve_http(body)
+
+
+def test_a_client_that_leaves_before_its_answer_frees_the_request(serve_http) -> None:
+    async def body(front: Front) -> None:
+        front.engine.hold.set()
+        for stream in (False, True):
+            asking = asyncio.create_task(front.complete(stream=stream, n=2, **LONG))
+            await until(lambda: front.engine.num_running == 2)
+            asking.cancel()
+            await until(lambda: front.engine.num_running == 0)
+        text = (await front.raw.get("/metrics")).text
+        assert 'http_requests_total{route="/v1/completions",status="499"} 2.0' in text
+
+    serve_http(body)
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes(serve_http) -> None:
+    async def body(front: Front) -> None:
+        front.engine.hold.set()
+        first = asyncio.create_task(front.complete())
+        await until(lambda: front.engine.num_running == 1)
+        front.running.stop.set()
+        ended = asyncio.create_task(front.running.server.run(front.running.stop))
+        await asyncio.sleep(0.05)
+        assert (await front.raw.get("/health")).status_code == 503
+        assert await front.running.health_of() == NOT_SERVING
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            await front.complete()
+        assert (caught.value.status_code, caught.value.code) == (503, "draining")
+        assert caught.value.response.headers["retry-after"] == "1"
+        front.engine.hold.clear()
+        assert (await first).choices[0].text == "abc"
+        assert await ended == 0
+
+    serve_http(body)
+
+
+def test_drain_waits_for_what_operators_have_asked_for(serve_http) -> None:
+    async def body(front: Front) -> None:
+        front.engine.hold.set()
+        loading = asyncio.create_task(front.post("/v1/load_lora_adapter", {"lora_name": "upper"}))
+        await until(lambda: front.engine.num_loading == 1)
+        front.running.stop.set()
+        ended = asyncio.create_task(front.running.server.run(front.running.stop))
+        done, _ = await asyncio.wait([ended], timeout=1.5)
+        assert not done
+        front.engine.hold.clear()
+        assert (await loading).status_code == 200
+        assert await ended == 0
+
+    serve_http(body, store=True)
+
+
+def test_when_the_grace_is_over_streams_end_with_a_word(serve_http) -> None:
+    async def body(front: Front) -> None:
+        front.engine.turn_s = 0.01
+        stream = await front.complete(stream=True, **LONG)
+        await anext(stream)
+        front.engine.hold.set()
+        front.running.stop.set()
+        assert await front.running.server.run(front.running.stop) == 0
+        with pytest.raises(openai.APIError, match="shutting down"):
+            async for _ in stream:
+                pass
+
+    serve_http(body, grace_seconds=0.1)
+
+
+def test_connections_end_with_the_server(serve_http) -> None:
+    async def body(front: Front) -> None:
+        await front.complete()
+        await front.running.server.close()
+        with pytest.raises(httpx2.ConnectError):
+            await front.raw.get("/health")
+
+    serve_http(body)
+
+
+def test_an_address_in_use_is_said(serve_http, tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        address = front.running.server.http_address
+        files = CertificateFiles(Config(model=tmp_path))
+        with pytest.raises(OSError, match=f"cannot listen on {address}"):
+            HttpServer(address, files)
+
+    serve_http(body)

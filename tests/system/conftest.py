@@ -1,0 +1,94 @@
+"""Zoos of random models, engines over them, and whole systems of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_svc.core import LayoutAccepted
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.thread import EngineThread
+from tests.otlp import Receiver
+from tests.system.engines import CompilingStore, Running
+from tests.system.observed import ENVIRONMENT, Observed
+from tests.system.services import Services
+from tests.system.zoo import Zoo, make_zoo
+
+
+@pytest.fixture(scope="session")
+def zoos(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Zoo]:
+    """Models by kind, each made once."""
+    made: dict[str, Zoo] = {}
+
+    def zoo(kind: str) -> Zoo:
+        if kind not in made:
+            made[kind] = make_zoo(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return zoo
+
+
+@pytest.fixture
+def start(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Running]]:
+    """Starts engines over a zoo; all are stopped, and found whole, at the end of the test."""
+    running: list[Running] = []
+
+    def begin(kind: str = "llama", **changes: Any) -> Running:
+        zoo = zoos(kind)
+        store = CompilingStore()
+        digests = {name: store.register(folder) for name, folder in zoo.adapter_dirs.items()}
+        defaults = EngineConfig(
+            zoo.model_dir,
+            kind,
+            max_model_len=256,
+            kv_bytes=4 << 20,
+            arena_bytes=4 << 20,
+            num_threads=1,
+        )
+        engine = EngineThread(replace(defaults, **changes), store)
+        made = Running(engine, store, digests)
+        engine.start(made.hear)
+        engine.send(LayoutAccepted(store.register_layout(engine.layout)))
+        running.append(made)
+        return made
+
+    yield begin
+    for made in running:
+        made.store.gate.set()
+        made.engine.stop()
+        made.engine.built.engine.check_integrity()
+
+
+@pytest.fixture(scope="session")
+def services(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    """One store and one inference service, shared by the tests that do not harm them."""
+    with Services(zoos("llama"), tmp_path_factory.mktemp("services")) as made:
+        yield made
+        made.check_exit_codes()
+
+
+@pytest.fixture(scope="session")
+def observed(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Observed]:
+    """A system whose spans and logs are read."""
+    folder = tmp_path_factory.mktemp("observed")
+    with Receiver() as receiver, ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in ENVIRONMENT.items():
+                patch.setenv(name, value)
+            made = stack.enter_context(Observed(zoos("llama"), folder, receiver))
+        yield made
+
+
+@pytest.fixture
+def own_services(zoos: Callable[[str], Zoo], tmp_path: Any) -> Iterator[Services]:
+    """A system of the test's own, to be killed and ended at will."""
+    with Services(zoos("llama"), tmp_path) as made:
+        yield made

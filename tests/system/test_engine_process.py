@@ -1,0 +1,137 @@
+"""The engine's process: how it starts, and how it ends: with us, without us, killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from inference_svc.core import Command
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.process import EngineProcess
+from inference_svc.errors import EngineFailed, UnsupportedModel
+from tests.system.doors import Recipe, open_door
+
+GONE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def config(zoos: Callable) -> EngineConfig:
+    return EngineConfig(
+        zoos("llama").model_dir, "llama", max_model_len=256, kv_bytes=4 << 20, num_threads=1
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) <= before
+
+
+@contextmanager
+def begun(config: EngineConfig) -> Iterator[EngineProcess]:
+    engine = EngineProcess(config, Recipe({}))
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
+    running = open_door("process", config, {})
+    engine: Any = running.engine
+    failures: list[Exception] = []
+    hear = running.hear
+
+    def listen(said: Any) -> None:
+        if said.failure is not None:
+            failures.append(said.failure)
+        hear(said)
+
+    engine._on_outputs = listen
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(engine.pid, number)  # not for the child: we are told, too, and drain
+    assert running.call(Command.DESCRIBE).result.num_running == 0
+    os.kill(engine.pid, signal.SIGKILL)
+    running.until(lambda: failures)
+    assert isinstance(failures[0], EngineFailed)
+    assert not engine.is_alive
+    assert "was ended by SIGKILL" in caplog.text
+    engine.stop()
+
+
+def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
+    """Nobody waits for ever for the answer to a message that was lost."""
+    running = open_door("process", config, {})
+    engine: Any = running.engine
+    failures: list[Exception] = []
+    engine._on_outputs = lambda said: failures.append(said.failure)
+    engine.send(lambda: "does not pickle")
+    engine._reader.join(GONE_S)
+    assert [type(failure) for failure in failures] == [EngineFailed]
+    assert "the engine cannot be told" in caplog.text
+    engine.stop()
+
+
+def test_a_child_goes_with_its_parent(config: EngineConfig) -> None:
+    program = """
+import sys, time
+from tests.system.doors import open_door
+from tests.system.test_engine_process import config_at
+running = open_door("process", config_at(sys.argv[1]), {})
+running.submit("runs", [5], max_tokens=200)
+print(running.engine.pid, flush=True)
+time.sleep(600)
+"""
+    root = str(Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(config.model_dir)], stdout=subprocess.PIPE, cwd=root
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    child.wait(GONE_S)
+
+
+def config_at(model_dir: str) -> EngineConfig:
+    return EngineConfig(Path(model_dir), "llama", max_model_len=256, kv_bytes=4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{}"), UnsupportedModel, "arch"),
+        (lambda folder: None, ValueError, "kv_memory of 1024 bytes"),
+    ],
+)
+def test_a_start_that_fails_raises_here_as_there(
+    config: EngineConfig, tmp_path: Path, change: Callable, kind: type[Exception], message: str
+) -> None:
+    shutil.copytree(config.model_dir, tmp_path / "model")
+    change(tmp_path / "model")
+    changed = EngineConfig(tmp_path / "model", "llama", kv_bytes=1024)
+    with begun(changed) as engine, pytest.raises(kind, match=message):
+        engine.load()
+
+
+def test_a_child_that_dies_while_it_loads_is_reported(config: EngineConfig) -> None:
+    with begun(config) as engine:
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="SIGKILL"):
+            engine.load()
+
+
+def test_stop_before_it_has_loaded_leaves_nothing(config: EngineConfig) -> None:
+    with begun(config):
+        pass

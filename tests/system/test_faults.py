@@ -1,0 +1,155 @@
+"""Services that are killed and ended while they work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from loadout import Client, errors
+from tests.system.services import GRACE_S, Services
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PROMPT = [ord(char) for char in "some prompt"]
+
+
+def complete(services: Services, adapter: str, tokens: int = 8) -> list[int]:
+    done = services.client.complete(PROMPT, adapter=adapter, max_tokens=tokens, **GREEDY)
+    return list(done.token_ids)
+
+
+def register_all(services: Services) -> dict[str, str]:
+    zoo = services.zoo
+    return {
+        name: services.client.register(name, services.source(name)).adapter.digest
+        for name in zoo.adapter_dirs
+    }
+
+
+def test_the_store_is_killed_while_adapters_are_pulled(own_services: Services) -> None:
+    """Resident adapters and the base go on; others end UNAVAILABLE in time, or succeed if the
+    store is back; after the restart the catalog is whole."""
+    services = own_services
+    digests = register_all(services)
+    zoo = services.zoo
+    for name in ("r1", "r16"):
+        assert complete(services, name) == zoo.greedy(name, PROMPT, 8)
+
+    with ThreadPoolExecutor(8) as pool:
+        pulling = [pool.submit(complete, services, name) for name in ("r3", "r8")]
+        services.kill_store()
+        began = time.monotonic()
+        waiting = pool.submit(complete, services, "r64")
+        assert complete(services, "") == zoo.greedy("", PROMPT, 8)
+        assert complete(services, "r16") == zoo.greedy("r16", PROMPT, 8)
+        with pytest.raises(errors.Unavailable):
+            waiting.result()
+        assert time.monotonic() - began < 15
+        for name, future in zip(("r3", "r8"), pulling, strict=True):
+            error = future.exception()
+            if error is None:
+                assert future.result() == zoo.greedy(name, PROMPT, 8)
+            else:
+                assert isinstance(error, errors.Unavailable)
+
+        late = pool.submit(complete, services, "r33")
+        time.sleep(0.3)
+        services.start_store()
+        with Client(store=services.store_address) as client:
+            assert {a.name.split("/")[1]: a.digest for a in client.list()} == digests
+        if late.exception() is None:  # in time or not, it was answered; now it must work
+            assert late.result() == zoo.greedy("r33", PROMPT, 8)
+    deadline = time.monotonic() + 30
+    for name in ("r33", "r64"):
+        while True:
+            try:
+                assert complete(services, name) == zoo.greedy(name, PROMPT, 8)
+                break
+            except (errors.Unavailable, errors.StreamLost):
+                assert time.monotonic() < deadline, "never recovered"
+                time.sleep(0.2)
+    services.check_exit_codes()
+
+
+def test_a_pull_succeeds_if_the_store_is_back_in_time(own_services: Services) -> None:
+    """The name was known; the adapter's bytes were not here yet."""
+    services = own_services
+    services.inference.stop(GRACE_S)
+    services.inference_flags = ("--adapter-wait-seconds", "60")
+    services.start_inference()
+    with Client(services.inference_address, services.store_address) as client:
+        client.register("r16", services.source("r16"))
+        client.complete(PROMPT, adapter="r16", max_tokens=1, **GREEDY)
+        client.unload("r16")
+        services.kill_store()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.complete, PROMPT, adapter="r16", max_tokens=8, **GREEDY)
+            time.sleep(0.5)
+            assert not waiting.done()
+            services.start_store()
+            assert list(waiting.result().token_ids) == services.zoo.greedy("r16", PROMPT, 8)
+    services.check_exit_codes()
+
+
+def test_sigterm_finishes_what_was_accepted(own_services: Services) -> None:
+    """Under load every accepted request ends properly, later ones are refused, exit 0."""
+    services = own_services
+    register_all(services)
+    expected = services.zoo.greedy("r16", PROMPT, 120)
+    started = threading.Barrier(13)
+    outcomes: list[object] = []
+
+    def run(index: int) -> None:
+        chunks = iter(services.client.generate(PROMPT, adapter="r16", max_tokens=120, **GREEDY))
+        tokens = list(next(chunks).token_ids)
+        started.wait(60)
+        outcomes.append(tokens + [token for chunk in chunks for token in chunk.token_ids])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    started.wait(60)
+    os.kill(services.inference.pid, signal.SIGTERM)
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == [expected] * 12
+    assert services.inference.stop(GRACE_S) == 0
+    with pytest.raises((errors.Unavailable, errors.StreamLost)):
+        services.client.complete(PROMPT, max_tokens=1, timeout_s=5.0)
+
+
+def test_sigterm_of_the_store_under_load(own_services: Services) -> None:
+    """Registrations in progress end properly: what was answered is there after a restart."""
+    services = own_services
+    answered: dict[str, str] = {}
+    stop = threading.Event()
+
+    def work(worker: int) -> None:
+        for number in range(1000):
+            name = f"w{worker}-{number}"
+            try:
+                done = services.client.register(name, services.zoo.adapter_dirs["r16"])
+            except (errors.Unavailable, errors.StreamLost):
+                return
+            answered[name] = done.adapter.digest
+            if stop.is_set():
+                return
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    assert services.store.stop(GRACE_S) == 0
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert answered
+    services.start_store()
+    with Client(store=services.store_address) as client:
+        found = {a.name.split("/")[1]: a.digest for a in client.list()}
+    assert answered.items() <= found.items()
+    services.check_exit_codes()

@@ -1,0 +1,114 @@
+"""TLS and mTLS of the HTTP front with the certificates of gRPC, and their renewal."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from inference_svc.config import Config
+from tests.adapter_store.certificates import Authority
+from tests.system.guarded import Inference
+from tests.system.zoo import Zoo
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
+    """serve(**settings): an inference service of the base model alone."""
+    running: list[Inference] = []
+
+    def start(**settings: Any) -> Inference:
+        config = Config(
+            model=zoos("llama").model_dir,
+            base_model="llama",
+            listen="127.0.0.1:0",
+            metrics_listen="127.0.0.1:0",
+            http="127.0.0.1:0",
+            num_threads=1,
+            kv_memory=1 << 20,
+            adapter_memory=1 << 20,
+            max_model_len=64,
+            **settings,
+        )
+        running.append(Inference(config))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.stop()
+
+
+def ask(inference: Inference, ca: Path | None, pair: tuple[Path, Path] | None = None) -> str:
+    """What a fresh client learns; no CA: without TLS."""
+    address = inference.server.http_address
+    context: Any = True
+    if ca is not None:
+        context = ssl.create_default_context(cafile=ca)
+        if pair is not None:
+            context.load_cert_chain(*pair)
+    scheme = "http" if ca is None else "https"
+    with openai.OpenAI(
+        base_url=f"{scheme}://{address}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx2.Client(verify=context),
+    ) as client:
+        return str(client.completions.create(model="llama", prompt="a", max_tokens=2).model)
+
+
+def test_tls(serve: Any, authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.issue("service")
+    inference = serve(tls_cert_file=cert, tls_key_file=key)
+    assert ask(inference, authority.path) == "llama"
+    for other in (Authority(tmp_path, "other").path, None):
+        with pytest.raises(openai.APIConnectionError):
+            ask(inference, other)
+    assert ask(inference, authority.path) == "llama"
+
+
+def test_mutual_tls(serve: Any, authority: Authority, tmp_path: Path) -> None:
+    cert, key = authority.issue("service")
+    clients = Authority(tmp_path, "clients")
+    inference = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=clients.path)
+    assert ask(inference, authority.path, clients.issue("good")) == "llama"
+    for pair in (Authority(tmp_path, "forged").issue("bad"), None):
+        with pytest.raises(openai.APIConnectionError):
+            ask(inference, authority.path, pair)
+
+
+def test_renewed_certificates_need_no_restart(
+    serve: Any, authority: Authority, tmp_path: Path
+) -> None:
+    """By address, of which clients tell no name."""
+    cert, key = authority.issue("service")
+    clients, later = Authority(tmp_path, "clients"), Authority(tmp_path, "later")
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(clients.path, trusted)
+    inference = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=trusted)
+    assert ask(inference, authority.path, clients.issue("first")) == "llama"
+    cert.write_text("nonsense")
+    inference.reload()
+    assert ask(inference, authority.path, clients.issue("second")) == "llama"
+    renewed = Authority(tmp_path, "new")
+    for source, target in zip(renewed.issue("renewed"), (cert, key), strict=True):
+        shutil.copy(source, target)
+    shutil.copy(later.path, trusted)
+    inference.reload()
+    assert ask(inference, renewed.path, later.issue("third")) == "llama"
+    for ca, pair in (
+        (authority.path, later.issue("fourth")),
+        (renewed.path, clients.issue("fifth")),
+    ):
+        with pytest.raises(openai.APIConnectionError):
+            ask(inference, ca, pair)
