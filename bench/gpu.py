@@ -143,7 +143,7 @@ class Served:
         """Copied, waited for, and made visible."""
         host, resident = self.images[index]
         self.arena.apply([HostCopy(host, resident)])
-        while not self.arena.take_copied():
+        while not self.arena.pop_completed_copies():
             pass
         self.arena.apply([TableWrite(resident)])
 
@@ -252,7 +252,7 @@ def decode_under_loads(served: Served) -> dict[str, Any]:
 
     def keep_loading() -> None:
         nonlocal next_index
-        if loads and not arena.take_copied():
+        if loads and not arena.pop_completed_copies():
             return
         next_index = NUM_ADAPTERS // 2 + (next_index + 1) % (NUM_ADAPTERS // 2)
         arena.apply([HostCopy(*served.images[next_index])])
@@ -260,7 +260,7 @@ def decode_under_loads(served: Served) -> dict[str, Any]:
 
     rows = sequences(MAX_ROWS, NUM_ADAPTERS // 2)
     beside, _ = step_times(model, rows, keep_loading)
-    while loads and not arena.take_copied():
+    while loads and not arena.pop_completed_copies():
         pass
     return {
         "alone_p50_ms": statistics.median(alone) * 1e3,

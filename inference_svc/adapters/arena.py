@@ -71,7 +71,7 @@ class Arena:
             else:
                 self.table.set_row(change.resident.slot, self._row(change.resident))
 
-    def take_copied(self) -> list[str]:
+    def pop_completed_copies(self) -> list[str]:
         """The digests whose copies have completed since the last call. Never blocks."""
         done = []
         while self._copying:

@@ -70,7 +70,7 @@ class Loader:
         self._memories, self._rooms = memories, rooms
         self._ahead = Ahead(self.prefetch, memories, loads, rooms, waiters)
 
-    def ensure(self, digest: str, now_s: float) -> None:
+    def ensure_loading(self, digest: str, now_s: float) -> None:
         """Starts the load of an adapter that is neither resident nor on its way."""
         if digest in self.device or digest in self._loads:
             return
@@ -157,19 +157,19 @@ class Loader:
         """Adapters on their way by state; those that are being copied have left it."""
         return self._loads.num_by_state
 
-    def copied(self, digests: Iterable[str], now_s: float) -> None:
+    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
         """These lie in the arena, whole: they become visible with the next batch."""
-        self._memories.copied(digests, now_s)
+        self._memories.finish_copies(digests, now_s)
 
-    def take_changes(self) -> tuple[ResidencyChange, ...]:
+    def pop_changes(self) -> tuple[ResidencyChange, ...]:
         """What takes effect with the next batch."""
-        return self._memories.take_changes()
+        return self._memories.pop_changes()
 
-    def take_news(self) -> list[str]:
-        """Adapters of which `may_start` may have changed since the last call."""
-        return self._memories.take_news()
+    def pop_ready(self) -> list[str]:
+        """Adapters of which `is_schedulable` may have changed since the last call."""
+        return self._memories.pop_ready()
 
-    def take_failures(self) -> list[tuple[str, InferenceError]]:
+    def pop_failures(self) -> list[tuple[str, InferenceError]]:
         """Digests that cannot be loaded, each once: their waiters are to be ended."""
         failures, self._failures = self._failures, []
         return failures
@@ -262,4 +262,4 @@ class Loader:
             self.counters.pulls_failed += 1
             self._failures.append((digest, error))
         elif self._waiters[digest]:
-            self.ensure(digest, now_s)  # cancelled, and wanted again before it had ended
+            self.ensure_loading(digest, now_s)  # cancelled, and wanted again before it had ended

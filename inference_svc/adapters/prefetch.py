@@ -105,7 +105,7 @@ class Prefetch:
             self._ended(now_s)
         self._look_at(now_s)
 
-    def repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
+    def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
         """A name that pointed to one now points to the other."""
         self.popularity.inherit(new_digest, old_digest)
         self._resting.pop(new_digest, None)

@@ -19,16 +19,16 @@ class Residency(Loader):
 
     # What requests ask for.
 
-    def want(self, digest: str, now_s: float, count: bool = True) -> None:
+    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None:
         """One more waits for this adapter; starts its load if need be."""
         self._waiters[digest] += 1
         if count:
             self._count(digest)
         if self.prefetch is not None:
             self.prefetch.wanted(digest, now_s, count=count)
-        self.ensure(digest, now_s)
+        self.ensure_loading(digest, now_s)
 
-    def unwant(self, digest: str, *, expired: bool = False) -> None:
+    def remove_waiter(self, digest: str, *, expired: bool = False) -> None:
         """One waits no more. A load that nobody waits for is abandoned, unless the last waiter
         only `expired` and bytes are arriving: then the next request shall find it."""
         self._waited(digest)
@@ -45,18 +45,18 @@ class Residency(Loader):
         something else already, the load's own span, to be linked to."""
         return self._loads.trace(digest, asker, now_s)
 
-    def take_spans(self) -> tuple[Span, ...]:
+    def pop_spans(self) -> tuple[Span, ...]:
         """Of loads that are over, each once."""
         return self._loads.traces.take()
 
-    def can_run(self, digest: str) -> bool:
+    def is_resident(self, digest: str) -> bool:
         """Whether `acquire` may be called."""
         resident = self.device.get(digest)
         return resident is not None and resident.ready and not resident.draining
 
-    def may_start(self, digest: str) -> bool:
+    def is_schedulable(self, digest: str) -> bool:
         """Whether one more should use it: no, if it is to make room for one that waited longer."""
-        return self.can_run(digest) and digest not in self._rooms.drains
+        return self.is_resident(digest) and digest not in self._rooms.drains
 
     def acquire(self, digest: str) -> int:
         """The slot of a ready adapter, held until `release`, for one that waited."""
@@ -99,10 +99,10 @@ class Residency(Loader):
             resident.draining = True
         return freed
 
-    def repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
+    def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
         """A name that pointed to one now points to the other."""
         if self.prefetch is not None:
-            self.prefetch.repointed(old_digest, new_digest, now_s)
+            self.prefetch.on_repointed(old_digest, new_digest, now_s)
 
     def is_draining(self, digest: str) -> bool:
         resident = self.device.get(digest)
@@ -159,7 +159,7 @@ class Residency(Loader):
             del self._waiters[digest]
 
     def _count(self, digest: str) -> None:
-        if self.can_run(digest):
+        if self.is_resident(digest):
             self.counters.device_hits += 1
         elif self._memories.in_host(digest) is not None:
             self.counters.host_hits += 1
@@ -169,4 +169,4 @@ class Residency(Loader):
     def _drop(self, digest: str) -> None:
         self._memories.drop(digest)
         if self._waiters[digest]:
-            self.ensure(digest, time.monotonic())
+            self.ensure_loading(digest, time.monotonic())

@@ -68,12 +68,12 @@ class Memories:
 
     def copy(self, host: Resident, room: Resident, now_s: float, load: Load | None) -> None:
         """Into the arena, with the next batch that has room for it. The host image is held until
-        `copied`. It is the last part of `load`; None: nobody has asked for it."""
+        `finish_copies`. It is the last part of `load`; None: nobody has asked for it."""
         change = HostCopy(host, room)
         self.copying.begin(change, now_s, load)
         self._changes.append(change)
 
-    def copied(self, digests: Iterable[str], now_s: float) -> None:
+    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
         """These lie in the arena, whole: they become visible with the next batch."""
         for digest in digests:
             self.release_in_host(digest)
@@ -98,11 +98,11 @@ class Memories:
             self.host.slots.remove(digest)
             self.host.slots.evictions[EvictionReason.UNLOAD] += 1
 
-    def take_changes(self) -> tuple[ResidencyChange, ...]:
+    def pop_changes(self) -> tuple[ResidencyChange, ...]:
         """What takes effect with the next batch."""
         return self._changes.take(None if self.host is None else self.host.step_copy_bytes)
 
-    def take_news(self) -> list[str]:
+    def pop_ready(self) -> list[str]:
         """`news` since the last call."""
         news, self.news = self.news, []
         return news

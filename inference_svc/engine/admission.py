@@ -71,7 +71,7 @@ class Admission:
         """Why the request cannot wait, with an honest hint when to come back."""
         queue, places = self.scheduler.queue, self.scheduler.num_places
         tenant = queue.tenant(request.tenant)
-        is_parked = not self.scheduler.may_start(request.digest)
+        is_parked = not self.scheduler.is_schedulable(request.digest)
         if is_parked:
             num_waiting, num_own = queue.num_parked, tenant.num_parked if tenant else 0
         else:

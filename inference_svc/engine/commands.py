@@ -38,7 +38,7 @@ class Commands:
         """The reply, or None when it follows from `poll`."""
         try:
             if call.command is Command.LOAD:
-                self.residency.want(call.digest, now_s, count=False)
+                self.residency.add_waiter(call.digest, now_s, count=False)
                 if call.trace is not None:
                     self.residency.trace_load(call.digest, call.trace, now_s)
                 self._loads.append(_PendingLoad(call, now_s))
@@ -61,7 +61,7 @@ class Commands:
             return self.describe()
         if call.command is Command.EXAMINE:
             return self.examine(call.limit)
-        if not self.residency.can_run(call.digest):
+        if not self.residency.is_resident(call.digest):
             raise AdapterNotFound(f"adapter {call.digest} is not on the device", subject="ref")
         change = device.pin if call.command is Command.PIN else device.unpin
         return _view(change(call.digest), "device")
@@ -85,7 +85,7 @@ class Commands:
             reply = self._poll_load(pending, now_s)
             if reply is not None:
                 self._loads.remove(pending)
-                self.residency.unwant(pending.call.digest)
+                self.residency.remove_waiter(pending.call.digest)
                 replies.append(reply)
         for call, freed in list(self._unloads):
             if not self.residency.is_draining(call.digest):
@@ -95,7 +95,7 @@ class Commands:
 
     def _poll_load(self, pending: _PendingLoad, now_s: float) -> Reply | None:
         call = pending.call
-        if self.residency.can_run(call.digest):
+        if self.residency.is_resident(call.digest):
             device = self.residency.device
             try:
                 resident = device.pin(call.digest) if call.pin else device.get(call.digest)
@@ -103,7 +103,7 @@ class Commands:
                 return Reply(call.call_id, error=error)
             assert resident is not None
             return Reply(call.call_id, _view(resident, "device"))
-        self.residency.ensure(call.digest, now_s)  # it may have been evicted meanwhile
+        self.residency.ensure_loading(call.digest, now_s)  # it may have been evicted meanwhile
         expiry_s = self._expiry_s(pending)
         if expiry_s is not None and now_s >= expiry_s:
             message = f"the store sent nothing of {call.digest} for {self.adapter_wait_s:g} s"
@@ -121,14 +121,14 @@ class Commands:
         failed = [pending for pending in self._loads if pending.call.digest == digest]
         for pending in failed:
             self._loads.remove(pending)
-            self.residency.unwant(digest)
+            self.residency.remove_waiter(digest)
         return [Reply(pending.call.call_id, error=error) for pending in failed]
 
     def fail_all(self, error: Exception) -> list[Reply]:
         """Answers everything that is still open, when the engine ends."""
         replies = [Reply(call_id, error=error) for call_id in self.open_call_ids]
         for pending in self._loads:
-            self.residency.unwant(pending.call.digest)
+            self.residency.remove_waiter(pending.call.digest)
         self._loads, self._unloads = [], []
         self.profiler.close()
         return replies

@@ -84,7 +84,7 @@ class Engine:
     def _step(self) -> bool:
         began_s = time.monotonic()
         profiler = self.commands.profiler
-        self.residency.copied(self.runner.take_copied(), began_s)
+        self.residency.finish_copies(self.runner.pop_completed_copies(), began_s)
         with profiler.marks("schedule"):
             batch = self.scheduler.schedule(began_s)
         if batch is None:
@@ -113,7 +113,7 @@ class Engine:
         return True
 
     def _say(self) -> StepOutputs:
-        spans = self.residency.take_spans()
+        spans = self.residency.pop_spans()
         said = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
         self._outputs, self._replies = [], []
         return said
@@ -139,7 +139,7 @@ class Engine:
         elif isinstance(message, LayoutAccepted):
             self.residency.set_layout(message.layout_id)
         elif isinstance(message, Repointed):
-            self.residency.repointed(message.old_digest, message.new_digest, now_s)
+            self.residency.on_repointed(message.old_digest, message.new_digest, now_s)
         elif isinstance(message, PullOpened | PullDone | PullFailed):
             with self.times.loading():
                 self.residency.on_pull_event(message, now_s)
@@ -178,7 +178,7 @@ class Engine:
 
     def _before_step(self, now_s: float) -> None:
         """Ends what has expired or failed, then lets loads go on."""
-        for digest, error in self.residency.take_failures():
+        for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
         self.admission.look(now_s)

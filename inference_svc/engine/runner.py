@@ -32,9 +32,9 @@ class Runner:
         """How long the model computed the last batch, with choosing its tokens."""
         return self.forward_s + self.sample_s
 
-    def take_copied(self) -> list[str]:
+    def pop_completed_copies(self) -> list[str]:
         """The adapters whose copies into the arena have completed since the last call."""
-        return self._arena.take_copied()
+        return self._arena.pop_completed_copies()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledToken]:

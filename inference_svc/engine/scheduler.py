@@ -38,15 +38,15 @@ class Limits:
 class AdapterView(Protocol):
     """What the scheduler needs of residency."""
 
-    def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def unwant(self, digest: str, *, expired: bool = False) -> None: ...
-    def ensure(self, digest: str, now_s: float) -> None: ...
+    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, digest: str, now_s: float) -> None: ...
     def trace_load(self, digest: str, asker: Any, now_s: float) -> Any: ...
-    def may_start(self, digest: str) -> bool: ...
+    def is_schedulable(self, digest: str) -> bool: ...
     def acquire(self, digest: str) -> int: ...
     def release(self, digest: str) -> None: ...
-    def take_news(self) -> list[str]: ...
-    def take_changes(self) -> tuple[Any, ...]: ...
+    def pop_ready(self) -> list[str]: ...
+    def pop_changes(self) -> tuple[Any, ...]: ...
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, float]:
@@ -79,15 +79,15 @@ class Scheduler:
         """How many more could run, for all that sequences say."""
         return self.limits.max_sequences - len(self.running)
 
-    def may_start(self, digest: str) -> bool:
+    def is_schedulable(self, digest: str) -> bool:
         """Whether the adapter, "" for none, is there for one more."""
-        return not digest or self.adapters.may_start(digest)
+        return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
         digest = sequence.request.digest
         if digest:
             sequence.adapter_wanted_s = now_s
-            self.adapters.want(digest, now_s)
+            self.adapters.add_waiter(digest, now_s)
         self._enqueue(sequence, now_s)
 
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
@@ -106,13 +106,13 @@ class Scheduler:
 
     def _look_at(self, digest: str, now_s: float) -> None:
         """Parks what waits for this adapter, or lets it go on."""
-        if self.adapters.may_start(digest):
+        if self.adapters.is_schedulable(digest):
             if self.queue.is_parked(digest):
                 self.queue.unpark(digest)
                 for sequence in self.queue.of_digest(digest):
                     _note_ready(sequence, now_s)
         elif self.queue.has(digest):
-            self.adapters.ensure(digest, now_s)
+            self.adapters.ensure_loading(digest, now_s)
             if not self.queue.is_parked(digest):
                 self.queue.park(digest)
 
@@ -125,7 +125,7 @@ class Scheduler:
         else:
             self.queue.remove(sequence)
             if digest:
-                self.adapters.unwant(digest, expired=expired)
+                self.adapters.remove_waiter(digest, expired=expired)
         self.queue.ended(sequence)
         sequence.state = SequenceState.FINISHED
 
@@ -144,7 +144,7 @@ class Scheduler:
         Decodes always run; prefills share what is left of the token budget. When pages run out,
         the last in rank is preempted.
         """
-        for digest in self.adapters.take_news():
+        for digest in self.adapters.pop_ready():
             self._look_at(digest, now_s)
         num_preemptions = self.num_preemptions
         grants = self._grants()
@@ -157,7 +157,7 @@ class Scheduler:
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
             self._admit(rows, self.limits.max_batch_tokens - sum(grants.values()), now_s)
-        changes = self.adapters.take_changes()
+        changes = self.adapters.pop_changes()
         if not rows and not changes:
             return None
         rows.sort(key=lambda row: (row.sequence.slot, row.num_tokens > 1 or not row.samples))
@@ -211,7 +211,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         if sequence.request.digest:
-            self.adapters.want(sequence.request.digest, now_s, count=False)
+            self.adapters.add_waiter(sequence.request.digest, now_s, count=False)
         self._enqueue(sequence, now_s)
 
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
@@ -222,7 +222,7 @@ class Scheduler:
             if sequence is None:
                 return
             digest = sequence.request.digest
-            if not self.may_start(digest):  # it has begun to drain
+            if not self.is_schedulable(digest):  # it has begun to drain
                 self._look_at(digest, now_s)
                 continue
             if not self._start(sequence, now_s):

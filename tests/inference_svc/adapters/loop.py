@@ -37,9 +37,9 @@ class Loop:
         with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
         self.residency.advance(time.monotonic(), lambda: [(digest, True) for digest in self.queue])
-        self.failures += self.residency.take_failures()
-        self.arena.apply(self.residency.take_changes())
-        self.residency.copied(self.arena.take_copied(), time.monotonic())
+        self.failures += self.residency.pop_failures()
+        self.arena.apply(self.residency.pop_changes())
+        self.residency.finish_copies(self.arena.pop_completed_copies(), time.monotonic())
         self.residency.check_integrity(self.residency._waiters)
 
     def until(self, condition) -> None:
@@ -50,6 +50,6 @@ class Loop:
 
     def load(self, digest: str) -> int:
         """Wants, waits and acquires."""
-        self.residency.want(digest, time.monotonic())
-        self.until(lambda: self.residency.can_run(digest))
+        self.residency.add_waiter(digest, time.monotonic())
+        self.until(lambda: self.residency.is_resident(digest))
         return self.residency.acquire(digest)

@@ -41,9 +41,9 @@ def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
     deadline = time.monotonic() + 10
     while not copied:
         assert time.monotonic() < deadline
-        copied = arena.take_copied()
+        copied = arena.pop_completed_copies()
     assert copied == ["aaaa"]
-    assert arena.take_copied() == []
+    assert arena.pop_completed_copies() == []
     there = arena.flat.view(torch.uint8)[resident.extents[0].start :][: len(image.data)]
     assert bytes(there.cpu().numpy().data) == bytes(image.data)
     arena.apply([TableWrite(resident)])
@@ -63,22 +63,22 @@ def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
     assert len(residency.device) == 2
     host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
     for digest in ("cold", "aaaa"):
-        residency.want(digest, 0.0)
+        residency.add_waiter(digest, 0.0)
     residency.advance(0.0, lambda: [("cold", False), ("aaaa", False)])
     for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
-        changes = residency.take_changes()
+        changes = residency.pop_changes()
         copies = [change for change in changes if isinstance(change, HostCopy)]
         assert [copy.resident.digest for copy in copies] == [copied]
         loop.arena.apply(changes)
         residency.check_integrity(residency._waiters)
-        residency.copied(loop.arena.take_copied(), time.monotonic())
-        assert residency.can_run(copied)
+        residency.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
+        assert residency.is_resident(copied)
         if waiting:
             assert residency.is_copying, "there is more to be done"
-            assert not residency.can_run(waiting)
+            assert not residency.is_resident(waiting)
             with pytest.raises(AdapterUnusable, match="still loading"):
                 residency.unload(waiting)
-    loop.arena.apply(residency.take_changes())
+    loop.arena.apply(residency.pop_changes())
     for digest in ("cold", "aaaa"):
         assert_computes(loop, store, digest, residency.acquire(digest))
     assert not residency.is_copying
@@ -120,4 +120,4 @@ def test_a_copy_waits_for_the_steps_before_it(store, layout) -> None:
     arena.apply([HostCopy(hosted, resident)])
     torch.cuda.synchronize()
     assert torch.equal(seen, before)
-    assert arena.take_copied() == ["aaaa"]
+    assert arena.pop_completed_copies() == ["aaaa"]

@@ -49,11 +49,11 @@ def until(condition: Callable[[], bool]) -> None:
 def failure_of(loop: Loop, digest: str) -> InferenceError:
     """What its load ends with; everything that it held is free again."""
     before = used_bytes(loop)
-    loop.residency.want(digest, time.monotonic())
+    loop.residency.add_waiter(digest, time.monotonic())
     loop.until(lambda: loop.failures)
     [(failed, error)] = loop.failures
     assert failed == digest
-    loop.residency.unwant(digest)
+    loop.residency.remove_waiter(digest)
     assert used_bytes(loop) == before
     assert loop.residency.num_loading == 0
     assert isinstance(error, InferenceError)
@@ -113,11 +113,11 @@ def test_a_replica_that_is_killed_is_resumed_at_the_next_where_it_stopped(
     image = site.add("aaaa")
     first, second, third = site.order("aaaa")
     first.hook = stop = Stop(1)
-    loop.residency.want("aaaa", time.monotonic())
+    loop.residency.add_waiter("aaaa", time.monotonic())
     loop.until(stop.reached.is_set)
     killer = threading.Thread(target=first.kill)
     killer.start()
-    loop.until(lambda: loop.residency.can_run("aaaa"))
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
     assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
     assert second.pulls == [("aaaa", image.ends[0])]
     assert third.pulls == []
@@ -148,10 +148,10 @@ def test_all_replicas_are_tried_in_turn_until_one_is_well(site: Site, loop: Loop
     site.add("aaaa")
     for server in site.servers:
         server.hook = abort(1, grpc.StatusCode.UNAVAILABLE)
-    loop.residency.want("aaaa", time.monotonic())
+    loop.residency.add_waiter("aaaa", time.monotonic())
     loop.until(lambda: all(server.pulls for server in site.servers))
     site.servers[1].hook = lambda part, context: None
-    loop.until(lambda: loop.residency.can_run("aaaa"))
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
     assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
 
 
@@ -216,7 +216,7 @@ def test_a_slow_stream_is_alive_as_long_as_bytes_arrive(site: Site, loop: Loop) 
     stops = [Stop(part) for part in range(4)]
     server = site.order("aaaa")[0]
     server.hook = lambda part, context: stops[part](part, context)
-    loop.residency.want("aaaa", time.monotonic())
+    loop.residency.add_waiter("aaaa", time.monotonic())
     moments = []
     for stop in stops[:3]:
         loop.until(stop.reached.is_set)
@@ -227,9 +227,9 @@ def test_a_slow_stream_is_alive_as_long_as_bytes_arrive(site: Site, loop: Loop) 
         loop.until(lambda before=before: loop.residency.last_progress_s("aaaa") > before)
     loop.until(stops[3].reached.is_set)
     assert moments == sorted(set(moments))
-    assert not loop.residency.can_run("aaaa"), "nothing is computed with before the trailer"
+    assert not loop.residency.is_resident("aaaa"), "nothing is computed with before the trailer"
     stops[3].go.set()
-    loop.until(lambda: loop.residency.can_run("aaaa"))
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
     assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
     assert server.pulls == [("aaaa", 0)]
     assert loop.residency.counters.pulled_bytes == len(image.data)
@@ -240,10 +240,10 @@ def test_giving_up_a_stalled_stream_frees_what_it_held(site: Site, loop: Loop) -
     server = site.order("aaaa")[0]
     server.hook = stop = Stop(1)
     before = used_bytes(loop)
-    loop.residency.want("aaaa", time.monotonic())
+    loop.residency.add_waiter("aaaa", time.monotonic())
     loop.until(stop.reached.is_set)
     assert used_bytes(loop) > before
-    loop.residency.unwant("aaaa")
+    loop.residency.remove_waiter("aaaa")
     loop.until(lambda: loop.residency.num_loading == 0)
     assert used_bytes(loop) == before
     stop.go.set()

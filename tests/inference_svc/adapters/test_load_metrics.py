@@ -42,7 +42,7 @@ def test_with_a_host_tier_the_copy_is_part_of_it() -> None:
     world.load("a")
     turns(world, 5)
     times = world.residency.times
-    assert world.residency.can_run("a")
+    assert world.residency.is_resident("a")
     assert total(times.pull.state) == (1, 2.0)
     count, copy_s = total(times.copy.state)
     assert (count, copy_s >= 1.0) == (1, True)
@@ -59,11 +59,11 @@ def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
         turns(world, 6)
     world.load("c")
     turns(world, 6)
-    assert not world.residency.can_run("d"), "it made room"
+    assert not world.residency.is_resident("d"), "it made room"
     world.load("d")
     turns(world, 6)
     times = world.residency.times
-    assert world.residency.can_run("d")
+    assert world.residency.is_resident("d")
     assert total(times.pull.state)[0] == 3
     assert total(times.copy.state)[0] == 4
     loads = {source: total(histogram.state)[0] for source, histogram in times.load.items()}

@@ -27,17 +27,17 @@ def loop(request: pytest.FixtureRequest, store, layout: ModelLayout) -> Iterator
     made.puller.close()
 
 
-def want(loop: Loop, digest: str, who: SpanContext) -> SpanContext | None:
+def request(loop: Loop, digest: str, who: SpanContext) -> SpanContext | None:
     now_s = time.monotonic()
-    loop.residency.want(digest, now_s)
+    loop.residency.add_waiter(digest, now_s)
     return loop.residency.trace_load(digest, who, now_s)
 
 
 def load(loop: Loop, digest: str, who: SpanContext) -> list[Span]:
-    want(loop, digest, who)
-    loop.until(lambda: loop.residency.can_run(digest))
+    request(loop, digest, who)
+    loop.until(lambda: loop.residency.is_resident(digest))
     loop.residency.acquire(digest)
-    return list(loop.residency.take_spans())
+    return list(loop.residency.pop_spans())
 
 
 def by_name(spans: list[Span], name: str) -> list[Span]:
@@ -69,7 +69,7 @@ def test_a_load_from_the_wish_to_the_row(loop: Loop, store) -> None:
     names = [span.name for span in spans if span.parent_id == top.context.span_id]
     has_host = loop.residency.host is not None
     assert names == (["wait", "pull", "wait", "copy"] if has_host else ["wait", "pull"])
-    assert loop.residency.take_spans() == ()
+    assert loop.residency.pop_spans() == ()
     assert load(loop, "aaaa", asker()) == [], "it is here"
 
 
@@ -87,36 +87,36 @@ def test_whoever_comes_later_gets_a_link(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
     first, second = asker(), asker()
-    assert want(loop, "aaaa", first) is None
+    assert request(loop, "aaaa", first) is None
     loop.turn()
-    link = want(loop, "aaaa", second)
-    assert want(loop, "aaaa", first) is None, "its own"
+    link = request(loop, "aaaa", second)
+    assert request(loop, "aaaa", first) is None, "its own"
     store.gate.set()
-    loop.until(lambda: loop.residency.can_run("aaaa"))
-    assert check_tree(list(loop.residency.take_spans()), first).context == link
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
+    assert check_tree(list(loop.residency.pop_spans()), first).context == link
 
 
 def test_what_was_on_its_way_unasked_begins_with_who_asks(loop: Loop, store) -> None:
     """Nobody traced had asked for it: of what came before there is no span."""
     store.add("aaaa")
     store.gate.clear()
-    loop.residency.want("aaaa", time.monotonic())
+    loop.residency.add_waiter("aaaa", time.monotonic())
     loop.until(lambda: loop.residency._loads["aaaa"].job is not None)
     who = asker()
-    assert want(loop, "aaaa", who) is None
+    assert request(loop, "aaaa", who) is None
     store.gate.set()
-    loop.until(lambda: loop.residency.can_run("aaaa"))
-    spans = list(loop.residency.take_spans())
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
+    spans = list(loop.residency.pop_spans())
     check_tree(spans, who)
     assert by_name(spans, "pull")
 
 
 def test_a_load_that_fails(loop: Loop) -> None:
     who = asker()
-    want(loop, "missing", who)
+    request(loop, "missing", who)
     loop.until(lambda: loop.failures)
-    loop.residency.unwant("missing")
-    spans = list(loop.residency.take_spans())
+    loop.residency.remove_waiter("missing")
+    spans = list(loop.residency.pop_spans())
     assert check_tree(spans, who).error == "ADAPTER_NOT_FOUND"
 
 
@@ -124,11 +124,11 @@ def test_a_load_that_nobody_waits_for_any_more(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
     who = asker()
-    want(loop, "aaaa", who)
+    request(loop, "aaaa", who)
     loop.until(lambda: loop.residency._loads["aaaa"].job is not None)
-    loop.residency.unwant("aaaa")
+    loop.residency.remove_waiter("aaaa")
     loop.until(lambda: "aaaa" not in loop.residency._loads)
-    spans = list(loop.residency.take_spans())
+    spans = list(loop.residency.pop_spans())
     top = check_tree(spans, who)
     assert top.attributes["loadout.cancelled"] is True
     assert not any(span.error for span in spans)
@@ -137,5 +137,5 @@ def test_a_load_that_nobody_waits_for_any_more(loop: Loop, store) -> None:
 def test_without_a_trace_there_are_no_spans(loop: Loop, store) -> None:
     store.add("aaaa")
     loop.load("aaaa")
-    assert loop.residency.take_spans() == ()
+    assert loop.residency.pop_spans() == ()
     assert not store.pulls[1:]

@@ -196,9 +196,9 @@ def test_a_new_version_is_brought_before_anybody_asks() -> None:
     ask(prefetch, "v1", 3)
     assert prefetch.choose(LOOK_S, {"v1"}.__contains__, free_room) is None
     assert prefetch.next_look_s() is None
-    prefetch.repointed("v1", "v2", 1.0)
+    prefetch.on_repointed("v1", "v2", 1.0)
     assert prefetch.choose(1.0 + LOOK_S, {"v1"}.__contains__, lambda: {"v1"}) is None, (
         "as popular as v1"
     )
-    prefetch.repointed("v1", "v2", 2.0)
+    prefetch.on_repointed("v1", "v2", 2.0)
     assert prefetch.choose(2.0 + LOOK_S, {"v1"}.__contains__, free_room) == "v2"

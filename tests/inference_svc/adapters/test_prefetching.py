@@ -71,18 +71,18 @@ class World:
         self.now_s += seconds
         self.residency.advance(self.now_s, lambda: [(digest, False) for digest in self.waiting])
         for digest in list(self.waiting):
-            if self.residency.may_start(digest):
+            if self.residency.is_schedulable(digest):
                 self.residency.acquire(digest)
                 self.waiting.remove(digest)
                 self.running.append(digest)
-        changes = self.residency.take_changes()
-        self.residency.take_news()
-        self.residency.take_failures()
+        changes = self.residency.pop_changes()
+        self.residency.pop_ready()
+        self.residency.pop_failures()
         copies = [change for change in changes if isinstance(change, HostCopy)]
-        self.residency.copied([copy.resident.digest for copy in copies], self.now_s)
+        self.residency.finish_copies([copy.resident.digest for copy in copies], self.now_s)
 
     def request(self, digest: str) -> None:
-        self.residency.want(digest, self.now_s)
+        self.residency.add_waiter(digest, self.now_s)
         self.waiting.append(digest)
 
     def finish(self, digest: str) -> None:
@@ -190,7 +190,7 @@ def test_from_a_host_tier_nothing_leaves_the_arena_for_what_nobody_asked_for() -
     world = World(3)
     world.use("idle")
     world.use("v1", 3)
-    world.residency.repointed("v1", "v2", world.now_s)
+    world.residency.on_repointed("v1", "v2", world.now_s)
     world.turn(LOOK_S)
     world.settle()
     assert "v2" in world.pull_slots
@@ -199,11 +199,11 @@ def test_from_a_host_tier_nothing_leaves_the_arena_for_what_nobody_asked_for() -
 
 def test_a_new_version_is_there_before_it_is_asked_for(world: World) -> None:
     world.use("v1", 3)
-    world.residency.repointed("v1", "v2", world.now_s)
+    world.residency.on_repointed("v1", "v2", world.now_s)
     world.turn(LOOK_S)
     world.settle()
     assert "v2" in world.pull_slots
-    assert world.residency.can_run("v2"), "and in the arena, where room is free"
+    assert world.residency.is_resident("v2"), "and in the arena, where room is free"
 
 
 def test_what_is_unloaded_or_gone_is_not_brought_back(world: World) -> None:
@@ -222,14 +222,14 @@ def test_what_is_unloaded_or_gone_is_not_brought_back(world: World) -> None:
 
 def test_an_operator_who_loads_what_is_on_its_way_takes_it_over(world: World) -> None:
     world.use("v1", 3)
-    world.residency.repointed("v1", "v2", world.now_s)
+    world.residency.on_repointed("v1", "v2", world.now_s)
     world.turn(LOOK_S)
     assert world.prefetch.current == "v2"
-    world.residency.want("v2", world.now_s, count=False)
+    world.residency.add_waiter("v2", world.now_s, count=False)
     world.settle()
     assert world.prefetch.current == ""
-    assert world.residency.can_run("v2")
-    world.residency.unwant("v2")
+    assert world.residency.is_resident("v2")
+    world.residency.remove_waiter("v2")
     world.residency.check_integrity(Counter())
 
 
@@ -257,19 +257,19 @@ class Traffic(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         digest = data.draw(st.sampled_from(self.world.waiting))
         self.world.waiting.remove(digest)
-        self.world.residency.unwant(digest)
+        self.world.residency.remove_waiter(digest)
 
     @rule(digest=st.sampled_from(DIGESTS), pins=st.booleans())
     def pin(self, digest: str, pins: bool) -> None:
         device = self.world.residency.device
-        if not self.world.residency.can_run(digest):
+        if not self.world.residency.is_resident(digest):
             return
         with contextlib.suppress(NoRoom):
             _ = device.pin(digest) if pins else device.unpin(digest)
 
     @rule(old=st.sampled_from(DIGESTS), new=st.sampled_from(DIGESTS))
     def repoint(self, old: str, new: str) -> None:
-        self.world.residency.repointed(old, new, self.world.now_s)
+        self.world.residency.on_repointed(old, new, self.world.now_s)
 
     @rule(seconds=st.sampled_from([0.01, LOOK_S, 5.0, 400.0]))
     def turn(self, seconds: float) -> None:

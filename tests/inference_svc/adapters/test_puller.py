@@ -272,17 +272,17 @@ def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
     loop = Loop(store, layout, 16384, host_bytes)
     residency = loop.residency
     for _ in range(2):  # whoever goes before that blames nobody, however long this machine takes
-        residency.want("aaaa", time.monotonic())
+        residency.add_waiter("aaaa", time.monotonic())
         loop.until(lambda: loop.puller._active and residency._loads["aaaa"].job._stream is not None)
-        residency.unwant("aaaa")
+        residency.remove_waiter("aaaa")
         loop.until(lambda: residency.num_loading == 0)
     assert store.asked == ["one", "one"]
     residency.stall_s = 0.3
-    residency.want("aaaa", time.monotonic())
+    residency.add_waiter("aaaa", time.monotonic())
     loop.until(lambda: len(store.asked) == 3 and store.silent.fell_silent.is_set())
     expires_s = time.monotonic() + residency.stall_s
     loop.until(lambda: time.monotonic() > expires_s)
-    residency.unwant("aaaa", expired=True)
+    residency.remove_waiter("aaaa", expired=True)
     loop.until(lambda: residency.num_loading == 0)
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
     residency.release("aaaa")

@@ -68,13 +68,13 @@ def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> Non
     assert loop.residency.counters.pulls_corrupt == 1
     store.add("bbbb")
     store.corrupt = 2
-    loop.residency.want("bbbb", 0.0)
+    loop.residency.add_waiter("bbbb", 0.0)
     loop.until(lambda: loop.failures)
     (digest, error) = loop.failures[0]
     assert digest == "bbbb"
     assert isinstance(error, CorruptImage)
     assert loop.residency.counters.pulls_corrupt == 3
-    loop.residency.unwant("bbbb")
+    loop.residency.remove_waiter("bbbb")
     assert "bbbb" not in loop.residency.device
 
 
@@ -82,11 +82,11 @@ def test_fifty_failing_loads_disturb_nothing(loop: Loop, store) -> None:
     store.add("good")
     used = loop.residency.device.used_bytes
     for number in range(50):
-        loop.residency.want(f"missing-{number}", 0.0)
+        loop.residency.add_waiter(f"missing-{number}", 0.0)
     loop.until(lambda: len(loop.failures) == 50)
     assert all(isinstance(error, AdapterNotFound) for _, error in loop.failures)
     for digest, _ in loop.failures:
-        loop.residency.unwant(digest)
+        loop.residency.remove_waiter(digest)
     assert loop.residency.device.used_bytes == used
     assert_computes(loop, store, "good", loop.load("good"))
 
@@ -94,10 +94,10 @@ def test_fifty_failing_loads_disturb_nothing(loop: Loop, store) -> None:
 def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
-    loop.residency.want("aaaa", 0.0)
+    loop.residency.add_waiter("aaaa", 0.0)
     memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
     loop.until(lambda: "aaaa" in memory)
-    loop.residency.unwant("aaaa")
+    loop.residency.remove_waiter("aaaa")
     loop.until(lambda: loop.residency.num_loading == 0)
     assert memory.used_bytes == 0
     store.gate.set()
@@ -107,12 +107,12 @@ def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
 def test_wanted_again_while_the_cancelled_load_ends(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
-    loop.residency.want("aaaa", 0.0)
+    loop.residency.add_waiter("aaaa", 0.0)
     loop.turn()
-    loop.residency.unwant("aaaa")
-    loop.residency.want("aaaa", 0.0)
+    loop.residency.remove_waiter("aaaa")
+    loop.residency.add_waiter("aaaa", 0.0)
     store.gate.set()
-    loop.until(lambda: loop.residency.can_run("aaaa"))
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
     assert_computes(loop, store, "aaaa", loop.residency.acquire("aaaa"))
 
 
@@ -134,11 +134,11 @@ def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
         store.add(digest)
     for digest in ("aaaa", "bbbb"):
         loop.load(digest)
-    loop.residency.want("cccc", 0.0)
+    loop.residency.add_waiter("cccc", 0.0)
     loop.until(lambda: needing_room(loop) == ["cccc"])
     assert loop.residency.store_wait_since_s("cccc") is None
     loop.residency.release("aaaa")
-    loop.until(lambda: loop.residency.can_run("cccc"))
+    loop.until(lambda: loop.residency.is_resident("cccc"))
     assert_computes(loop, store, "cccc", loop.residency.acquire("cccc"))
     assert loop.residency.device.get("bbbb") is not None
 
@@ -151,16 +151,16 @@ def test_what_the_queue_needs_sooner_is_not_evicted(loop: Loop, store) -> None:
         loop.residency.release(digest)
     loop.queue = ["aaaa", "cccc"]
     loop.load("cccc")
-    assert loop.residency.can_run("aaaa")
-    assert not loop.residency.can_run("bbbb")
+    assert loop.residency.is_resident("aaaa")
+    assert not loop.residency.is_resident("bbbb")
 
 
 def test_larger_than_the_arena_is_refused(loop: Loop, store) -> None:
     store.add("huge", rank=64)
-    loop.residency.want("huge", 0.0)
+    loop.residency.add_waiter("huge", 0.0)
     loop.until(lambda: loop.failures)
     assert isinstance(loop.failures[0][1], AdapterUnusable)
-    loop.residency.unwant("huge")
+    loop.residency.remove_waiter("huge")
     loop.until(lambda: loop.residency.num_loading == 0)
 
 
@@ -169,7 +169,7 @@ def test_unload_drains_then_frees(loop: Loop, store) -> None:
     loop.load("aaaa")
     assert loop.residency.unload("aaaa") > 0
     assert loop.residency.is_draining("aaaa")
-    assert not loop.residency.can_run("aaaa")
+    assert not loop.residency.is_resident("aaaa")
     loop.residency.release("aaaa")
     assert loop.residency.device.used_bytes == 0
     if loop.residency.host is not None:
@@ -201,16 +201,16 @@ def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
         loop.load(digest)
     waiting = ("cccc", "dddd", "eeee", "ffff", "gggg")
     for digest in waiting:
-        loop.residency.want(digest, 0.0)
+        loop.residency.add_waiter(digest, 0.0)
     loop.until(lambda: len(needing_room(loop)) >= 2)
-    loop.residency.want("missing", 0.0)
+    loop.residency.add_waiter("missing", 0.0)
     loop.queue = ["missing"]
     loop.until(lambda: loop.failures)
-    loop.residency.unwant("missing")
+    loop.residency.remove_waiter("missing")
     if loop.residency.host is None:
         assert loop.residency.num_loading <= 4
     for digest in waiting:
-        loop.residency.unwant(digest)
+        loop.residency.remove_waiter(digest)
     loop.until(lambda: loop.residency.num_loading == 0)
 
 
@@ -218,10 +218,10 @@ def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None
     """So that the next request finds it; one that stands still is given up."""
     store.add("aaaa")
     store.gate.clear()
-    loop.residency.want("aaaa", 0.0)
+    loop.residency.add_waiter("aaaa", 0.0)
     loop.until(lambda: loop.residency._loads["aaaa"].header is not None)
     loop.turn()
-    loop.residency.unwant("aaaa", expired=True)
+    loop.residency.remove_waiter("aaaa", expired=True)
     loop.turn()
     assert loop.residency.num_loading == 1
     store.gate.set()
@@ -232,9 +232,9 @@ def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None
     store.add("bbbb")
     store.gate.clear()
     loop.residency.stall_s = 0.1
-    loop.residency.want("bbbb", 0.0)
+    loop.residency.add_waiter("bbbb", 0.0)
     loop.until(lambda: loop.residency._loads["bbbb"].header is not None)
     loop.turn()
-    loop.residency.unwant("bbbb", expired=True)
+    loop.residency.remove_waiter("bbbb", expired=True)
     loop.until(lambda: loop.residency.num_loading == 0)
     assert "bbbb" not in memory

@@ -15,20 +15,20 @@ NEVER_S = 1e9
 class AllResident:
     """Every adapter is there."""
 
-    def want(self, digest: str, now_s: float, count: bool = True) -> None: ...
-    def unwant(self, digest: str, *, expired: bool = False) -> None: ...
-    def ensure(self, digest: str, now_s: float) -> None: ...
-    def may_start(self, digest: str) -> bool:
+    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, digest: str, now_s: float) -> None: ...
+    def is_schedulable(self, digest: str) -> bool:
         return True
 
     def acquire(self, digest: str) -> int:
         return 0
 
     def release(self, digest: str) -> None: ...
-    def take_news(self) -> list[str]:
+    def pop_ready(self) -> list[str]:
         return []
 
-    def take_changes(self) -> tuple[()]:
+    def pop_changes(self) -> tuple[()]:
         return ()
 
 

@@ -261,7 +261,7 @@ def test_the_engine_looks_at_every_turn() -> None:
     """Requests that wait for adapters, and leave without a step."""
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
-    runner = Mock(take_copied=list)
+    runner = Mock(pop_completed_copies=list)
     commands = Commands(world.residency, Mock(), Mock(), StepProfiler("cpu"), 10.0)
     engine = Engine(
         world.scheduler,

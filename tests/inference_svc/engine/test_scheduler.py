@@ -28,24 +28,24 @@ class TwoAdapterRows:
     loading: set[str] = field(default_factory=set)
     drains: set[str] = field(default_factory=set)
 
-    def want(self, digest: str, now_s: float, count: bool = True) -> None:
+    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None:
         self.waiters[digest] = self.waiters.get(digest, 0) + 1
-        self.ensure(digest, now_s)
+        self.ensure_loading(digest, now_s)
 
-    def ensure(self, digest: str, now_s: float) -> None:
+    def ensure_loading(self, digest: str, now_s: float) -> None:
         if digest not in self.resident:
             self.loading.add(digest)
 
-    def unwant(self, digest: str, *, expired: bool = False) -> None:
+    def remove_waiter(self, digest: str, *, expired: bool = False) -> None:
         self.waiters[digest] -= 1
         assert self.waiters[digest] >= 0
 
-    def may_start(self, digest: str) -> bool:
+    def is_schedulable(self, digest: str) -> bool:
         return digest in self.resident and digest not in self.drains
 
     def acquire(self, digest: str) -> int:
         assert digest in self.resident
-        self.unwant(digest)
+        self.remove_waiter(digest)
         self.users[digest] = self.users.get(digest, 0) + 1
         return self.resident.index(digest)
 
@@ -53,11 +53,11 @@ class TwoAdapterRows:
         self.users[digest] -= 1
         assert self.users[digest] >= 0
 
-    def take_news(self) -> list[str]:
+    def pop_ready(self) -> list[str]:
         news, self.news = self.news, []
         return news
 
-    def take_changes(self) -> tuple[str, ...]:
+    def pop_changes(self) -> tuple[str, ...]:
         return ()
 
     def load_one(self, order: Iterable[str]) -> None:

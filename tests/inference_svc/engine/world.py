@@ -117,7 +117,7 @@ class World:
             self.scheduler._preempt(self.scheduler.running[-1], self.now_s)
 
     def load(self, digest: str) -> None:
-        self.residency.want(digest, self.now_s)
+        self.residency.add_waiter(digest, self.now_s)
         self.loads.append(digest)
 
     def turn(self) -> None:
@@ -125,8 +125,8 @@ class World:
         event = self.puller.next_event()
         if event is not None:
             self.residency.on_pull_event(event, self.now_s)
-        assert not self.residency.take_failures()
-        self.residency.copied(self.copying, self.now_s)
+        assert not self.residency.pop_failures()
+        self.residency.finish_copies(self.copying, self.now_s)
         self.copying = []
         self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
         num_preemptions = self.scheduler.num_preemptions
@@ -143,11 +143,11 @@ class World:
             if sequence.state is SequenceState.FINISHED:
                 del self.live[name]
         for digest in list(self.loads):
-            if self.residency.can_run(digest):
+            if self.residency.is_resident(digest):
                 self.loads.remove(digest)
-                self.residency.unwant(digest)
+                self.residency.remove_waiter(digest)
             else:
-                self.residency.ensure(digest, self.now_s)
+                self.residency.ensure_loading(digest, self.now_s)
         self.check()
 
     def check(self) -> None:
@@ -157,7 +157,7 @@ class World:
         self.residency.check_integrity(waiting + Counter(self.loads))
 
     def pin(self, digest: str) -> None:
-        if self.residency.can_run(digest):
+        if self.residency.is_resident(digest):
             with suppress(NoRoom):
                 self.residency.device.pin(digest)
 
