@@ -13,21 +13,19 @@ import psutil
 
 from bench.memory_store import MemoryStore, variant_digest
 from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyRecipe, check_idle
-from inference_svc.core import (
+from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import (
     Call,
     Cancel,
     Command,
-    FinishReason,
     LayoutAccepted,
-    Request,
-    SamplingParams,
     StepOutputs,
     StoreNews,
     Submit,
     Timings,
     Usage,
 )
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.status_types import EngineStatus
 from inference_svc.engine.thread import EngineThread

@@ -9,9 +9,10 @@ from typing import Any
 from bench.floor import THREADS
 from bench.memory_store import MemoryStore
 from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
-from inference_svc.core import LayoutAccepted, Request, SamplingParams, Submit
+from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import LayoutAccepted, Submit
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
 WARM_UP_STEPS = 8

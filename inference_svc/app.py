@@ -15,8 +15,8 @@ import torch
 
 from inference_svc.api.service import ServerFacts
 from inference_svc.config import Config, Machine, ModelFacts, resolve
-from inference_svc.core import StoreNews
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import StoreNews
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
 from inference_svc.host.memory import resident_bytes

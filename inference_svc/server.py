@@ -21,9 +21,9 @@ from inference_svc.api.request_record import Accounts
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.audit import Audit
 from inference_svc.config import Config, split_address
-from inference_svc.core import LayoutAccepted, Repointed
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
+from inference_svc.engine.messages import LayoutAccepted, Repointed
 from inference_svc.errors import InferenceError
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
 from inference_svc.frontend.watchdog import follow_engine

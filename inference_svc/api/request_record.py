@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from inference_svc import spans
 from inference_svc.access import Principal
 from inference_svc.api.request_trace import GenerationTrace
-from inference_svc.core import FinishReason, Request, Timings, Usage
+from inference_svc.core import FinishReason, Request
+from inference_svc.engine.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable, InferenceError
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd

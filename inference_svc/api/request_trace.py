@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 
 from inference_svc import spans
-from inference_svc.core import FinishReason, Output, Request, Timings
+from inference_svc.core import FinishReason, Request
+from inference_svc.engine.messages import Output, Timings
 from inference_svc.spans import CANCELLED, Attribute, OpenSpan
 from inference_svc.text.prompt import ChatMessage, Prompt
 

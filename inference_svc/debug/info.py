@@ -21,7 +21,7 @@ from inference_svc.access import OPEN
 from inference_svc.config import Config
 from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
-from inference_svc.engine.details import EngineDetails, MemoryDetails
+from inference_svc.engine.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.host.cpus import usable_processors
 from inference_svc.host.device_info import cpu_name

@@ -8,10 +8,9 @@ from itertools import islice
 
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Resident
-from inference_svc.core import Call, Command, Reply
-from inference_svc.engine.details import EngineDetails
+from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
-from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, InferenceError
 
 

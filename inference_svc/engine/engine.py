@@ -11,26 +11,23 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
-from inference_svc.core import (
+from inference_svc.core import FinishReason, Request, Sequence, SequenceState
+from inference_svc.engine.admission import Admission
+from inference_svc.engine.commands import Commands
+from inference_svc.engine.expiries import Expiries
+from inference_svc.engine.messages import (
     Abandon,
     Call,
     Cancel,
-    FinishReason,
     LayoutAccepted,
     Message,
     Output,
     Reply,
     Repointed,
-    Request,
-    Sequence,
-    SequenceState,
     StepOutputs,
     Stop,
     Submit,
 )
-from inference_svc.engine.admission import Admission
-from inference_svc.engine.commands import Commands
-from inference_svc.engine.expiries import Expiries
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler

@@ -12,14 +12,14 @@ from inference_svc.adapters.loads import Load
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.core import Sequence
-from inference_svc.engine.details import (
+from inference_svc.engine.scheduler import Scheduler
+from inference_svc.engine.status_types import (
     EngineDetails,
     ImageDetails,
     LoadDetails,
     MemoryDetails,
     SequenceDetails,
 )
-from inference_svc.engine.scheduler import Scheduler
 from inference_svc.host.device_info import device_facts
 
 T = TypeVar("T")

@@ -7,7 +7,11 @@ it costs a step a few attribute look-ups.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import logging
+import os
+import shutil
+import tempfile
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -19,14 +23,19 @@ import torch
 # torch.profiler's own class is around this one; to begin it loads a compiler, seconds and 150 MB.
 from torch.autograd.profiler import profile, record_function
 
-from inference_svc.core import Call, Reply, StepTrace
-from inference_svc.engine import trace_file
-from inference_svc.errors import InferenceError, NoSteps, ProfileRunning
+from inference_svc.engine.messages import Call, Reply, StepTrace
+from inference_svc.errors import InferenceError, NoRoom, NoSteps, ProfileRunning
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.02
-"""How often an idle engine looks whether a trace is written."""
+POLL_S = 0.02
+"""How often an idle engine checks whether a trace is written."""
+MAX_EVENTS = 500_000
+"""Some hundred MB of JSON, and seconds to write them."""
+BYTES_PER_EVENT = 1000
+"""Of JSON, at most; operators take a quarter of it, kernels on a device half."""
+COMPRESS_LEVEL = 3
+PREFIX = "loadout-trace-"
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -64,7 +73,7 @@ class _Tracing:
         """Nobody waits for it: its files go, now, and what is being written when it is there."""
         self.is_abandoned = True
         if self.folder is not None:
-            trace_file.remove_folder(self.folder)
+            _remove_folder(self.folder)
         if self.answer is not None and isinstance(self.answer.result, StepTrace):
             self.answer.result.remove()
 
@@ -164,7 +173,7 @@ class StepProfiler:
         if self._tracing is None:
             return None
         if self._tracing.deadline_s is None or self._tracing.is_over:
-            return time.monotonic() + LOOK_S
+            return time.monotonic() + POLL_S
         return self._tracing.deadline_s
 
     # Within.
@@ -224,14 +233,54 @@ class StepProfiler:
 
 def _write_trace(tracing: _Tracing, profiler: profile) -> None:
     try:
-        tracing.folder = trace_file.make_folder()
-        path = trace_file.write(profiler, tracing.num_done, tracing.folder)
+        tracing.folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # readable by its owner only
+        path = _write_file(profiler, tracing.num_done, tracing.folder)
         tracing.answer = Reply(tracing.call_id, StepTrace(path, tracing.num_done))
     except Exception as error:
         if not (tracing.is_abandoned or isinstance(error, InferenceError)):
             log.exception("the trace cannot be written")
         tracing.answer = Reply(tracing.call_id, error=error)
     if tracing.folder is not None:
-        trace_file.remove_folder(tracing.folder)
+        _remove_folder(tracing.folder)
     if tracing.is_abandoned:  # meanwhile
         tracing.abandon()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes the folder, even while a trace is being written into it: that write then ends with an
+    OSError."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_file(profiler: profile, num_steps: int, folder: Path) -> str:
+    """The path of a file beside the folder, with the gzipped trace. Raises NoRoom for one of too
+    many events or without the space for them; OSError, and what the profiler raises."""
+    results = profiler.kineto_results
+    assert results is not None, "it has been stopped"
+    _check_size(len(results.events()), num_steps, shutil.disk_usage(folder).free)
+    plain, packed = folder / "trace.json", folder / "trace.json.gz"
+    profiler.export_chrome_trace(str(plain))
+    with (
+        os.fdopen(os.open(packed, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file,
+        gzip.GzipFile("", "wb", COMPRESS_LEVEL, file) as target,
+        plain.open("rb") as source,
+    ):
+        shutil.copyfileobj(source, target, 1 << 20)
+    return str(packed.rename(f"{folder}.json.gz"))
+
+
+def _check_size(num_events: int, num_steps: int, free_bytes: int) -> None:
+    if num_events > MAX_EVENTS:
+        fitting = num_steps * MAX_EVENTS // num_events
+        raise NoRoom(
+            f"the trace of {num_steps} steps has {num_events} events, more than {MAX_EVENTS}: ask "
+            f"for at most {max(1, fitting)} steps",
+            subject="num_steps",
+        )
+    num_bytes = num_events * BYTES_PER_EVENT
+    if num_bytes > free_bytes:
+        raise NoRoom(
+            f"the trace of {num_steps} steps takes up to {num_bytes} bytes of temporary files, and "
+            f"{free_bytes} are free",
+            subject="num_steps",
+        )

@@ -6,15 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from inference_svc.core import (
-    Batch,
-    FinishReason,
-    Output,
-    SampledToken,
-    Sequence,
-    Timings,
-    Usage,
-)
+from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
+from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
 from inference_svc.histogram import Histogram
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from inference_svc.core import Batch, Output
+from inference_svc.core import Batch
+from inference_svc.engine.messages import Output
 
 WINDOW_S = 10.0
 """Busy seconds after which a measurement counts for 1/e."""

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from inference_svc import spans
-from inference_svc.core import (
+from inference_svc.core import Request
+from inference_svc.engine.messages import (
     Abandon,
     Call,
     Cancel,
@@ -24,13 +25,11 @@ from inference_svc.core import (
     Message,
     Output,
     Reply,
-    Request,
     StepOutputs,
     StepTrace,
     Submit,
 )
-from inference_svc.engine.details import EngineDetails
-from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
+from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import Delta, Generation
 from inference_svc.host.memory import resident_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from inference_svc.core import FinishReason, Output, Request, Timings, TokenLogprobs, Usage
+from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Decoder, Detokenizer
 from inference_svc.text.stop import StopMatcher
 

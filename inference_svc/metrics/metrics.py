@@ -16,7 +16,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from inference_svc import histogram
-from inference_svc.core import FinishReason, Timings, Usage
+from inference_svc.core import FinishReason
+from inference_svc.engine.messages import Timings, Usage
 from inference_svc.errors import QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS, family
 from inference_svc.metrics.engine import EngineCollector, GatewayCollector, Snapshot

@@ -21,21 +21,19 @@ from tokenizers import Tokenizer as Backend
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
 from inference_svc.config import Config, Machine, ModelFacts, resolve
-from inference_svc.core import (
+from inference_svc.core import FinishReason, Request, TokenLogprobs
+from inference_svc.engine.messages import (
     Call,
     Cancel,
     Command,
-    FinishReason,
     LayoutAccepted,
     Message,
     Output,
     Reply,
-    Request,
     StepOutputs,
     Stop,
     Submit,
     Timings,
-    TokenLogprobs,
     Usage,
 )
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import LayoutAccepted
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
 from tests.otlp import Receiver
 from tests.system.engines import CompilingStore, Running

@@ -23,17 +23,8 @@ from inference_svc.adapters.image_source import (
     Segment,
 )
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.core import (
-    Call,
-    Cancel,
-    Command,
-    Output,
-    Reply,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    Submit,
-)
+from inference_svc.core import Request, SamplingParams
+from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 

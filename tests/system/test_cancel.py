@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import Cancel, FinishReason, Request, SamplingParams, Submit
+from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import Cancel, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, Draining, QueueFull
 from tests.system.engines import CompilingStore

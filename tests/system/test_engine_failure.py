@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference_svc.core import Call, Command, LayoutAccepted
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import Call, Command, LayoutAccepted
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import EngineFailed
 from tests.system.engines import CompilingStore, Running

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from inference_svc.core import Command
 from inference_svc.engine.config import EngineConfig
+from inference_svc.engine.messages import Command
 from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from tests.system.doors import Recipe, open_door

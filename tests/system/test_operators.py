@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inference_svc.core import Command
+from inference_svc.engine.messages import Command
 from inference_svc.engine.status_types import EngineStatus
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, AdapterUnusable, NoRoom
 

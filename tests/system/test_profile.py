@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import Abandon, Call, Command, Reply, StepTrace
+from inference_svc.engine.messages import Abandon, Call, Command, Reply, StepTrace
 from inference_svc.errors import Draining, NoSteps, ProfileRunning
 from loadout import errors
 from loadout.cli.__main__ import main

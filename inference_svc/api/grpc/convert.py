@@ -9,13 +9,8 @@ from google.protobuf import timestamp_pb2
 
 from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall
 from inference_svc.api.sampling import checked_sampling, random_seed
-from inference_svc.core import (
-    FinishReason,
-    SamplingParams,
-    Timings,
-    TokenLogprobs,
-    Usage,
-)
+from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
+from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta

@@ -11,7 +11,8 @@ from typing import Any
 
 from inference_svc.api.request_record import Account
 from inference_svc.api.service import Service
-from inference_svc.core import FinishReason, Request, Usage
+from inference_svc.core import FinishReason, Request
+from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 FINISH_REASONS = {

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.http.sse import to_json
-from inference_svc.core import FinishReason, TokenLogprobs, Usage
+from inference_svc.core import FinishReason, TokenLogprobs
+from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10

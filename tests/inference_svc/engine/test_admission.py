@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from inference_svc.core import (
     Batch,
     BatchRow,
-    Cancel,
     FinishReason,
-    Output,
     Request,
     SampledToken,
     SamplingParams,
     Sequence,
-    Submit,
-    Usage,
 )
 from inference_svc.engine.admission import (
     HOPELESS,
@@ -31,6 +27,7 @@ from inference_svc.engine.admission import (
 )
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.messages import Cancel, Output, Submit, Usage
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.scheduler import Limits, Scheduler

@@ -170,7 +170,8 @@ def test_an_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
 MEASURE = """
 import json, sys, time
 from pathlib import Path
-from inference_svc.core import Request, SamplingParams, Submit
+from inference_svc.core import Request, SamplingParams
+from inference_svc.engine.messages import Submit
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.host.memory import resident_bytes

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.core import Call, Command, Reply, StepTrace
-from inference_svc.engine import trace_file
+from inference_svc.engine.messages import Call, Command, Reply, StepTrace
 from inference_svc.engine.profiler import StepProfiler, profile
 from inference_svc.errors import NoRoom, NoSteps
 
@@ -153,15 +152,15 @@ def test_a_trace_that_is_written_goes_too(profiler: StepProfiler, folder: Path) 
 
 
 def test_a_trace_is_bounded(profiler: StepProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "MAX_EVENTS", 10)
+    monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 10)
     begin(profiler, num_steps=10)
     step(profiler, 10)
     error = answer(profiler).error
     assert isinstance(error, NoRoom)
     assert error.subject == "num_steps"
     assert "events, more than 10: ask for at most " in error.message
-    monkeypatch.setattr(trace_file, "MAX_EVENTS", 1000)
-    monkeypatch.setattr(trace_file, "BYTES_PER_EVENT", 1 << 50)
+    monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 1000)
+    monkeypatch.setattr("inference_svc.engine.profiler.BYTES_PER_EVENT", 1 << 50)
     begin(profiler)
     step(profiler, 2)
     error = answer(profiler).error

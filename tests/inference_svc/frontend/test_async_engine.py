@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from inference_svc.core import (
-    FinishReason,
-    Reply,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StepTrace,
-)
+from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
@@ -78,7 +72,7 @@ def test_a_regular_stop_token_is_no_part_of_the_text(engine, tokenizers) -> None
     frontend_text = []
 
     async def body() -> None:
-        from inference_svc.core import Output, Usage
+        from inference_svc.engine.messages import Output, Usage
         from inference_svc.frontend.output_stream import Generation
 
         request = make_request(tokenizer, "abc")

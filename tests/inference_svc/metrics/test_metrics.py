@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.core import Timings, Usage
+from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import (
     EngineStatus,
     HistogramState,

@@ -7,13 +7,8 @@ import pytest
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
-from inference_svc.core import (
-    FinishReason,
-    SamplingParams,
-    Timings,
-    TokenLogprobs,
-    Usage,
-)
+from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
+from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
