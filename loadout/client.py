@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
-from loadout import calls, convert, types
-from loadout.calls import Call, Prompt
-from loadout.channel import DEFAULT_TIMEOUT_S, Address, Stubs
+from loadout import types
+from loadout._routing.metadata import DEFAULT_TENANT
+from loadout._routing.route import Route, delay_after
+from loadout._rpc import calls, convert
+from loadout._rpc.calls import Call, Prompt
+from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Stubs
+from loadout._rpc.stream import Stream
+from loadout._rpc.tracing import Tracing
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
-from loadout.route import Route, delay_after
-from loadout.routing import DEFAULT_TENANT
 from loadout.security import Security, TlsConfig
-from loadout.stream import Stream
-from loadout.tracing import Tracing
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:

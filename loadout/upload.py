@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadout._rpc.calls import build, signature_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.calls import build, signature_message
 from loadout.errors import InvalidArgument
 from loadout.types import Signature
 

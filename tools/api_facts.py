@@ -19,7 +19,7 @@ from adapter_store.api import status as store_status
 from inference_svc import access as inference_access
 from inference_svc import errors as inference_errors
 from inference_svc.api.grpc import status as inference_status
-from loadout import calls
+from loadout._rpc import calls
 
 _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
 

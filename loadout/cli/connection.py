@@ -12,12 +12,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from loadout import addresses
+from loadout._routing import addresses
+from loadout._routing.metadata import DEFAULT_TENANT
 from loadout.aio import AsyncClient
 from loadout.cli.config import environment_token
 from loadout.cli.failure import CommandFailed
 from loadout.client import Client
-from loadout.routing import DEFAULT_TENANT
 from loadout.security import TlsConfig
 
 

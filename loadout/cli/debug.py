@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from loadout.addresses import split
+from loadout._routing.addresses import split
 from loadout.cli import archive, options
 from loadout.cli.archive import Member
 from loadout.cli.connection import Connection, connects

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from inference_svc.api.load_report import REFUSED_HEADER
+from loadout._routing.metadata import ADAPTER_HEADER
 from loadout.inference.v1 import inference_pb2
-from loadout.routing import ADAPTER_HEADER
 from tests.adapter_store.certificates import Authority
 from tests.system.envoy import (
     CERTIFICATES,

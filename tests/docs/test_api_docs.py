@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from loadout import calls
+from loadout._rpc import calls
 from tests.adapter_store.service import access_calls as of_store
 from tests.system import test_access_table as of_inference
 from tools.api_docs import PATH, compile_protos, render

@@ -12,10 +12,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from loadout import AsyncClient, Client
+from loadout._routing.metadata import ADAPTER_HEADER, LOAD_HEADER
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.retry import RetryPolicy
-from loadout.routing import ADAPTER_HEADER, LOAD_HEADER
 from tests.loadout.conftest import FakeInference, Server
 
 RETRY = RetryPolicy(max_attempts=4, first_backoff_s=0.02, max_backoff_s=0.1)

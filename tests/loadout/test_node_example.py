@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from loadout._routing.metadata import ADAPTER_HEADER, adapter_key
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
-from loadout.routing import ADAPTER_HEADER, adapter_key
 from tests.adapter_store.certificates import Authority
 from tests.loadout.conftest import Server
 

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from loadout import types
+from loadout._rpc.calls import signature_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
-from loadout.calls import signature_message
 from loadout.cli.__main__ import main
 from loadout.errors import InvalidArgument
 from loadout.signing import SigningKey, format_signature, parse_signature

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from loadout import Client
+from loadout._routing.replicas import rank
 from loadout.errors import StreamLost, Unavailable
-from loadout.replicas import rank
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
 from tests.system.envoy import Envoy, round_robin

@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2
 from inference_svc.api.load_report import LOAD_HEADER, load_report
 from inference_svc.config import Config
 from loadout import routing
+from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
-from loadout.routing import Load, read_load
 from tests.inference_svc.serving import Running, error_of, until
 
 

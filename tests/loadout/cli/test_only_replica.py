@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loadout import addresses
+from loadout._routing import addresses
 from loadout.cli.__main__ import main
 from loadout.cli.connection import only_replica
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import grpc
 
+from loadout._routing.addresses import split
+from loadout._routing.fleet import AsyncFleet, BlockingFleet, Fleet
+from loadout._routing.metadata import adapter_key, check_tenant
+from loadout._routing.route import Direct, Route, Routed
+from loadout._rpc.calls import Call, Service, StreamCall
+from loadout._rpc.tracing import Tracing
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
-from loadout.addresses import split
-from loadout.calls import Call, Service, StreamCall
 from loadout.errors import InvalidArgument
-from loadout.fleet import AsyncFleet, BlockingFleet, Fleet
-from loadout.route import Direct, Route, Routed
-from loadout.routing import adapter_key, check_tenant
 from loadout.security import Security
-from loadout.tracing import Tracing
 
 Address = str | Sequence[str]
 """One gRPC target, several with commas between them, or a sequence of them."""

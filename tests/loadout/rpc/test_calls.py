@@ -6,7 +6,8 @@ import typing
 
 import pytest
 
-from loadout import calls, types
+from loadout import types
+from loadout._rpc import calls
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2 as inference_pb

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loadout.addresses import Resolver, is_name
+from loadout._routing.addresses import Resolver, is_name
+from loadout._routing.metadata import read_load
+from loadout._routing.replicas import Endpoint, Replicas
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
-from loadout.replicas import Endpoint, Replicas
-from loadout.routing import read_load
 from loadout.security import Security
 
 PROBE_TIMEOUT_S = 3.0

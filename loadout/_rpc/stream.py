@@ -12,10 +12,10 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 import grpc.aio
 
-from loadout import status
-from loadout.calls import StreamCall
+from loadout._routing.route import Route
+from loadout._rpc import status
+from loadout._rpc.calls import StreamCall
 from loadout.retry import Attempts
-from loadout.route import Route
 
 T = TypeVar("T")
 

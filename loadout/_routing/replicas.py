@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from loadout.routing import Load
+from loadout._routing.metadata import Load
 from loadout.types import Replica
 
 BALANCE_FACTOR = 1.5

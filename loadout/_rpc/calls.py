@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 
 from google.protobuf.message import Message
 
-from loadout import convert, types
+from loadout import types
+from loadout._rpc import convert
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.errors import InvalidArgument
 from loadout.inference.v1 import inference_pb2 as inference_pb

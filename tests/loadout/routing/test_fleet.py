@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from loadout import Client, addresses, errors
-from loadout.replicas import rank
+from loadout import Client, errors
+from loadout._routing import addresses
+from loadout._routing.replicas import rank
 from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
 
 NAMES = [f"a{number}" for number in range(12)]
@@ -158,7 +159,7 @@ def test_a_replica_that_drains_loses_its_keys_and_keeps_its_streams(fleet, conne
 
 
 def test_a_replica_that_is_silent_is_out_until_it_speaks(fleet, connect, monkeypatch):
-    monkeypatch.setattr("loadout.fleet.PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("loadout._routing.fleet.PROBE_TIMEOUT_S", 0.1)
     first, second, _ = home(fleet, "a1")
     speaks = threading.Event()
     check = fleet[first].health.Check

@@ -9,7 +9,8 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from loadout import errors, status
+from loadout import errors
+from loadout._rpc import status
 
 FAILURES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 

@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from loadout import AsyncClient, Client, addresses, errors
+from loadout import AsyncClient, Client, errors
+from loadout._routing import addresses
 from tests.loadout.fakes import RETRY, Asynchronous, Blocking, FakeReplica
 
 GENERATE = "loadout.inference.v1.InferenceService/Generate"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadout._routing.metadata import LOAD_HEADER, Load, adapter_key, check_tenant, read_load
 from loadout.errors import InvalidArgument
-from loadout.routing import LOAD_HEADER, Load, adapter_key, check_tenant, read_load
 
 DIGEST = "sha256:" + "0a" * 32
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loadout.calls import Call, Service, StreamCall
+from loadout._routing.route import Route, Trailers
+from loadout._rpc.calls import Call, Service, StreamCall
 from loadout.errors import Cancelled, InvalidArgument, LoadoutError
-from loadout.route import Route, Trailers
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from loadout import addresses
-from loadout.addresses import Resolver, is_name, resolve, split
+from loadout._routing import addresses
+from loadout._routing.addresses import Resolver, is_name, resolve, split
+from loadout._routing.replicas import Endpoint
 from loadout.errors import InvalidArgument
-from loadout.replicas import Endpoint
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from loadout._routing.replicas import Endpoint
 from loadout.errors import InvalidArgument
-from loadout.replicas import Endpoint
 
 RESOLVE_S = 5.0
 """As long as the addresses of pods are cached in a cluster, more or less."""

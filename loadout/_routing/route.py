@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from loadout import status
+from loadout._routing.fleet import AsyncFleet, Fleet, Line
+from loadout._routing.metadata import ADAPTER_HEADER
+from loadout._rpc import status
 from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
-from loadout.fleet import AsyncFleet, Fleet, Line
 from loadout.retry import DRAINING, Attempts
-from loadout.routing import ADAPTER_HEADER
 from loadout.security import Security
 
 Headers = tuple[tuple[str, str], ...]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadout.replicas import (
+from loadout._routing.metadata import Load
+from loadout._routing.replicas import (
     BALANCE_FACTOR,
     LOAD_TTL_S,
     PROBE_S,
@@ -17,7 +18,6 @@ from loadout.replicas import (
     Replicas,
     rank,
 )
-from loadout.routing import Load
 
 KEYS = [f"default/a{number}" for number in range(300)]
 
