@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from adapter_store.config import Settings, load_settings
+from adapter_store.config import StoreSettings, load_settings
 from adapter_store.errors import StoreError
 from adapter_store.log import setup_logging
 from adapter_store.tracing import standard_endpoint
@@ -59,7 +59,7 @@ def _print_digest(arguments: list[str]) -> int:
     return 0
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: StoreSettings) -> int:
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.server import serve
 

@@ -19,7 +19,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.open import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.errors import PreconditionFailed
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.builder import ImageBuilder
@@ -60,7 +60,7 @@ class Store:
 
 
 @asynccontextmanager
-async def open_store(settings: Settings) -> AsyncIterator[Store]:
+async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     """A store that works while the context lasts; then it finishes what it is writing.
 
     Raises PreconditionFailed if another process uses the data folder or the policy is not valid,
@@ -118,13 +118,13 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         yield Store(catalog, images, ahead, watch, registry, metrics, policies)
 
 
-def _sources(settings: Settings) -> Sources:
+def _sources(settings: StoreSettings) -> Sources:
     s3 = S3Source(settings.s3_buckets, settings.s3_endpoint_url, settings.s3_region)
     hub = HubSource(settings.hf_organizations, settings.hf_endpoint, settings.hf_cache_dir)
     return Sources({"file": LocalSource(settings.source_roots), "s3": s3, "hf": hub})
 
 
-def _limits(settings: Settings) -> tuple[FetchLimits, CheckpointLimits]:
+def _limits(settings: StoreSettings) -> tuple[FetchLimits, CheckpointLimits]:
     return (
         FetchLimits(
             settings.max_adapter_bytes, settings.max_file_bytes, settings.allow_pickle_files

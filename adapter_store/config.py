@@ -32,7 +32,7 @@ GIB = 1 << 30
 Bytes = Annotated[ByteSize, Field(gt=0)]
 
 
-class Settings(BaseSettings):
+class StoreSettings(BaseSettings):
     """Loadout adapter store: fetches LoRA adapters, compiles each once per model layout
     into one image, and streams the images to inference services over gRPC."""
 
@@ -272,9 +272,9 @@ def check_endpoint(value: str) -> str:
     return value
 
 
-def load_settings(arguments: list[str] | None = None) -> Settings:
+def load_settings(arguments: list[str] | None = None) -> StoreSettings:
     """Reads the environment and, if given, command line arguments.
 
     Raises pydantic.ValidationError; exits by itself on --help and unknown arguments.
     """
-    return Settings(_cli_parse_args=arguments if arguments is not None else False)  # type: ignore[call-arg]
+    return StoreSettings(_cli_parse_args=arguments if arguments is not None else False)  # type: ignore[call-arg]

@@ -23,7 +23,7 @@ from adapter_store.api.status import StatusInterceptor, TokenGuard
 from adapter_store.app import Store, open_store
 from adapter_store.audit import Audit
 from adapter_store.blobs.fsync import write_atomically
-from adapter_store.config import Settings, split_address
+from adapter_store.config import StoreSettings, split_address
 from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable, PreconditionFailed
@@ -67,7 +67,7 @@ class RunningStore:
     reload: Reload
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: StoreSettings) -> None:
     """Serves until SIGTERM or SIGINT. SIGHUP: see Reload."""
     # Images compile side by side; each with all processors would only slow the others down.
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ async def serve(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
+async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     """A store that serves while the context lasts. Leaving it drains: NOT_SERVING, no new calls,
     those in progress finish within the grace.
 
@@ -133,7 +133,7 @@ async def running_store(settings: Settings) -> AsyncIterator[RunningStore]:
             await server.stop(ANSWER_SECONDS)
 
 
-def _open_tracing(settings: Settings) -> Tracing | None:
+def _open_tracing(settings: StoreSettings) -> Tracing | None:
     """Raises PreconditionFailed."""
     wanted = TracingSettings(
         settings.otlp_endpoint, settings.trace_sample_ratio, version("loadout")
@@ -145,7 +145,7 @@ def _open_tracing(settings: Settings) -> Tracing | None:
 
 
 @contextmanager
-def _serving_metrics(store: Store, settings: Settings) -> Iterator[str]:
+def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
     address = settings.metrics_listen
     host, port = split_address(address)
     store.metrics.watch_samples(lambda: _read_samples(store.registry, settings.data_dir))

@@ -11,7 +11,7 @@ from adapter_store.blobs.local import Blobs, LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.shared_tier import SharedTier
@@ -27,7 +27,7 @@ class Kept:
     images: SharedTier | None
 
 
-def open_catalog(settings: Settings, folder: Path, grace: timedelta) -> Catalog:
+def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:
     """Raises CorruptData for one of another release, CatalogUnavailable."""
     dsn = settings.catalog_dsn
     return Catalog(
@@ -39,7 +39,7 @@ def open_catalog(settings: Settings, folder: Path, grace: timedelta) -> Catalog:
 
 
 def open_kept(
-    stack: ExitStack, settings: Settings, folder: Path, catalog: Catalog, disk: DiskTier
+    stack: ExitStack, settings: StoreSettings, folder: Path, catalog: Catalog, disk: DiskTier
 ) -> Kept:
     """`stack` ends what runs in the background for it."""
     grace = timedelta(seconds=settings.delete_grace_seconds)

@@ -6,7 +6,7 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
-from adapter_store.config import Settings, split_address
+from adapter_store.config import StoreSettings, split_address
 from adapter_store.errors import PreconditionFailed
 
 
@@ -22,7 +22,7 @@ class Certificates:
 class CertificateFiles:
     """The certificates in force; None: no TLS."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: StoreSettings) -> None:
         """Raises as `read_certificates`."""
         self._settings = settings
         self.current: Certificates | None = None
@@ -33,7 +33,7 @@ class CertificateFiles:
         self.current = read_certificates(self._settings)
 
 
-def read_certificates(settings: Settings) -> Certificates | None:
+def read_certificates(settings: StoreSettings) -> Certificates | None:
     """None: no TLS. Raises PreconditionFailed naming the setting, and OSError for a file that
     cannot be read."""
     chain, key, client_ca = (
@@ -66,7 +66,7 @@ def read_certificates(settings: Settings) -> Certificates | None:
     return found
 
 
-def check_exposure(settings: Settings) -> None:
+def check_exposure(settings: StoreSettings) -> None:
     """Raises PreconditionFailed if other machines could do everything and nobody said so."""
     if settings.policy_file is not None or settings.allow_open_access:
         return

@@ -21,7 +21,7 @@ import grpc
 import psutil
 import torch
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.server import running_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
@@ -37,7 +37,7 @@ async def _raw(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterat
         yield data
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: StoreSettings) -> None:
     torch.set_num_threads(1)
     async with running_store(settings) as running:
         raw = grpc.aio.server()
@@ -121,4 +121,4 @@ def bench_store(
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Settings(**json.loads(sys.argv[1]))))
+    asyncio.run(_serve(StoreSettings(**json.loads(sys.argv[1]))))

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from inference_svc.api.service import ServerFacts
-from inference_svc.config import Config, Machine, ModelFacts, resolve
+from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import StoreNews
 from inference_svc.engine.process import EngineProcess
@@ -31,7 +31,7 @@ from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
-async def serve(config: Config) -> int:
+async def serve(config: InferenceSettings) -> int:
     """Returns the process's exit status, after SIGTERM or SIGINT.
 
     Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met; EngineFailed
@@ -63,7 +63,9 @@ Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
 
 
 @contextmanager
-def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
+def _in_process(
+    config: InferenceSettings, replicas: Replicas, access: StoreAccess
+) -> Iterator[Load]:
     """The child has its own access to the store. It begins to load at once."""
     # We load our tokenizer beside the child, which checks the budget before that has ended.
     engine_config = replace(
@@ -80,7 +82,9 @@ def _in_process(config: Config, replicas: Replicas, access: StoreAccess) -> Iter
 
 
 @contextmanager
-def _in_thread(config: Config, replicas: Replicas, access: StoreAccess) -> Iterator[Load]:
+def _in_thread(
+    config: InferenceSettings, replicas: Replicas, access: StoreAccess
+) -> Iterator[Load]:
     images = ImageClient(replicas, access) if config.store else NoStore()
     try:
         yield lambda: EngineThread(to_engine_config(config), images)
@@ -88,7 +92,7 @@ def _in_thread(config: Config, replicas: Replicas, access: StoreAccess) -> Itera
         images.close()
 
 
-def _machine(config: Config) -> Machine:
+def _machine(config: InferenceSettings) -> Machine:
     # Even asking takes memory of the device.
     if config.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
@@ -107,7 +111,7 @@ def model_facts(geometry: ModelGeometry) -> ModelFacts:
     )
 
 
-def to_engine_config(config: Config) -> EngineConfig:
+def to_engine_config(config: InferenceSettings) -> EngineConfig:
     assert config.kv_memory is not None, "the config is resolved"
     assert config.host_memory is not None, "the config is resolved"
     name, *aliases = config.base_model_names
@@ -142,13 +146,13 @@ def to_engine_config(config: Config) -> EngineConfig:
     )
 
 
-def _max_tenant_queue(config: Config) -> int:
+def _max_tenant_queue(config: InferenceSettings) -> int:
     """Without a policy all callers are one tenant."""
     share = 1.0 if config.policy_file is None else config.tenant_queue_share
     return math.ceil(config.max_queue * share)
 
 
-def _facts(config: Config, geometry: ModelGeometry) -> ServerFacts:
+def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:
     return ServerFacts(
         base_model=config.base_model_names[0],
         aliases=config.base_model_names[1:],

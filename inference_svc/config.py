@@ -18,7 +18,7 @@ BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Config(BaseSettings):
+class InferenceSettings(BaseSettings):
     """Serve one base model with any mix of its LoRA adapters over gRPC and HTTP."""
 
     model_config = SettingsConfigDict(
@@ -293,10 +293,10 @@ def check_endpoint(value: str) -> str:
     return value
 
 
-def parse_command_line(args: list[str]) -> Config:
+def parse_command_line(args: list[str]) -> InferenceSettings:
     """Settings from the environment and `args`. Help, or what is wrong in one line, exits."""
     try:
-        return Config(_cli_parse_args=args)  # type: ignore[call-arg]
+        return InferenceSettings(_cli_parse_args=args)  # type: ignore[call-arg]
     except ValidationError as error:
         raise SystemExit(f"error: {_one_line(error)}") from None
 
@@ -327,7 +327,7 @@ class ModelFacts:
     kv_elements_per_token: int
 
 
-def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
+def resolve(config: InferenceSettings, machine: Machine, model: ModelFacts) -> InferenceSettings:
     """`config` with every "auto" decided.
 
     Raises ValueError when a setting asks for what is not there.
@@ -362,7 +362,7 @@ def resolve(config: Config, machine: Machine, model: ModelFacts) -> Config:
     )
 
 
-def _max_model_len(config: Config, model: ModelFacts, kv_tokens: int) -> int:
+def _max_model_len(config: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
     longest = model.max_position_embeddings
     if config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {longest}")
@@ -372,7 +372,7 @@ def _max_model_len(config: Config, model: ModelFacts, kv_tokens: int) -> int:
     return config.max_model_len or min(longest, kv_tokens)
 
 
-def _kv_memory(config: Config, device: str, machine: Machine) -> int:
+def _kv_memory(config: InferenceSettings, device: str, machine: Machine) -> int:
     if device == "cpu":
         return 512 * MIB
     left = int(machine.free_bytes * 0.9) - config.adapter_memory

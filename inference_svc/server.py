@@ -20,7 +20,7 @@ from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import Accounts
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.audit import Audit
-from inference_svc.config import Config, split_address
+from inference_svc.config import InferenceSettings, split_address
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
@@ -81,7 +81,7 @@ class InferenceServer:
     it cannot listen or read a file. `reload` is for SIGHUP, on the event loop.
     """
 
-    def __init__(self, config: Config, store_access: StoreAccess = NO_ACCESS) -> None:
+    def __init__(self, config: InferenceSettings, store_access: StoreAccess = NO_ACCESS) -> None:
         check_exposure(config)
         certificates = CertificateFiles(config)
         policies = PolicyFile(config.policy_file)

@@ -6,7 +6,7 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
-from inference_svc.config import Config, split_address
+from inference_svc.config import InferenceSettings, split_address
 from inference_svc.errors import InvalidSetting
 
 
@@ -24,7 +24,7 @@ class Certificates:
 class CertificateFiles:
     """The certificates in force; None: no TLS."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: InferenceSettings) -> None:
         """Raises as `read_certificates`."""
         self._config = config
         self.current: Certificates | None = None
@@ -35,7 +35,7 @@ class CertificateFiles:
         self.current = read_certificates(self._config)
 
 
-def read_certificates(config: Config) -> Certificates | None:
+def read_certificates(config: InferenceSettings) -> Certificates | None:
     """None: no TLS. Raises InvalidSetting naming the setting, and OSError for a file that cannot
     be read."""
     chain, key, client_ca = config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
@@ -81,7 +81,7 @@ def renewing_context(files: CertificateFiles) -> ssl.SSLContext | None:
     return context
 
 
-def check_exposure(config: Config) -> None:
+def check_exposure(config: InferenceSettings) -> None:
     """Raises InvalidSetting if other machines could do everything and nobody said so."""
     if config.policy_file is not None or config.allow_open_access:
         return

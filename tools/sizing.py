@@ -18,7 +18,7 @@ from pydantic import ByteSize, TypeAdapter
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.app import model_facts, to_engine_config
-from inference_svc.config import Config, Machine, parse_command_line, resolve
+from inference_svc.config import InferenceSettings, Machine, parse_command_line, resolve
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.weights import weights_bytes
@@ -53,7 +53,7 @@ class Plan:
     """An inference service on one machine. `config` is resolved; `budget` has a line for every area
     of memory."""
 
-    config: Config
+    config: InferenceSettings
     geometry: ModelGeometry
     layout: ModelLayout
     budget: Budget
@@ -85,7 +85,7 @@ class Plan:
         return min(fitting, self.config.max_loras) if area == "arena" else fitting
 
 
-def plan(config: Config, device_bytes: int | None = None) -> Plan:
+def plan(config: InferenceSettings, device_bytes: int | None = None) -> Plan:
     """On a GPU with so many bytes free, or on a CPU with the native kernels. Raises as the service
     does for a model that it does not serve and for settings that cannot be met."""
     geometry = load_geometry(config.model)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapter_store.config import Settings
-from inference_svc.config import Config
+from adapter_store.config import StoreSettings
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import human
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
 
@@ -100,7 +100,7 @@ def _overlay(file: str, prefix: str) -> dict[str, str]:
 def _plan(model: Mapping[str, Any], settings: Mapping[str, str], device_bytes: int | None) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))
-        return plan(Config.model_validate({**settings, "model": folder}), device_bytes)
+        return plan(InferenceSettings.model_validate({**settings, "model": folder}), device_bytes)
 
 
 def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -153,7 +153,7 @@ def _hits(planned: Plan, num_adapters: int) -> str:
 
 
 def _stores(planned: Plan) -> str:
-    settings = Settings.model_validate(_overlay("adapter-store.env", "LOADOUT_STORE_"))
+    settings = StoreSettings.model_validate(_overlay("adapter-store.env", "LOADOUT_STORE_"))
     image = image_bytes(planned.layout, USUAL)
     in_memory = NUM_STORES * settings.memory_bytes // image
     on_disk = NUM_STORES * settings.disk_cache_bytes // image

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from sqlalchemy import make_url
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 
 _SECRET_VARIABLE = re.compile(
     r"(?i)(token|secret|passw|credential|api_?key|access_?key|private|headers)"
@@ -17,7 +17,7 @@ _PATH_VARIABLE = re.compile(r"(?i)(file|dir|path|home)$")
 _URL_PASSWORD = re.compile(r"://[^/@\s]*:([^/@\s]+)@")
 
 
-def shown_settings(settings: Settings) -> dict[str, object]:
+def shown_settings(settings: StoreSettings) -> dict[str, object]:
     """All settings as they are in force, and the names of those that somebody has set. Of the
     catalog's address host and name are told; files are named, and what is in them is not told."""
     values = settings.model_dump(mode="json")
@@ -25,7 +25,7 @@ def shown_settings(settings: Settings) -> dict[str, object]:
     return {"settings": values, "set": sorted(settings.model_fields_set)}
 
 
-def secrets_of(settings: Settings) -> list[str]:
+def secrets_of(settings: StoreSettings) -> list[str]:
     """What the catalog's address has of them, and what the environment calls a secret or has in
     URLs."""
     found = environment_secrets()
@@ -47,7 +47,7 @@ def environment_secrets() -> list[str]:
     return found
 
 
-def _shown_dsn(settings: Settings) -> str | None:
+def _shown_dsn(settings: StoreSettings) -> str | None:
     if settings.catalog_dsn is None:
         return None
     url = make_url(settings.catalog_dsn.get_secret_value())

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from prometheus_client import generate_latest
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 class DebugInfo:
     """Lives on the event loop."""
 
-    settings: Settings
+    settings: StoreSettings
     registry: Registry
     metrics: Metrics
     errors: LastErrors

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 
 _SECRET_VARIABLE = re.compile(
     r"(?i)(token|secret|passw|credential|api_?key|access_?key|private|headers)"
@@ -15,13 +15,13 @@ _PATH_VARIABLE = re.compile(r"(?i)(file|dir|path|home)$")
 _URL_PASSWORD = re.compile(r"://[^/@\s]*:([^/@\s]+)@")
 
 
-def shown_settings(config: Config) -> dict[str, object]:
+def shown_settings(config: InferenceSettings) -> dict[str, object]:
     """All settings as they are in force, and the names of those that somebody has set. Files are
     named, and what is in them is not told."""
     return {"settings": config.model_dump(mode="json"), "set": sorted(config.model_fields_set)}
 
 
-def secrets_of(config: Config) -> list[str]:
+def secrets_of(config: InferenceSettings) -> list[str]:
     """The token for the store, and what the environment calls a secret or has in URLs."""
     found = environment_secrets()
     if config.store_token_file is not None:

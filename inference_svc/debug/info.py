@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inference_svc.access import OPEN
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
 from inference_svc.engine.status_types import EngineDetails, MemoryDetails
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 class DebugInfo:
     """Lives on the event loop."""
 
-    config: Config
+    config: InferenceSettings
     frontend: Frontend
     directory: Directory
     metrics: Metrics

@@ -11,7 +11,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference_svc.config import Config, split_address
+from inference_svc.config import InferenceSettings, split_address
 from inference_svc.errors import PermissionDenied
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class StoreAccess:
 NO_ACCESS = StoreAccess()
 
 
-def read_store_access(config: Config) -> StoreAccess:
+def read_store_access(config: InferenceSettings) -> StoreAccess:
     """Raises ValueError naming the setting, and OSError for a file that cannot be read."""
     certificates = _read_certificates(config)
     exposed = _exposed_address(config) if certificates is None else None
@@ -96,7 +96,7 @@ def read_store_access(config: Config) -> StoreAccess:
     return StoreAccess(TokenFile(config.store_token_file), certificates)
 
 
-def _exposed_address(config: Config) -> str | None:
+def _exposed_address(config: InferenceSettings) -> str | None:
     """A store to which a token would travel in the clear, against what the settings say."""
     if config.store_allow_insecure_token:
         return None
@@ -104,7 +104,7 @@ def _exposed_address(config: Config) -> str | None:
     return next(others, None)
 
 
-def _read_certificates(config: Config) -> StoreCertificates | None:
+def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
     ca, chain, key = (
         config.store_tls_ca_file,
         config.store_tls_cert_file,

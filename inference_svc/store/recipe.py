@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.process_main import ChildStore
 from inference_svc.log import configure_logging
 from inference_svc.store.client import ImageClient, NoStore
@@ -32,7 +32,7 @@ class RemoteNoStore(NoStore):
 class ImageClientRecipe:
     """Pickles; see `engine.child.StoreRecipe`. Configures the log as well."""
 
-    config: Config
+    config: InferenceSettings
 
     def __call__(self, say: Callable[[Any], None]) -> ChildStore:
         configure_logging(self.config.log_format, self.config.log_level)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from adapter_store.__main__ import main
-from adapter_store.config import Settings, load_settings, split_address
+from adapter_store.config import StoreSettings, load_settings, split_address
 
 
 @pytest.mark.parametrize(
@@ -20,25 +20,25 @@ from adapter_store.config import Settings, load_settings, split_address
 )
 def test_what_replicas_share_is_checked(values, message):
     with pytest.raises(ValidationError, match=message):
-        Settings(**values)
+        StoreSettings(**values)
 
 
 def test_the_catalogs_password_is_not_shown():
     dsn = "postgresql+psycopg://u:s3cr3t@h/d"
-    settings = Settings(catalog_dsn=dsn, shared_s3="s3://bucket/prefix")
+    settings = StoreSettings(catalog_dsn=dsn, shared_s3="s3://bucket/prefix")
     assert "s3cr3t" not in f"{settings!r} {settings.model_dump()}"
     assert settings.catalog_dsn.get_secret_value() == dsn
-    assert Settings(catalog_dsn="").catalog_dsn is None
+    assert StoreSettings(catalog_dsn="").catalog_dsn is None
 
 
 def test_the_end_of_an_editors_line_is_no_part_of_the_catalogs_name():
-    settings = Settings(catalog_dsn="postgresql+psycopg://u:p@h/d\n", shared_s3="s3://bucket")
+    settings = StoreSettings(catalog_dsn="postgresql+psycopg://u:p@h/d\n", shared_s3="s3://bucket")
     assert settings.catalog_dsn.get_secret_value() == "postgresql+psycopg://u:p@h/d"
-    assert Settings(catalog_dsn="\n").catalog_dsn is None
+    assert StoreSettings(catalog_dsn="\n").catalog_dsn is None
 
 
 def test_every_setting_has_a_docstring():
-    missing = [name for name, field in Settings.model_fields.items() if not field.description]
+    missing = [name for name, field in StoreSettings.model_fields.items() if not field.description]
     assert missing == []
 
 
@@ -58,7 +58,7 @@ def test_the_command_line_wins(monkeypatch):
 
 
 def test_a_bucket_may_have_its_own_endpoint():
-    settings = Settings(s3_buckets="one/two/@https://minio:9000/, three")
+    settings = StoreSettings(s3_buckets="one/two/@https://minio:9000/, three")
     assert settings.s3_buckets == ("one/two@https://minio:9000", "three")
 
 
@@ -84,12 +84,12 @@ def test_a_bucket_may_have_its_own_endpoint():
 )
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ValidationError):
-        Settings(**arguments)
+        StoreSettings(**arguments)
 
 
 def test_settings_cannot_be_changed():
     with pytest.raises(ValidationError):
-        Settings().listen = "127.0.0.1:1"
+        StoreSettings().listen = "127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_settings_cannot_be_changed():
     ],
 )
 def test_addresses(address, expected):
-    assert split_address(Settings(listen=address).listen) == expected
+    assert split_address(StoreSettings(listen=address).listen) == expected
 
 
 def test_bad_settings_end_in_one_plain_line(capsys):
@@ -114,4 +114,4 @@ def test_help_names_every_option(capsys):
         main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in text for name in Settings.model_fields)
+    assert all(f"--{name.replace('_', '-')}" in text for name in StoreSettings.model_fields)

@@ -16,7 +16,7 @@ from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.core import AdapterName, AdapterRef, ImageState
 from adapter_store.errors import CatalogUnavailable, NotFound
 from adapter_store.images import layout as layouts
@@ -39,7 +39,7 @@ def start(tmp_path, clock, monkeypatch):
 
     @asynccontextmanager
     async def start_store(**others):
-        settings = Settings(
+        settings = StoreSettings(
             data_dir=tmp_path / "data",
             source_roots=(tmp_path,),
             layout_ttl_seconds=TTL.total_seconds(),

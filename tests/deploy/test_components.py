@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from tests.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, overlay
 from tests.deploy.test_network_policies import allows, rules
 from tests.deploy.test_settings import CLASSES
@@ -26,7 +26,7 @@ def test_everything_has_them_all(everything):
 
 def test_http_is_a_port_of_pods_and_services(everything):
     [inference] = [each for each in everything.workloads if each.module == "inference_svc"]
-    assert "http" in Config.model_fields
+    assert "http" in InferenceSettings.model_fields
     assert set(inference.ports) == {"grpc", "metrics", "http"}
     address = inference.environment["LOADOUT_INFERENCE_HTTP"]
     assert address == f"0.0.0.0:{inference.ports['http']}"

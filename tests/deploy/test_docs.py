@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from adapter_store.access import Role
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.policy import parse_policy
 from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import DOCS, DOCUMENTED
@@ -103,7 +103,10 @@ def test_the_steps_make_the_secrets(tmp_path):
         token = (tmp_path / f"{name}.token").read_text().strip()
         assert role in policy.authenticate(token).roles
     dsn = b64decode(secrets["adapter-store-catalog"]["data"]["dsn"]).decode()
-    assert Settings(catalog_dsn=dsn, shared_s3="s3://bucket").catalog_dsn.get_secret_value() == dsn
+    assert (
+        StoreSettings(catalog_dsn=dsn, shared_s3="s3://bucket").catalog_dsn.get_secret_value()
+        == dsn
+    )
 
 
 def test_the_example_changes_images_and_settings(example):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import matches
 
@@ -84,7 +84,7 @@ def test_a_busy_system_is_not_scaled_down_because_nobody_waits():
     """With a queue alone, replicas that have emptied it would go again."""
     [found] = autoscalers(overlay("production"))
     running = targets(found)["loadout_inference_requests_running"]
-    most = Config.model_fields["max_sequences"].default
+    most = InferenceSettings.model_fields["max_sequences"].default
     assert most / 2 <= running < most
 
 

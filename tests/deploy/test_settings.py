@@ -7,15 +7,15 @@ import os
 import pytest
 
 from adapter_store import tls as store_tls
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from inference_svc import tls as inference_tls
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from loadout.health.__main__ import parse_arguments
 from tests.deploy.manifests import ROOT, Workload, gibibytes
 
 CLASSES = {
-    "adapter_store": ("LOADOUT_STORE_", Settings),
-    "inference_svc": ("LOADOUT_INFERENCE_", Config),
+    "adapter_store": ("LOADOUT_STORE_", StoreSettings),
+    "inference_svc": ("LOADOUT_INFERENCE_", InferenceSettings),
 }
 DEMO_MODEL = "/opt/loadout/demo/model"
 """Where the images have the demo's model; see finish.sh."""

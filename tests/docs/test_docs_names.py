@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.metrics import definitions as store_metrics
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.metrics import definitions as inference_metrics
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.cli.app import app
@@ -48,7 +48,7 @@ def metrics() -> set[str]:
 @cache
 def flags() -> set[str]:
     """Of both services and of every command."""
-    names = [*Settings.model_fields, *Config.model_fields]
+    names = [*StoreSettings.model_fields, *InferenceSettings.model_fields]
     found = {"--" + name.replace("_", "-") for name in names}
     command = typer.main.get_command(app)
     for each in (command, *command.commands.values()):
@@ -60,8 +60,8 @@ def flags() -> set[str]:
 @cache
 def variables() -> set[str]:
     """Those of the settings, and those that commands read."""
-    settings = {f"LOADOUT_STORE_{name.upper()}" for name in Settings.model_fields}
-    settings |= {f"LOADOUT_INFERENCE_{name.upper()}" for name in Config.model_fields}
+    settings = {f"LOADOUT_STORE_{name.upper()}" for name in StoreSettings.model_fields}
+    settings |= {f"LOADOUT_INFERENCE_{name.upper()}" for name in InferenceSettings.model_fields}
     sources = [*(ROOT / "loadout").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     quoted = re.compile(r"\"(LOADOUT_[A-Z_]+)\"")
     return settings.union(*(quoted.findall(path.read_text()) for path in sources))

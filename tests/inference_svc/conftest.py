@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
-from inference_svc.config import Config, Machine, ModelFacts, resolve
+from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
 from inference_svc.core import FinishReason, Request, TokenLogprobs
 from inference_svc.engine.messages import (
     Call,
@@ -350,7 +350,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
             port = store_server.add_insecure_port("127.0.0.1:0")
             await store_server.start()
             config = resolve(
-                Config(
+                InferenceSettings(
                     model=tmp_path,
                     base_model="base",
                     store=f"127.0.0.1:{port}" if store else "",

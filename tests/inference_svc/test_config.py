@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from inference_svc.config import (
-    Config,
+    InferenceSettings,
     Machine,
     ModelFacts,
     parse_command_line,
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def parse(model: Path, *args: str) -> Config:
+def parse(model: Path, *args: str) -> InferenceSettings:
     return parse_command_line(["--model", str(model), *args])
 
 
@@ -132,5 +132,5 @@ def test_help_names_every_setting_and_loads_no_torch() -> None:
     code += "assert 'torch' not in sys.modules and 'grpc' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in Config.model_fields:
+    for name in InferenceSettings.model_fields:
         assert f"--{name.replace('_', '-')}" in done.stdout

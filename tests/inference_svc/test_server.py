@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_svc import errors
 from inference_svc.api.grpc.status import CODES
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.server import SERVICE, InferenceServer
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.inference_svc.serving import (
@@ -232,7 +232,9 @@ def test_ready_file_health_reflection_and_metrics(serve, tmp_path: Path) -> None
 
 def test_an_address_in_use_is_said_before_anything_is_loaded(serve, tmp_path: Path) -> None:
     async def body(running: Running) -> None:
-        config = Config(model=tmp_path, listen=running.server.address, metrics_listen="127.0.0.1:0")
+        config = InferenceSettings(
+            model=tmp_path, listen=running.server.address, metrics_listen="127.0.0.1:0"
+        )
         with pytest.raises(OSError, match="cannot listen on"):
             InferenceServer(config)
         gc.collect()  # what gRPC made of it ends on this loop

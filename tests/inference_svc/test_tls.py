@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import InvalidSetting
 from inference_svc.tls import CertificateFiles, check_exposure, read_certificates
 from tests.adapter_store.certificates import Authority
@@ -20,7 +20,7 @@ EXPOSED = ["0.0.0.0:70", "[::]:70", "10.1.2.3:70", "inference.internal:70", "[fe
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
     (tmp_path / "config.json").write_text("{}")
-    return lambda **settings: Config(model=tmp_path, **settings)
+    return lambda **settings: InferenceSettings(model=tmp_path, **settings)
 
 
 @pytest.mark.parametrize("listen", LOOPBACK)

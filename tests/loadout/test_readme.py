@@ -93,10 +93,10 @@ def test_all_shell_blocks_are_marked():
 
 
 def _settings() -> dict[str, Any]:
-    from adapter_store.config import Settings
-    from inference_svc.config import Config
+    from adapter_store.config import StoreSettings
+    from inference_svc.config import InferenceSettings
 
-    return {"adapter store": Settings, "inference service": Config}
+    return {"adapter store": StoreSettings, "inference service": InferenceSettings}
 
 
 def _default(field: Any) -> str:

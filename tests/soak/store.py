@@ -24,7 +24,7 @@ from contextlib import closing
 from pathlib import Path
 
 from adapter_store.app import open_store
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
 from tests.soak.contents import make_contents
@@ -166,7 +166,7 @@ class Soak:
 
     async def _check_inside(self, replica: Replica) -> None:
         """From inside, over what the last process left: every image once more, then accounts."""
-        async with open_store(Settings(**replica.settings)) as store:
+        async with open_store(StoreSettings(**replica.settings)) as store:
             for digest in store.catalog.blob_digests():
                 for layout_id in store.catalog.layout_ids():
                     async with store.images.hold((digest, layout_id)):

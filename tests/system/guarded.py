@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inference_svc.app import _facts, model_facts, to_engine_config
-from inference_svc.config import Config, Machine, resolve
+from inference_svc.config import InferenceSettings, Machine, resolve
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.server import InferenceServer
@@ -42,7 +42,7 @@ _MARK = ("ListAdapters", "OK")
 class Inference:
     """A real inference service on a thread's own event loop."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: InferenceSettings) -> None:
         self._config = config
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -109,7 +109,7 @@ class House:
         token = folder / "server-token"
         token.write_text(token_of("server"))
         self.inference = Inference(
-            Config(
+            InferenceSettings(
                 model=zoo.model_dir,
                 base_model="llama",
                 store=self.store.running.grpc_address,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
 from tests.adapter_store.certificates import Authority
@@ -41,7 +41,7 @@ def certificates(authority: Authority, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def inference(zoos: Callable[[str], Zoo], authority: Authority) -> Iterator[Inference]:
     chain, key = authority.issue("inference", NAME)
-    config = Config(
+    config = InferenceSettings(
         model=zoos("llama").model_dir,
         base_model="llama",
         listen="127.0.0.1:0",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import InvalidSetting
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
@@ -32,7 +32,7 @@ def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
     running: list[Inference] = []
 
     def start(**settings: Any) -> Inference:
-        config = Config(
+        config = InferenceSettings(
             model=zoos("llama").model_dir,
             base_model=BASE,
             listen="127.0.0.1:0",

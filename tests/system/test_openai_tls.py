@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from tests.adapter_store.certificates import Authority
 from tests.system.guarded import Inference
 from tests.system.zoo import Zoo
@@ -29,7 +29,7 @@ def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
     running: list[Inference] = []
 
     def start(**settings: Any) -> Inference:
-        config = Config(
+        config = InferenceSettings(
             model=zoos("llama").model_dir,
             base_model="llama",
             listen="127.0.0.1:0",

@@ -13,7 +13,7 @@ import torch
 
 from inference_svc.adapters.image_source import ImageTrailer
 from inference_svc.adapters.layout import ModelLayout, build_layout
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.model.geometry import load_geometry
 from inference_svc.store.client import CatalogClient, ImageClient
@@ -61,7 +61,7 @@ class Guarded:
         } | changes
         fields = {name: value for name, value in fields.items() if value is not None}
         model_dir = self.zoo.model_dir
-        return read_store_access(Config(model=model_dir, store=self.address, **fields))
+        return read_store_access(InferenceSettings(model=model_dir, store=self.address, **fields))
 
     def register(self, name: str) -> str:
         folder = self.folder / name.replace("/", "-")

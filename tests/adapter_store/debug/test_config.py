@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.scrub import Scrub
 
@@ -14,11 +14,11 @@ DSN = "postgresql+psycopg://loadout:pa%2Fss-word@db:5432/catalog?sslpassword=que
 
 
 @pytest.fixture
-def settings(monkeypatch) -> Settings:
+def settings(monkeypatch) -> StoreSettings:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "environment-secret")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:proxy-secret@proxy:3128")
     monkeypatch.setenv("SOME_TOKEN_FILE", "/run/secrets/some-file")
-    return Settings(catalog_dsn=DSN, shared_s3="s3://bucket/prefix", max_rank=128)
+    return StoreSettings(catalog_dsn=DSN, shared_s3="s3://bucket/prefix", max_rank=128)
 
 
 def test_settings_are_told_and_the_password_is_not(settings):

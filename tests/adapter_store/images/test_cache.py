@@ -13,7 +13,7 @@ from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed
 from adapter_store.images import builder as builder_module
@@ -35,7 +35,7 @@ def start(tmp_path):
             "compile_workers": 1,
             **settings,
         }
-        async with open_store(Settings(**values)) as store:
+        async with open_store(StoreSettings(**values)) as store:
             yield store
 
     return start_store

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from adapter_store.core import Layout
 from adapter_store.server import RunningStore, running_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -155,7 +155,7 @@ class Client:
 class Served:
     """A running store on a thread's own event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: StoreSettings) -> None:
         self._ready = threading.Event()
         self._settings = settings
         self._error: BaseException | None = None
@@ -221,7 +221,7 @@ def serving(folder):
                 "grace_seconds": 5,
                 **settings,
             }
-            served = Served(Settings(**values))
+            served = Served(StoreSettings(**values))
             stack.callback(served.stop)
             return served
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapter_store.__main__ import _run as run_process
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.conftest import tiny_layout
 from tests.adapter_store.service.guarded import (
@@ -201,7 +201,7 @@ def test_what_is_wrong_with_access_is_one_plain_line(tmp_path, capsys):
     ]
     for settings, expected in problems:
         values = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **settings}
-        assert run_process(Settings(data_dir=tmp_path / "data", **values)) == 1
+        assert run_process(StoreSettings(data_dir=tmp_path / "data", **values)) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("the adapter store cannot run: ")
         assert expected in line

@@ -6,7 +6,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from adapter_store.config import Settings
+from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.hostile import CASES, CONFIG, UPLOAD_NAMES, WEIGHTS
 from tests.adapter_store.service.conftest import Served
@@ -22,7 +22,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(place):
     """One store for the whole matrix: what a case leaves behind would show in the next."""
-    settings = Settings(
+    settings = StoreSettings(
         listen="127.0.0.1:0",
         metrics_listen="127.0.0.1:0",
         data_dir=place / "data",

@@ -7,7 +7,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from inference_svc.api.load_report import LOAD_HEADER, load_report
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from loadout import routing
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
@@ -30,7 +30,7 @@ def test_every_answer_tells_the_load(serve) -> None:
         return read_load(tuple(await call.trailing_metadata()))
 
     async def body(running: Running) -> None:
-        limit = Config.model_fields["max_sequences"].default
+        limit = InferenceSettings.model_fields["max_sequences"].default
         running.engine.hold.set()
         held = running.stub.Generate(pb.GenerateRequest(text="held"))
         await until(lambda: running.engine.num_running == 1)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference_svc.adapters.slots import EvictionReason
 from inference_svc.api.grpc import status
 from inference_svc.api.http.errors import ANSWERS, PROTOCOL
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.engine.status_types import (
     EngineStatus,
     HistogramState,
@@ -64,7 +64,11 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture(scope="module")
 def metrics() -> Metrics:
-    most = next(m.le for m in Config.model_fields["metrics_adapters"].metadata if hasattr(m, "le"))
+    most = next(
+        m.le
+        for m in InferenceSettings.model_fields["metrics_adapters"].metadata
+        if hasattr(m, "le")
+    )
     engine = snapshot()
     metrics = Metrics(64, lambda: engine, most)
     for number in range(2 * most):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import PermissionDenied
 from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
 from tests.adapter_store.certificates import Authority
@@ -22,9 +22,9 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def config(tmp_path: Path, **fields: Any) -> Config:
+def config(tmp_path: Path, **fields: Any) -> InferenceSettings:
     (tmp_path / "config.json").write_text("{}")
-    return Config(model=tmp_path, base_model="base", **fields)
+    return InferenceSettings(model=tmp_path, base_model="base", **fields)
 
 
 def test_nothing_is_shown_unless_asked_for(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from inference_svc.api.http.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
-from inference_svc.config import Config
+from inference_svc.config import InferenceSettings
 from inference_svc.tls import CertificateFiles
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
@@ -312,7 +312,7 @@ def test_connections_end_with_the_server(serve_http) -> None:
 def test_an_address_in_use_is_said(serve_http, tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         address = front.running.server.http_address
-        files = CertificateFiles(Config(model=tmp_path))
+        files = CertificateFiles(InferenceSettings(model=tmp_path))
         with pytest.raises(OSError, match=f"cannot listen on {address}"):
             HttpServer(address, files)
 
