@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     ByteSize,
@@ -18,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from servicekit.settings import check_endpoint
 
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
@@ -256,20 +257,6 @@ class StoreSettings(BaseSettings):
         if not match or int(match[2]) > 65535:
             raise ValueError(f"{value!r} is not HOST:PORT")
         return value
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT as (host, port); an IPv6 host loses its brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def check_endpoint(value: str) -> str:
-    """Of a receiver of spans, "" for none. Raises ValueError."""
-    found = urlsplit(value)
-    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
-        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
-    return value
 
 
 def load_settings(arguments: list[str] | None = None) -> StoreSettings:

@@ -23,7 +23,7 @@ from adapter_store.api.status import StatusInterceptor, TokenGuard
 from adapter_store.app import Store, open_store
 from adapter_store.audit import Audit
 from adapter_store.blobs.fsync import write_atomically
-from adapter_store.config import StoreSettings, split_address
+from adapter_store.config import StoreSettings
 from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable, PreconditionFailed
@@ -36,6 +36,7 @@ from adapter_store.store_status import catalog_samples, volume_samples, work_sam
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from adapter_store.tracing import Tracing, TracingSettings, open_tracing
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
+from servicekit.settings import split_address
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
-from adapter_store.config import StoreSettings, split_address
+from adapter_store.config import StoreSettings
 from adapter_store.errors import PreconditionFailed
+from servicekit.settings import split_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from servicekit.settings import check_endpoint, split_address
 
 MIB = 1 << 20
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -275,22 +276,6 @@ class InferenceSettings(BaseSettings):
 
 def _split(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" or "[v6]:port" as (host, port). Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 65536):
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def check_endpoint(value: str) -> str:
-    """Of a receiver of spans, "" for none. Raises ValueError."""
-    found = urlsplit(value)
-    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
-        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
-    return value
 
 
 def parse_command_line(args: list[str]) -> InferenceSettings:

@@ -20,7 +20,7 @@ from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import Accounts
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.audit import Audit
-from inference_svc.config import InferenceSettings, split_address
+from inference_svc.config import InferenceSettings
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
@@ -44,6 +44,7 @@ from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
 from inference_svc.tracing import TracingSettings, open_tracing
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
+from servicekit.settings import split_address
 
 if TYPE_CHECKING:
     from inference_svc.api.http.server import HttpServer

@@ -6,8 +6,9 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
-from inference_svc.config import InferenceSettings, split_address
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import InvalidSetting
+from servicekit.settings import split_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference_svc.config import InferenceSettings, split_address
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import PermissionDenied
+from servicekit.settings import split_address
 
 log = logging.getLogger(__name__)
 

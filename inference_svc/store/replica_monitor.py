@@ -8,8 +8,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from inference_svc.config import split_address
 from inference_svc.store.replicas import Endpoint, Replicas
+from servicekit.settings import split_address
 
 log = logging.getLogger(__name__)
 

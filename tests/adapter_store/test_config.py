@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from adapter_store.__main__ import main
-from adapter_store.config import StoreSettings, load_settings, split_address
+from adapter_store.config import StoreSettings, load_settings
+from servicekit.settings import split_address
 
 
 @pytest.mark.parametrize(

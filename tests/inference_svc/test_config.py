@@ -10,9 +10,9 @@ from inference_svc.config import (
     ModelFacts,
     parse_command_line,
     resolve,
-    split_address,
 )
 from inference_svc.engine.config import padding_pages
+from servicekit.settings import split_address
 
 MIB = 1 << 20
 MODEL = ModelFacts("bfloat16", max_position_embeddings=4096, kv_elements_per_token=1024)

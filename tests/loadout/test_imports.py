@@ -15,6 +15,7 @@ HEAVY = (
     "adapter_store",
     "inference_svc",
     "kernels",
+    "servicekit",
 )
 
 

@@ -15,8 +15,8 @@ import uvicorn
 
 from inference_svc.api.http.connections import Connection, Room, max_connections, prepare
 from inference_svc.api.http.middleware import Counting
-from inference_svc.config import split_address
 from inference_svc.tls import CertificateFiles, renewing_context
+from servicekit.settings import split_address
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
