@@ -8,14 +8,14 @@ from grpc_health.v1 import health_pb2
 
 from inference_svc.api.load_report import LOAD_HEADER, load_report
 from inference_svc.config import InferenceSettings
-from loadout import routing
+from loadout._routing import metadata
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.inference_svc.serving import Running, error_of, until
 
 
 def test_clients_read_what_servers_write() -> None:
-    assert LOAD_HEADER == routing.LOAD_HEADER
+    assert LOAD_HEADER == metadata.LOAD_HEADER
     report = load_report(num_requests=80, max_sequences=64, max_queue=1024)
     assert read_load([(LOAD_HEADER, report)]) == Load(80, 64)
 
