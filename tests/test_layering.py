@@ -1,5 +1,6 @@
 """The architecture, as tables: who may import whom, and where a word or a library may stand.
 
+The layers stand in tools/house.py, which measures them on any checkout.
 ARCHITECTURE.md gives the reasons. `PENDING` lists what is still to be mended: it only ever shrinks.
 """
 
@@ -10,29 +11,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
-SERVICES = ("adapter_store", "inference_svc")
-STUBS = re.compile(r"loadout\.\w+\.v1(\.|$)")
+from tools.house import (
+    MAX_FILE_LINES,
+    PACKAGES,
+    SERVICES,
+    Tree,
+    is_under,
+    long_functions,
+    parsed,
+    shared_runs,
+)
 
-LAYERS = {
-    "inference_svc": """
-        __main__ > app > api > debug > metrics > frontend > engine > backends | store > adapters
-        > model | text > host > core | errors | config
-    """,
-    "adapter_store": """
-        __main__ > app > api > debug > service > store_status | garbage_collector
-        > registration | images > blobs > sources | replication > checkpoint | catalog > metrics
-        > core | errors | config
-    """,
-}
-"""A module imports only what stands right of it; those with a bar between them not each other."""
+ROOT = Path(__file__).parent.parent
+STUBS = re.compile(r"loadout\.\w+\.v1(\.|$)")
 
 MAY_IMPORT = {
     "servicekit": {"servicekit", "stubs"},
@@ -181,69 +177,108 @@ PENDING: dict[str, set[str]] = {
         "inference_svc.metrics.definitions",
         "inference_svc.model.decoder",
     },
+    "maps of adapter_store": {
+        "adapter_store.debug",
+        "adapter_store.replication",
+        "adapter_store.api",
+        "adapter_store.checkpoint",
+        "adapter_store.checkpoint.unpickle",
+        "adapter_store.metrics",
+        "adapter_store.catalog.migrations",
+        "adapter_store.registration",
+        "adapter_store.catalog",
+        "adapter_store",
+        "adapter_store.blobs",
+        "adapter_store.sources",
+        "adapter_store.catalog.migrations.versions",
+        "adapter_store.images",
+    },
+    "maps of inference_svc": {
+        "inference_svc.text",
+        "inference_svc.metrics",
+        "inference_svc.api.http",
+        "inference_svc.frontend",
+        "inference_svc.model",
+        "inference_svc.backends",
+        "inference_svc.debug",
+        "inference_svc.adapters",
+        "inference_svc",
+        "inference_svc.api.grpc",
+        "inference_svc.api",
+        "inference_svc.host",
+        "inference_svc.store",
+        "inference_svc.engine",
+    },
+    "maps of kernels": {
+        "kernels",
+        "kernels.elementwise",
+        "kernels.lora",
+        "kernels.native",
+        "kernels.attention",
+        "kernels.linear",
+    },
+    "maps of loadout": {
+        "loadout.cli",
+        "loadout.demo.s3",
+        "loadout.adapter_store.v1",
+        "loadout",
+        "loadout.demo",
+        "loadout.inference",
+        "loadout.inference.v1",
+        "loadout.health",
+        "loadout.benchmark",
+        "loadout.adapter_store",
+    },
+    "small modules": {
+        "inference_svc.engine.expiries",
+        "inference_svc.reload",
+        "inference_svc.store.recipe",
+        "adapter_store.images.shared_images",
+        "inference_svc.frontend.watchdog",
+        "inference_svc.model.lora",
+        "inference_svc.adapters.copies",
+        "inference_svc.store.site",
+        "inference_svc.debug.config",
+        "adapter_store.catalog.leftovers",
+        "inference_svc.metrics_server",
+        "inference_svc.store.questions",
+        "inference_svc.api.http.bounds",
+        "inference_svc.api.http.refusing",
+        "inference_svc.adapters.drains",
+        "inference_svc.metrics.store",
+        "adapter_store.reload",
+        "inference_svc.text.stop",
+        "adapter_store.debug.config",
+        "inference_svc.backends.torch",
+        "inference_svc.backends.native_model",
+        "adapter_store.sharing",
+        "adapter_store.catalog.layout_usage",
+        "adapter_store.replication.pin_refresh",
+        "adapter_store.registration.rate_limit",
+    },
+    "shared lines": {
+        "adapter_store.otlp ~ inference_svc.otlp",
+        "adapter_store.log_writer ~ inference_svc.log_writer",
+        "adapter_store.server ~ inference_svc.server",
+        "adapter_store.api.status ~ inference_svc.api.grpc.status",
+        "adapter_store.audit ~ inference_svc.audit",
+        "adapter_store.scrub ~ inference_svc.scrub",
+        "adapter_store.log ~ inference_svc.log",
+        "adapter_store.spans ~ inference_svc.spans",
+        "adapter_store.tracing ~ inference_svc.tracing",
+    },
 }
 """Violations by rule, "importer -> imported" or a module's name, that are being mended."""
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of ours by its dotted name, generated stubs left out."""
-    found = {}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if "_pb2" not in path.stem:
-                found[name.removesuffix(".__init__")] = path
-    return found
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-@cache
-def imports(path: Path) -> frozenset[str]:
-    """Every module named by an import, also inside functions and for type checking."""
-    names: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(ROOT).parts[: -node.level or None]
-            base = ".".join((*package, *filter(None, [node.module]))) if node.level else node.module
-            assert base is not None
-            known = [f"{base}.{alias.name}" for alias in node.names]
-            submodules = [each for each in known if each in modules() or "_pb2" in each]
-            names.update(submodules)
-            if len(submodules) < len(node.names):
-                names.add(base)
-    return frozenset(names)
-
-
-def imports_at_start(path: Path) -> set[str]:
-    """The part of `imports` that importing the module runs."""
-    later: set[str] = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Import):
-                    later.update(alias.name for alias in inner.names)
-                elif isinstance(inner, ast.ImportFrom) and inner.module:
-                    later.add(inner.module)
-    return {each for each in imports(path) if each not in later}
-
-
-def is_under(name: str, packages: Iterable[str]) -> bool:
-    return any(name == package or name.startswith(package + ".") for package in packages)
+TREE = Tree(ROOT)
 
 
 def importers(*packages: str) -> Iterator[tuple[str, str]]:
     """Pairs of a module under `packages` and what it imports."""
-    for name, path in modules().items():
-        if is_under(name, packages):
-            for imported in imports(path):
-                yield name, imported
+    for name in TREE.under(*packages):
+        for imported in TREE.imports(name):
+            yield name, imported
 
 
 def check(rule: str, found: Iterable[str]) -> None:
@@ -269,44 +304,13 @@ def test_packages_import_only_what_they_may() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_layers_import_downwards(service: str) -> None:
-    levels = [level.split(" | ") for level in " ".join(LAYERS[service].split()).split(" > ")]
-    rank = {part: number for number, level in enumerate(levels) for part in level}
-
-    def found() -> Iterator[str]:
-        for name, imported in importers(service):
-            if name == service or not is_under(imported, [service]) or imported == service:
-                continue
-            above, below = name.split(".")[1], imported.split(".")[1]
-            is_placed = above in rank and below in rank  # else it lies flat: a rule of its own
-            if is_placed and above != below and rank[above] >= rank[below]:
-                yield f"{name} -> {imported}"
-
-    check(f"layers of {service}", found())
+    check(f"layers of {service}", TREE.upward_imports(service))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_circles(package: str) -> None:
     """Modules that import each other, at start or in functions, are one module."""
-    graph = {
-        name: {each for each in imports(path) if each in modules() and each != name}
-        for name, path in modules().items()
-        if is_under(name, [package])
-    }
-
-    def circles() -> Iterator[str]:
-        for name in graph:
-            seen: set[str] = set()
-            todo = list(graph[name])
-            while todo:
-                each = todo.pop()
-                if each == name:
-                    yield name
-                    break
-                if each in graph and each not in seen:
-                    seen.add(each)
-                    todo += graph[each]
-
-    check(f"circles in {package}", circles())
+    check(f"circles in {package}", TREE.circles(package))
 
 
 @pytest.mark.parametrize("rule", CONFINED, ids=lambda rule: rule.name)
@@ -330,8 +334,8 @@ def test_only_the_named_files_lie_flat(package: str) -> None:
 
 def test_environment_and_arguments_are_read_in_settings_only() -> None:
     def found() -> Iterator[str]:
-        for name, path in modules().items():
-            for node in ast.walk(tree(path)):
+        for name, path in TREE.paths.items():
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                     used = f"{node.value.id}.{node.attr}"
                     reads = used in {"os.environ", "os.getenv", "sys.argv"}
@@ -345,7 +349,7 @@ def test_cuda_is_named_in_few_places() -> None:
     word = re.compile(r"cuda", re.IGNORECASE)
 
     def found() -> Iterator[str]:
-        for name, path in modules().items():
+        for name, path in TREE.paths.items():
             if is_under(name, SERVICES) and not is_under(name, CUDA_PLACES):
                 code = ast.unparse(without_docstrings(path))
                 if word.search(code):
@@ -371,10 +375,23 @@ def is_text(node: ast.stmt) -> bool:
     )
 
 
+def imports_at_start(name: str) -> set[str]:
+    """The part of a module's imports that importing it runs."""
+    later: set[str] = set()
+    for node in ast.walk(parsed(TREE.paths[name])):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Import):
+                    later.update(alias.name for alias in inner.names)
+                elif isinstance(inner, ast.ImportFrom) and inner.module:
+                    later.add(inner.module)
+    return TREE.imports(name) - later
+
+
 def test_opentelemetry_is_loaded_on_demand() -> None:
     """Where no traces are wanted its packages need not be installed."""
-    for name, path in modules().items():
-        wanted = imports_at_start(path)
+    for name in TREE.paths:
+        wanted = imports_at_start(name)
         assert not any(each.endswith(".otlp") for each in wanted), f"{name} imports it at start"
         if not name.endswith(".otlp"):
             assert not any(is_under(each, ["opentelemetry"]) for each in wanted), name
@@ -392,7 +409,7 @@ def test_computing_runs_without_grpc() -> None:
     parts = ["kernels", "servicekit.telemetry"]
     parts += [f"inference_svc.{each}" for each in ("engine", "backends", "adapters", "model")]
     parts += ["inference_svc.api.http", "inference_svc.text", "inference_svc.host"]
-    wanted = [name for name in modules() if is_under(name, parts) and "triton" not in name]
+    wanted = [name for name in TREE.paths if is_under(name, parts) and "triton" not in name]
     run(
         f"""
 import importlib, sys
@@ -425,14 +442,51 @@ def test_files_and_functions_stay_short() -> None:
     """Functions of at most 60 lines outside kernels; files of at most 600."""
 
     def found() -> Iterator[str]:
-        for name, path in modules().items():
-            if len(path.read_text().splitlines()) > 600:
+        for name, path in TREE.paths.items():
+            if len(path.read_text().splitlines()) > MAX_FILE_LINES:
                 yield name
-            if is_under(name, ["kernels"]):
-                continue
-            for node in ast.walk(tree(path)):
-                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                if is_function and (node.end_lineno or 0) - node.lineno + 1 > 60:
-                    yield f"{name}.{node.name}"
+            if not is_under(name, ["kernels"]):
+                yield from (f"{name}.{function}" for function in long_functions(path))
 
     check("lengths", found())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_map_their_modules(package: str) -> None:
+    """Where a reader stands: each `__init__` says what its modules are."""
+
+    def found() -> Iterator[str]:
+        for name, path in TREE.under(package).items():
+            if path.name != "__init__.py":
+                continue
+            words = set(re.findall(r"\w+", ast.get_docstring(parsed(path)) or ""))
+            inner = {each.removeprefix(name + ".").split(".")[0] for each in TREE.under(name)}
+            if not {each for each in inner if not each.startswith("__")} - {name} <= words:
+                yield name
+
+    check(f"maps of {package}", found())
+
+
+SMALL_ON_PURPOSE: dict[str, str] = {}
+"""Modules under 60 lines with one importer that stay apart, with the reason."""
+
+
+def test_small_modules_are_merged_into_their_only_importer() -> None:
+    def found() -> Iterator[str]:
+        used_by: dict[str, set[str]] = {}
+        for name in TREE.paths:
+            for imported in TREE.imports(name):
+                used_by.setdefault(imported, set()).add(name)
+        for name in TREE.under(*SERVICES, "servicekit"):
+            path = TREE.paths[name]
+            is_small = len(path.read_text().splitlines()) < 60 and not path.stem.startswith("__")
+            if is_small and len(used_by.get(name, ())) == 1 and name not in SMALL_ON_PURPOSE:
+                yield name
+
+    check("small modules", found())
+
+
+def test_services_do_not_repeat_each_other() -> None:
+    """No two of their modules share 15 lines in a row; what they share is servicekit's."""
+    pairs = shared_runs(TREE, min_run=15)
+    check("shared lines", (f"{one} ~ {other}" for one, other in pairs))

@@ -1,0 +1,238 @@
+"""Measures the architecture from the source alone: `python -m tools.house [--root DIR] [--json]`.
+
+Reads imports, definitions and docstrings of the packages under a checkout, so that two commits can
+be compared. tests/test_layering.py holds the same graph to its rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+PACKAGES = ("servicekit", "adapter_store", "inference_svc", "kernels", "loadout")
+SERVICES = ("adapter_store", "inference_svc")
+LAYERS = {
+    "inference_svc": """
+        __main__ > app > api > debug > metrics > frontend > engine > backends | store > adapters
+        > model | text > host > core | errors | config
+    """,
+    "adapter_store": """
+        __main__ > app > api > debug > service > store_status | garbage_collector
+        > registration | images > blobs > sources | replication > checkpoint | catalog > metrics
+        > core | errors | config
+    """,
+}
+"""A module imports only what stands right of it; those with a bar between them not each other."""
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+MIN_SHARED_RUN = 5
+FRAGMENT = re.compile(r"(Of|It|As|Those|For people)\b")
+"""How docstrings begin that are no sentence about what they stand under."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """What `measure` finds; counts, and lists where a reader wants to know which."""
+
+    modules: int
+    lines: int
+    flat_files: dict[str, int]
+    circles: list[str]
+    upward_imports: list[str]
+    shared_lines: int
+    shared_by: list[str]
+    fragment_docstrings: int
+    long_files: list[str]
+    long_functions: list[str]
+    readme_lines: int
+    readme_longest_line: int
+
+
+class Tree:
+    """The Python modules of a checkout by dotted name, generated stubs left out."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.paths = {
+            self._name(path): path
+            for package in PACKAGES
+            for path in sorted((root / package).rglob("*.py"))
+            if "_pb2" not in path.stem
+        }
+
+    def _name(self, path: Path) -> str:
+        name = ".".join(path.relative_to(self.root).with_suffix("").parts)
+        return name.removesuffix(".__init__")
+
+    def under(self, *packages: str) -> dict[str, Path]:
+        return {name: path for name, path in self.paths.items() if is_under(name, packages)}
+
+    def imports(self, name: str) -> set[str]:
+        """Every module named by an import, also inside functions and for type checking."""
+        path = self.paths[name]
+        found: set[str] = set()
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(path, node)
+                known = {f"{base}.{alias.name}" for alias in node.names}
+                submodules = {each for each in known if each in self.paths or "_pb2" in each}
+                found |= submodules
+                if len(submodules) < len(node.names):
+                    found.add(base)
+        return found
+
+    def _base(self, path: Path, node: ast.ImportFrom) -> str:
+        package = path.relative_to(self.root).parts[: -node.level or None]
+        return ".".join((*(package if node.level else ()), *filter(None, [node.module])))
+
+    def circles(self, package: str) -> set[str]:
+        """Modules from which a chain of imports leads back to them."""
+        graph = {name: self.imports(name) & self.paths.keys() for name in self.under(package)}
+        return {name for name in graph if name in _reachable(graph, name)}
+
+    def upward_imports(self, service: str) -> set[str]:
+        """`importer -> imported` against `LAYERS`. Modules outside its folders are not placed."""
+        levels = [level.split(" | ") for level in " ".join(LAYERS[service].split()).split(" > ")]
+        rank = {part: number for number, level in enumerate(levels) for part in level}
+        found = set()
+        for name in self.under(service):
+            for imported in self.imports(name):
+                above, below = name.split(".")[1:2], imported.split(".")[1:2]
+                if not above or not below or not is_under(imported, [service]) or above == below:
+                    continue
+                if above[0] in rank and rank[above[0]] >= rank.get(below[0], len(levels)):
+                    found.add(f"{name} -> {imported}")
+        return found
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def is_under(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def long_functions(path: Path) -> Iterator[str]:
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield node.name
+
+
+def shared_runs(tree: Tree, min_run: int = MIN_SHARED_RUN) -> dict[tuple[str, str], int]:
+    """Lines that a module of one service shares with one of the other, in runs of
+    `min_run` or more, by pair. Blank lines, comments and imports are passed over."""
+    ours, theirs = (tree.under(service) for service in SERVICES)
+    lines = {name: _code_lines(path) for name, path in (ours | theirs).items()}
+    found = {}
+    for one, other in product(ours, theirs):
+        number = _shared_lines(lines[one], lines[other], min_run)
+        if number:
+            found[one, other] = number
+    return found
+
+
+def measure(root: Path) -> House:
+    """Reads the checkout at `root`."""
+    tree = Tree(root)
+    files = {name: path.read_text().splitlines() for name, path in tree.paths.items()}
+    shared = shared_runs(tree)
+    readme = (root / "README.md").read_text().splitlines()
+    return House(
+        modules=len(files),
+        lines=sum(map(len, files.values())),
+        flat_files={each: len(_flat(root / each)) for each in SERVICES},
+        circles=sorted(name for package in PACKAGES for name in tree.circles(package)),
+        upward_imports=sorted(
+            each for service in SERVICES for each in tree.upward_imports(service)
+        ),
+        shared_lines=sum(shared.values()),
+        shared_by=[f"{one} ~ {other}: {number}" for (one, other), number in shared.items()],
+        fragment_docstrings=sum(len(list(_fragments(path))) for path in tree.paths.values()),
+        long_files=[name for name, lines in files.items() if len(lines) > MAX_FILE_LINES],
+        long_functions=[
+            f"{name}.{function}"
+            for name, path in tree.paths.items()
+            if not is_under(name, ["kernels"])
+            for function in long_functions(path)
+        ],
+        readme_lines=len(readme),
+        readme_longest_line=max(map(len, readme)),
+    )
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        each = todo.pop()
+        if each in graph and each not in seen:
+            seen.add(each)
+            todo += graph[each]
+    return seen
+
+
+def _flat(package: Path) -> list[Path]:
+    return [path for path in package.glob("*.py") if path.stem != "__init__"]
+
+
+def _fragments(path: Path) -> Iterator[str]:
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value
+            if isinstance(text, str) and FRAGMENT.match(text.strip()):
+                yield text
+
+
+def _code_lines(path: Path) -> list[str]:
+    text = path.read_text()
+    skipped: set[int] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    stripped = [
+        line.strip()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if number not in skipped
+    ]
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+def _shared_lines(ours: list[str], theirs: list[str], min_run: int) -> int:
+    """Lines of `ours` that lie in a run which `theirs` has too."""
+    runs = {tuple(theirs[i : i + min_run]) for i in range(len(theirs) - min_run + 1)}
+    covered: set[int] = set()
+    for i in range(len(ours) - min_run + 1):
+        if tuple(ours[i : i + min_run]) in runs:
+            covered.update(range(i, i + min_run))
+    return len(covered)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout to measure")
+    parser.add_argument("--json", action="store_true", help="everything found, as JSON")
+    arguments = parser.parse_args()
+    house = asdict(measure(arguments.root.resolve()))
+    if arguments.json:
+        print(json.dumps(house, indent=2))
+        return
+    for name, value in house.items():
+        if name != "shared_by":
+            print(f"{name:20} {len(value) if isinstance(value, list) else value}")
+
+
+if __name__ == "__main__":
+    main()
