@@ -24,7 +24,6 @@ from tools.house import (
     is_under,
     long_functions,
     parsed,
-    shared_runs,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -176,96 +175,6 @@ PENDING: dict[str, set[str]] = {
         "inference_svc.engine.sampler",
         "inference_svc.metrics.definitions",
         "inference_svc.model.decoder",
-    },
-    "maps of adapter_store": {
-        "adapter_store.debug",
-        "adapter_store.replication",
-        "adapter_store.api",
-        "adapter_store.checkpoint",
-        "adapter_store.checkpoint.unpickle",
-        "adapter_store.metrics",
-        "adapter_store.catalog.migrations",
-        "adapter_store.registration",
-        "adapter_store.catalog",
-        "adapter_store",
-        "adapter_store.blobs",
-        "adapter_store.sources",
-        "adapter_store.catalog.migrations.versions",
-        "adapter_store.images",
-    },
-    "maps of inference_svc": {
-        "inference_svc.text",
-        "inference_svc.metrics",
-        "inference_svc.api.http",
-        "inference_svc.frontend",
-        "inference_svc.model",
-        "inference_svc.backends",
-        "inference_svc.debug",
-        "inference_svc.adapters",
-        "inference_svc",
-        "inference_svc.api.grpc",
-        "inference_svc.api",
-        "inference_svc.host",
-        "inference_svc.store",
-        "inference_svc.engine",
-    },
-    "maps of kernels": {
-        "kernels",
-        "kernels.elementwise",
-        "kernels.lora",
-        "kernels.native",
-        "kernels.attention",
-        "kernels.linear",
-    },
-    "maps of loadout": {
-        "loadout.cli",
-        "loadout.demo.s3",
-        "loadout.adapter_store.v1",
-        "loadout",
-        "loadout.demo",
-        "loadout.inference",
-        "loadout.inference.v1",
-        "loadout.health",
-        "loadout.benchmark",
-        "loadout.adapter_store",
-    },
-    "small modules": {
-        "inference_svc.engine.expiries",
-        "inference_svc.reload",
-        "inference_svc.store.recipe",
-        "adapter_store.images.shared_images",
-        "inference_svc.frontend.watchdog",
-        "inference_svc.model.lora",
-        "inference_svc.adapters.copies",
-        "inference_svc.store.site",
-        "inference_svc.debug.config",
-        "adapter_store.catalog.leftovers",
-        "inference_svc.metrics_server",
-        "inference_svc.store.questions",
-        "inference_svc.api.http.bounds",
-        "inference_svc.api.http.refusing",
-        "inference_svc.adapters.drains",
-        "inference_svc.metrics.store",
-        "adapter_store.reload",
-        "inference_svc.text.stop",
-        "adapter_store.debug.config",
-        "inference_svc.backends.torch",
-        "inference_svc.backends.native_model",
-        "adapter_store.sharing",
-        "adapter_store.catalog.layout_usage",
-        "adapter_store.replication.pin_refresh",
-        "adapter_store.registration.rate_limit",
-    },
-    "shared lines": {
-        "adapter_store.otlp ~ inference_svc.otlp",
-        "adapter_store.log_writer ~ inference_svc.log_writer",
-        "adapter_store.server ~ inference_svc.server",
-        "adapter_store.api.status ~ inference_svc.api.grpc.status",
-        "adapter_store.audit ~ inference_svc.audit",
-        "adapter_store.scrub ~ inference_svc.scrub",
-        "adapter_store.log ~ inference_svc.log",
-        "adapter_store.spans ~ inference_svc.spans",
-        "adapter_store.tracing ~ inference_svc.tracing",
     },
 }
 """Violations by rule, "importer -> imported" or a module's name, that are being mended."""
@@ -449,44 +358,3 @@ def test_files_and_functions_stay_short() -> None:
                 yield from (f"{name}.{function}" for function in long_functions(path))
 
     check("lengths", found())
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_map_their_modules(package: str) -> None:
-    """Where a reader stands: each `__init__` says what its modules are."""
-
-    def found() -> Iterator[str]:
-        for name, path in TREE.under(package).items():
-            if path.name != "__init__.py":
-                continue
-            words = set(re.findall(r"\w+", ast.get_docstring(parsed(path)) or ""))
-            inner = {each.removeprefix(name + ".").split(".")[0] for each in TREE.under(name)}
-            if not {each for each in inner if not each.startswith("__")} - {name} <= words:
-                yield name
-
-    check(f"maps of {package}", found())
-
-
-SMALL_ON_PURPOSE: dict[str, str] = {}
-"""Modules under 60 lines with one importer that stay apart, with the reason."""
-
-
-def test_small_modules_are_merged_into_their_only_importer() -> None:
-    def found() -> Iterator[str]:
-        used_by: dict[str, set[str]] = {}
-        for name in TREE.paths:
-            for imported in TREE.imports(name):
-                used_by.setdefault(imported, set()).add(name)
-        for name in TREE.under(*SERVICES, "servicekit"):
-            path = TREE.paths[name]
-            is_small = len(path.read_text().splitlines()) < 60 and not path.stem.startswith("__")
-            if is_small and len(used_by.get(name, ())) == 1 and name not in SMALL_ON_PURPOSE:
-                yield name
-
-    check("small modules", found())
-
-
-def test_services_do_not_repeat_each_other() -> None:
-    """No two of their modules share 15 lines in a row; what they share is servicekit's."""
-    pairs = shared_runs(TREE, min_run=15)
-    check("shared lines", (f"{one} ~ {other}" for one, other in pairs))
