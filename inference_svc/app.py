@@ -22,9 +22,8 @@ from inference_svc.engine.thread import EngineThread
 from inference_svc.host.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.server import InferenceServer
-from inference_svc.store.client import ImageClient, NoStore
+from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
 from inference_svc.store.credentials import StoreAccess, read_store_access
-from inference_svc.store.recipe import ImageClientRecipe
 from inference_svc.store.replicas import Replicas
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 
@@ -73,8 +72,8 @@ def _in_process(
         frontend_bytes=resident_bytes(),
         tokenizer_bytes=tokenizer_bytes(config.model),
     )
-    engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.hear)
-    replicas.share(lambda news: engine.send(StoreNews(news)))
+    engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.on_update)
+    replicas.publish_to(lambda news: engine.send(StoreNews(news)))
     try:
         yield engine.load
     finally:

@@ -37,7 +37,7 @@ from inference_svc.reload import Reload
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
-from inference_svc.store.site import StoreSite
+from inference_svc.store.watch import StoreConnection
 from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
@@ -114,7 +114,7 @@ class InferenceServer:
         self._frontend: Frontend | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
-        self._store: StoreSite | None = None
+        self._store: StoreConnection | None = None
 
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine
@@ -122,7 +122,7 @@ class InferenceServer:
         config = self._config
         self._engine = engine
         if config.store:
-            self._store = StoreSite(config.store_addresses, self.replicas, self._store_access)
+            self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
         catalog = None if self._store is None else self._store.catalog
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
@@ -130,7 +130,7 @@ class InferenceServer:
         if self._tracing is not None:
             self._frontend.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed
-        directory.on_asked = self._metrics.resolve_times.observe
+        directory.on_lookup = self._metrics.resolve_times.observe
         self._frontend.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:

@@ -45,9 +45,10 @@ class ChildStore(AdapterStore, Protocol):
 
 class StoreRecipe(Protocol):
     """Pickles. Makes the store in the engine's process, and does what else must be done first
-    there, such as configuring the log. `say` tells the counterpart, from any thread."""
+    there, such as configuring the log. `publish` sends updates to the counterpart, from any
+    thread."""
 
-    def __call__(self, say: Callable[[Any], None]) -> ChildStore: ...
+    def __call__(self, publish: Callable[[Any], None], /) -> ChildStore: ...
 
 
 @dataclass(frozen=True, slots=True)

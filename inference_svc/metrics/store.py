@@ -30,7 +30,7 @@ class ReplicaCollector(Collector):
         for index, status in enumerate(self._replicas.statuses()):
             label = status.address if index < MAX_LABELS else REST
             known[label] += 1
-            healthy[label] += status.is_in
+            healthy[label] += status.is_healthy
             pulled_bytes[label] += status.pulled_bytes
             for result, count in status.pulls.items():
                 pulls[label, result] += count

@@ -1,1 +1,14 @@
-"""store."""
+"""The client of the adapter store.
+
+catalog          the catalog's records, pages, events and protocols, without transport
+directory        resolves adapter references through the cache and the store
+name_cache       caches records by canonical reference, name and digest
+ownership        caches which tenants own which content
+client           catalog calls on the event loop, image pulls in threads
+watch            registers the layout, and keeps the directory current with the store's events
+replicas         chooses a replica for each call, the failing ones last
+replica_monitor  resolves the store's name, and probes ejected replicas
+channel_pool     opens, shares and closes the channels to the replicas
+credentials      this server's token and certificates for the store
+convert          converts protobuf messages and statuses to our types and errors
+"""

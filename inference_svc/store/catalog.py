@@ -1,35 +1,80 @@
-"""What callers may ask of the store through this service, without a word about transport."""
+"""The store's catalog as this service sees it: its records, pages and events, and the protocols of
+what answers for it. Knows no transport."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from inference_svc.store.name_cache import AdapterRecord
+from inference_svc.adapters.layout import ModelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutVerdict:
+    """Whether an adapter can be served under a layout, and if not, why."""
+
+    servable: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """One version of an adapter as the store described it when its catalog was at `revision`.
+    `create_time_s`, a `time.time()`, is when the version was registered."""
+
+    name: str
+    version: int
+    digest: str
+    rank: int
+    base_model: str
+    revision: int
+    verdicts: Mapping[str, LayoutVerdict] = field(default_factory=dict)
+    create_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an adapter's files are. `base_model` "": as the adapter's own config says."""
+    """Where an adapter's files are. `base_model` "": what the adapter's own config names."""
 
     uri: str
     base_model: str = ""
 
 
 class AdapterPage(NamedTuple):
-    """`next_token` asks for the next page; "": this is the last."""
+    """`next_token` requests the next page; "" on the last one."""
 
     records: list[AdapterRecord]
     next_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class NameEvent:
+    """A change of `name`, which points to `digest` from then on, or to nothing; with `name` "", a
+    bookmark: nothing changed up to `revision`."""
+
+    revision: int
+    name: str = ""
+    digest: str = ""
+
+
+class HistoryGone(Exception):
+    """Raised when the store no longer has the events from where the watch should start."""
+
+
+class Catalog(Protocol):
+    async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
+        """Returns what callers of these tenants may see; without any, what anyone may. Raises
+        AdapterNotFound, StoreUnavailable or another InferenceError."""
+        ...
 
 
 class Registry(Protocol):
     """Every method raises StoreUnavailable when no replica answers."""
 
     async def register(self, name: str, source: Source, token: str | None) -> int:
-        """Lets the store fetch and record an adapter on behalf of whoever has this token; it
-        decides whether that one may. Returns the revision from which the name points to it.
+        """Registers an adapter on behalf of the token's owner, whom the store authorises. Returns
+        the revision from which the name points to it.
 
         Raises PermissionDenied, InvalidRequest (naming the store's field), AdapterUnusable,
         QueueFull for a quota, or another InferenceError.
@@ -39,6 +84,25 @@ class Registry(Protocol):
     async def list_adapters(
         self, tenants: Collection[str], page_size: int, page_token: str
     ) -> AdapterPage:
-        """Current versions of these tenants' adapters (none: of all that we serve), in order of
-        tenant and name. Raises InvalidRequest for a token of another list."""
+        """Returns current versions of these tenants' adapters (without any: of all that this
+        server may see), ordered by tenant and name. Raises InvalidRequest for a token of another
+        list."""
+        ...
+
+
+class CatalogSession(Protocol):
+    """One replica's catalog. Every method raises StoreUnavailable when it does not answer."""
+
+    @property
+    def source(self) -> str: ...
+    async def register_layout(self, layout: ModelLayout) -> str: ...
+    async def get_revision(self) -> int: ...
+    def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
+        """Yields changes after a revision, in order, and bookmarks. Raises HistoryGone."""
+        ...
+
+
+class WatchedCatalog(Protocol):
+    async def connect(self, avoid: Collection[str] = ()) -> CatalogSession:
+        """Returns a session with a replica that is none of `avoid`, if there is another."""
         ...

@@ -1,4 +1,4 @@
-"""The store's messages and statuses, and what we make of them."""
+"""Converts between the store's protobuf messages and statuses and our types and errors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from inference_svc.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
-from inference_svc.store.directory import NameEvent
-from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
+from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {
@@ -38,28 +37,28 @@ ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: AdapterUnusable,
     grpc.StatusCode.DATA_LOSS: CorruptImage,
 }
-"""What the store answers; every other code means that it cannot be reached, for now."""
+"""Answers of the store; every other code means that it is unreachable for now."""
 
-REFUSALS_OF_CALLERS = ERRORS | {
+FORWARDED_ERRORS = ERRORS | {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
     grpc.StatusCode.ABORTED: AdapterUnusable,
 }
-"""What it answers to a caller of ours, for whom we asked."""
+"""Answers to a caller of ours, on whose behalf the store was called."""
 
-REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-"""It answers, but not to us: the token is to be mended, and callers can only wait."""
+AUTH_FAILURES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+"""The store answers, but not this server: its token is to be fixed, and callers can only wait."""
 
 
-OUT_OF_ORDER = (
-    *REFUSALS,
+REPLICA_FAILURES = (
+    *AUTH_FAILURES,
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""What says that a replica serves nobody, or not us, rather than not this adapter."""
+"""Codes of a replica that serves nobody, or not us, rather than not this adapter."""
 
 _DTYPES = {
     "torch.float32": pb.DATA_TYPE_FLOAT32,
@@ -78,19 +77,20 @@ _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMA
 
 
 def to_error(error: grpc.RpcError) -> InferenceError:
-    """Addresses and other details of a lost connection are notes: for our log, not for callers."""
+    """Returns our error for a call's. Addresses and other details of a lost connection become
+    notes: they are for our log, not for callers."""
     kind = ERRORS.get(error.code())
     if kind is not None:
         return kind(error.details(), subject="adapter")
-    does = "refuses this server" if error.code() in REFUSALS else "does not answer"
+    does = "refuses this server" if error.code() in AUTH_FAILURES else "does not answer"
     unavailable = StoreUnavailable(f"the adapter store {does} ({error.code().name})")
     unavailable.add_note(error.details() or "")
     return unavailable
 
 
-def to_refusal(error: grpc.RpcError) -> InferenceError | None:
-    """What the store said to a caller of ours; None: no store has answered, or its answer is
-    broken."""
+def to_forwarded_error(error: grpc.RpcError) -> InferenceError | None:
+    """Returns the store's answer to a caller of ours; None if no store has answered, or with
+    broken details."""
     info, violations, retry = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.BadRequest(),
@@ -101,22 +101,22 @@ def to_refusal(error: grpc.RpcError) -> InferenceError | None:
         if status is None:
             return None
         for detail in status.details:
-            for wanted in (info, violations, retry):
-                detail.Unpack(wanted)
+            for message in (info, violations, retry):
+                detail.Unpack(message)
     except (DecodeError, ValueError):
         return None
     retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-    kind = REFUSALS_OF_CALLERS.get(error.code(), StoreUnavailable)
+    kind = FORWARDED_ERRORS.get(error.code(), StoreUnavailable)
     if kind is QueueFull and not retry_after_s:
         kind = NoRoom  # waiting does not help
     fields = [violation.field for violation in violations.field_violations]
     subject = fields[0] if fields else info.metadata.get("subject", "")
-    message = f"the adapter store: {status.message}"
-    return kind(message, subject=subject, retry_after_s=retry_after_s)
+    text = f"the adapter store: {status.message}"
+    return kind(text, subject=subject, retry_after_s=retry_after_s)
 
 
 def is_about(error: grpc.RpcError, subject: str) -> bool:
-    """Whether the store names `subject` as what is wrong."""
+    """Whether the status names `subject` as the culprit."""
     status = rpc_status.from_call(error)
     return status is not None and any(subject.encode() in detail.value for detail in status.details)
 
@@ -128,7 +128,7 @@ def to_event(event: pb.AdapterEvent) -> NameEvent:
 
 
 def to_record(adapter: pb.Adapter, revision: int) -> AdapterRecord:
-    """`revision` is the catalog's when the store said so."""
+    """`revision` is the catalog's when the store answered."""
     return AdapterRecord(
         name=adapter.name,
         version=adapter.version,
@@ -167,10 +167,10 @@ def _from_target(target: LayoutTarget) -> pb.Target:
 
 
 def to_pull_message(data: bytes) -> PullMessage:
-    """A serialized PullAdapterResponse. The bytes of a chunk stay where they were received: the
-    parser would copy them twice, which costs a pull a fifth of its time.
+    """Parses a serialized PullAdapterResponse. The bytes of a chunk stay where they were received:
+    the parser would copy them twice, which costs a pull a fifth of its time.
 
-    Raises CorruptImage for what is none.
+    Raises CorruptImage for anything else.
     """
     chunk = _to_chunk(data)
     if chunk is not None:
@@ -178,7 +178,7 @@ def to_pull_message(data: bytes) -> PullMessage:
     try:
         response = pb.PullAdapterResponse.FromString(data)
     except DecodeError:
-        raise CorruptImage("the store sent what is no message of a pull") from None
+        raise CorruptImage("the store sent a malformed pull message") from None
     part = response.WhichOneof("part")
     if part == "chunk":
         return ImageChunk(response.chunk.offset, response.chunk.data)
@@ -189,12 +189,12 @@ def to_pull_message(data: bytes) -> PullMessage:
         return ImageTrailer(response.trailer.sha256)
     if part == "header":
         return _to_header(response.header)
-    raise CorruptImage("the store sent a message that we do not know")
+    raise CorruptImage("the store sent an unknown pull message")
 
 
 def _to_chunk(data: bytes) -> ImageChunk | None:
-    """A chunk as stores write it: the offset, if it is not 0, then the data, and nothing else.
-    None for all else, which is for the parser."""
+    """Parses a chunk as stores write it: the offset, if it is not 0, then the data, and nothing
+    else. Returns None for all else, which is for the parser."""
     if not data.startswith(_CHUNK_TAG):
         return None
     try:
@@ -207,13 +207,12 @@ def _to_chunk(data: bytes) -> ImageChunk | None:
         length, at = _varint(data, at + len(_DATA_TAG))
     except IndexError:
         return None
-    is_whole = at + length == end == len(data)
-    return ImageChunk(offset, memoryview(data)[at:]) if is_whole else None
+    is_complete = at + length == end == len(data)
+    return ImageChunk(offset, memoryview(data)[at:]) if is_complete else None
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number below 2^63 at `at`, as Protocol Buffers write it, and where it ends. Raises
-    IndexError."""
+    """Returns the varint (below 2^63) at `at` and the offset behind it. Raises IndexError."""
     value, shift = 0, 0
     while data[at] & 0x80:
         if shift == 56:
@@ -224,7 +223,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _tag(message: type[Message], field: str, wire_type: int) -> bytes:
-    """Of a field with a number below 16."""
+    """Returns the tag of a field with a number below 16."""
     return bytes([message.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type])
 
 

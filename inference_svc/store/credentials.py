@@ -1,6 +1,6 @@
-"""What this server shows to its store, and what it trusts there: read and checked at start.
+"""This server's credentials for its store, and the CA it trusts there: read and checked at start.
 
-The token never goes anywhere but into calls: not into logs, messages or representations.
+The token appears only in calls, never in logs, messages or representations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class StoreCertificates:
-    """PEM. `ca` signs the store's certificate; `chain` and `key` are ours, where it asks."""
+    """PEM. `ca` signs the store's certificate; `chain` and `key` are for mutual TLS."""
 
     ca: bytes
     chain: bytes | None = None
@@ -30,7 +30,7 @@ class StoreCertificates:
 
 
 class TokenFile:
-    """The token in a file, read again when the file changes, so that it can be renewed."""
+    """A token in a file, reread when the file changes, so that it can be renewed."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError if it holds no token, and OSError if it cannot be read."""
@@ -39,15 +39,16 @@ class TokenFile:
         self._token = _read_token(path)
 
     def current(self) -> str:
-        """From any thread. A file that is bad for now leaves the token as it was."""
+        """Returns the token, from any thread; the previous one while the file is unreadable or
+        invalid."""
         try:
             stamp = self._read_stamp()
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._token = _read_token(self._path)
-                log.info("read the store's token again")
+                log.info("reread the store's token")
         except (OSError, ValueError) as error:
-            log.debug("the store's token stays as it was: %s", error)
+            log.debug("keeping the store's previous token: %s", error)
         return self._token
 
     def _read_stamp(self) -> tuple[int, int, int]:
@@ -57,26 +58,26 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """`certificates` None: no TLS. `token` None: nothing is shown. `may_pass_on`: whether callers'
-    tokens may go to the store, for what it does on their behalf."""
+    """`certificates` None: no TLS. `token` None: calls carry none. `may_forward_tokens`: whether
+    callers' tokens may be sent to the store, for calls on their behalf."""
 
     token: TokenFile | None = None
     certificates: StoreCertificates | None = None
-    may_pass_on: bool = True
+    may_forward_tokens: bool = True
 
     def metadata(self) -> Metadata:
-        """What goes with every call."""
+        """Returns the metadata of our own calls."""
         if self.token is None:
             return ()
         return (("authorization", f"Bearer {self.token.current()}"),)
 
-    def passing_on(self, token: str | None) -> Metadata:
-        """For what a caller asks of the store through us. Raises PermissionDenied where others
-        could read its token on the way."""
+    def forwarded_metadata(self, token: str | None) -> Metadata:
+        """Returns the metadata of a call on behalf of a caller with this token. Raises
+        PermissionDenied where others could read the token on the way."""
         if token is None:
             return ()
-        if not self.may_pass_on:
-            raise PermissionDenied("this server has no TLS to its store, and passes no tokens on")
+        if not self.may_forward_tokens:
+            raise PermissionDenied("this server has no TLS to its store and forwards no tokens")
         return (("authorization", f"Bearer {token}"),)
 
 
@@ -91,14 +92,14 @@ def read_store_access(config: InferenceSettings) -> StoreAccess:
         return StoreAccess(None, certificates, exposed is None)
     if exposed is not None:
         raise ValueError(
-            f"store_token_file: everybody on the way to {exposed} could read the token: "
+            f"store_token_file: the token would be sent to {exposed} in the clear: "
             "set store_tls_ca_file, or store_allow_insecure_token"
         )
     return StoreAccess(TokenFile(config.store_token_file), certificates)
 
 
 def _exposed_address(config: InferenceSettings) -> str | None:
-    """A store to which a token would travel in the clear, against what the settings say."""
+    """Returns a store to which a token would be sent in the clear, unless a setting allows it."""
     if config.store_allow_insecure_token:
         return None
     others = (a for a in config.store_addresses if not _is_loopback(split_address(a)[0]))
@@ -113,17 +114,17 @@ def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
     )
     if ca is None:
         if chain is not None or key is not None:
-            raise ValueError("store_tls_ca_file: a client certificate needs it, too")
+            raise ValueError("store_tls_ca_file: required by a client certificate")
         return None
     if (chain is None) != (key is None):
         missing = "store_tls_cert_file" if chain is None else "store_tls_key_file"
-        raise ValueError(f"{missing}: a client certificate needs it, too")
+        raise ValueError(f"{missing}: required by a client certificate")
     found = StoreCertificates(
         ca.read_bytes(),
         None if chain is None else chain.read_bytes(),
         None if key is None else key.read_bytes(),
     )
-    # gRPC takes whatever it is given, and fails every handshake later.
+    # gRPC accepts any bytes, and fails every handshake later.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(ca)
@@ -142,7 +143,7 @@ def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
 def _read_token(path: Path) -> str:
     token = path.read_bytes().strip()
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
-        raise ValueError(f"store_token_file: {path} does not hold a token and nothing else")
+        raise ValueError(f"store_token_file: {path} must hold a token and nothing else")
     return token.decode("ascii")
 
 

@@ -1,11 +1,11 @@
-"""What adapter references point to: resolved at the store, cached, kept true by its watch.
+"""Resolves adapter references: looked up in the store, cached, kept current by the watch.
 
-Knows nothing of transport: `Catalog` is the store's side, and whoever watches the store calls
-`apply`, `lost` and `reset`. Everything runs on one event loop.
+Knows no transport: `Catalog` is the store's side, and the watch calls `apply`, `watch_started`,
+`watch_lost` and `reset`. Everything runs on one event loop.
 
-Who may use what is the store's knowledge: it is asked on behalf of the caller, and what another
-tenant has is to it, and so to us, as if it were not there. No answer to one caller is another's,
-unless both are for the tenant that has the adapter.
+The store decides who may use what: lookups are made on behalf of the caller, and another tenant's
+adapters are to it, and so to us, as if they did not exist. An answer to one caller is never given
+to another, unless both belong to the tenant that owns the adapter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from inference_svc.access import Principal
 from inference_svc.errors import (
@@ -25,38 +24,22 @@ from inference_svc.errors import (
     StoreUnavailable,
 )
 from inference_svc.refs import parse_ref, tenant_of
-from inference_svc.store.name_cache import AdapterRecord, CachedName, NameCache
-from inference_svc.store.ownership import Owners
-from inference_svc.store.questions import Question
+from inference_svc.store.catalog import AdapterRecord, Catalog, NameEvent
+from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
+from inference_svc.store.ownership import OwnershipCache
 
 LIVE_SECONDS = 2.0
-"""The watch speaks every second; silent for longer it counts as lost, and names are asked for."""
-PATIENCE_SECONDS = 1.0
-"""How long an answer is waited for where the last known one would do."""
+"""The watch sends events every second; silent for longer it counts as lost."""
+STALE_WAIT_SECONDS = 1.0
+"""How long a lookup may take where the last known answer would do."""
 RETRY_SECONDS = 1.0
-"""After the store did not answer, cached names are used this long without asking again."""
-
-
-@dataclass(frozen=True, slots=True)
-class NameEvent:
-    """A catalog change of `name`, which points to `digest` from then on, or to nothing; with `name`
-    "", a bookmark: nothing changed up to `revision`."""
-
-    revision: int
-    name: str = ""
-    digest: str = ""
-
-
-class Catalog(Protocol):
-    async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
-        """What the store tells a caller of these tenants; none: of any. Raises AdapterNotFound,
-        StoreUnavailable or another InferenceError."""
-        ...
+"""How long cached names are used without a lookup after one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a reference resolved to. `label` is "tenant/name@version", or the digest if asked so."""
+    """What a reference resolved to. `label` is "tenant/name@version", or the digest if that was
+    the reference."""
 
     label: str
     tenant: str
@@ -76,11 +59,11 @@ class Servable:
 class Directory:
     """Resolves references. Without a catalog (no store) every reference is unknown.
 
-    Entries are right while the watch is live, because the watch removes what changes. While the
-    store does not answer they keep resolving for `name_ttl_s` from when they were last known to
-    be right. `layout_id` is set by whoever registers the layout, once the store accepted it.
-    `on_repointed` hears the old and the new digest when a name in use here moves; `on_asked` how
-    many seconds somebody waited for the store's answer.
+    Entries are valid while the watch is live, because the watch removes what changes. While the
+    store is unreachable they keep resolving for `name_ttl_s` from when they were last valid.
+    `layout_id` is set once the store has accepted the layout. `on_repointed` is called with the old
+    and the new digest when a name in use here moves, `on_lookup` with the seconds that a caller
+    waited for the store's answer.
     """
 
     def __init__(
@@ -93,133 +76,129 @@ class Directory:
         self.layout_id = ""
         self.revision = 0
         self.on_repointed: Callable[[str, str], None] = lambda old_digest, new_digest: None
-        self.on_asked: Callable[[float], None] = lambda seconds: None
+        self.on_lookup: Callable[[float], None] = lambda seconds: None
         self._catalog = catalog
         self._servable = servable
         self._name_ttl_s = name_ttl_s
         self._clock = clock
         self._cache = NameCache()
-        self._owners = Owners()
-        self._fetches: dict[Question, asyncio.Task[AdapterRecord | None]] = {}
-        # Revisions of changes that answers under way may be too old to know of.
+        self._owners = OwnershipCache()
+        self._lookups: dict[LookupKey, asyncio.Task[AdapterRecord | None]] = {}
+        # Revisions of changes that answers still under way may not reflect.
         self._changed_at: dict[str, int] = {}
         self._reset_at = 0
         self._is_watched = False
-        self._right_from = 0
-        self._heard_s = float("-inf")
-        self._asked_in_vain_s = float("-inf")
+        self._valid_from = 0
+        self._last_event_s = float("-inf")
+        self._last_failure_s = float("-inf")
 
     # --- resolving ------------------------------------------------------------------------------
 
     async def resolve(
-        self, who: Principal, text: str, min_revision: int = 0, subject: str = "adapter"
+        self, principal: Principal, text: str, min_revision: int = 0, subject: str = "adapter"
     ) -> Binding:
-        """What `text` points to for this caller, at `min_revision` or later.
+        """Returns what `text` points to for this caller, at `min_revision` or later.
 
-        Raises InvalidRequest (not a reference), AdapterNotFound (also for what only others have),
+        Raises InvalidRequest (not a reference), AdapterNotFound (also for another tenant's),
         AdapterUnusable (with the reason) or StoreUnavailable.
         """
-        ref = parse_ref(text, subject, who.home_tenant)
-        question = Question.of(who, ref)
-        record = self._known(question, min_revision) or await self._ask(question, min_revision)
+        ref = parse_ref(text, subject, principal.home_tenant)
+        key = LookupKey.of(principal, ref)
+        record = self._cached_if_live(key, min_revision) or await self._look_up(key, min_revision)
         tenant = tenant_of(record.name)
-        if record.revision >= self._reset_at:  # else what has changed since will not be told
-            self._owners.note(record.digest, record.name)
+        if record.revision >= self._reset_at:  # older ones would miss the changes since
+            self._owners.confirm(record.digest, record.name)
         try:
             self._check_servable(record)
         except AdapterUnusable:
-            # It may become usable without an event: in a store that compiles more, say.
+            # It may become usable without an event, for example in a store that compiles more.
             self._cache.remove_name(record.name)
             raise
         label = ref.digest or f"{record.name}@{record.version}"
         return Binding(label, tenant, record.digest, record.rank, record.create_time_s)
 
-    def names_of(self, who: Principal, digest: str, limit: int | None = None) -> list[str]:
-        """The names of the caller's tenants, with or without version, known to point to a digest,
-        sorted; of more than `limit` those that have been known for longest."""
+    def names_of(self, principal: Principal, digest: str, limit: int | None = None) -> list[str]:
+        """Returns the caller's names, with or without version, known to point to a digest, sorted;
+        at most the `limit` longest cached ones."""
         refs = (ref for ref in self._cache.refs_of(digest) if not ref.endswith(digest))
-        return sorted(islice((ref for ref in refs if who.is_for(tenant_of(ref))), limit))
+        return sorted(islice((ref for ref in refs if principal.is_for(tenant_of(ref))), limit))
 
-    def is_owner(self, who: Principal, digest: str) -> bool:
+    def is_owner(self, principal: Principal, digest: str) -> bool:
         """Whether one of the caller's tenants has used a digest here and has it, or has had it
         until lately; or the caller is for all tenants."""
-        return who.tenants is None or self._owners.has(who.tenants, digest, self._clock())
+        tenants = principal.tenants
+        return tenants is None or self._owners.is_owner(tenants, digest, self._clock())
 
-    async def owned(self, who: Principal, digests: Collection[str]) -> set[str]:
-        """Those of which the caller is an owner. The store is asked about what has changed too
-        long ago; while it does not answer, they are not the caller's."""
-        tenants = who.tenants
+    async def owned(self, principal: Principal, digests: Collection[str]) -> set[str]:
+        """Returns those that the caller owns. Stale claims are looked up in the store; while it is
+        unreachable they count for nothing."""
+        tenants = principal.tenants
         for digest in digests if tenants is not None else ():
             assert tenants is not None
-            if not self._owners.is_over(tenants, digest, self._clock()):
+            if not self._owners.needs_revalidation(tenants, digest, self._clock()):
                 continue
             try:
-                await self.resolve(who, digest)
+                await self.resolve(principal, digest)
             except AdapterNotFound:
-                self._owners.forget(tenants, digest)
+                self._owners.remove(tenants, digest)
             except AdapterUnusable:
-                pass  # it is theirs, whether it can be served or not
+                pass  # owned, whether or not it can be served
             except InferenceError:
                 break
-        return {digest for digest in digests if self.is_owner(who, digest)}
+        return {digest for digest in digests if self.is_owner(principal, digest)}
 
     @property
     def is_live(self) -> bool:
-        """Whether the watch has spoken lately, so that entries are right."""
-        return self._is_watched and self._clock() - self._heard_s < LIVE_SECONDS
+        """Whether the watch has sent an event lately, so that entries are valid."""
+        return self._is_watched and self._clock() - self._last_event_s < LIVE_SECONDS
 
-    def _known(self, question: Question, min_revision: int) -> AdapterRecord | None:
-        """An answer that is right at `min_revision`."""
-        entry = self._cached(question, min_revision)
+    def _cached_if_live(self, key: LookupKey, min_revision: int) -> AdapterRecord | None:
+        entry = self._cached(key, min_revision)
         return entry.record if entry is not None and self.is_live else None
 
-    def _cached(self, question: Question, min_revision: int) -> CachedName | None:
-        """An entry that is at `min_revision`, and right if nothing has changed since."""
-        for key in question.keys:
-            entry = self._cache.get(key)
-            if entry is not None and self._reflects(entry) >= min_revision:
+    def _cached(self, key: LookupKey, min_revision: int) -> CachedName | None:
+        """Returns an entry that reflects `min_revision`."""
+        for cache_key in key.cache_keys:
+            entry = self._cache.get(cache_key)
+            if entry is not None and max(entry.record.revision, self.revision) >= min_revision:
                 return entry
         return None
 
-    def _reflects(self, entry: CachedName) -> int:
-        """The catalog revision up to which an entry is known to be right."""
-        return max(entry.record.revision, self.revision)
-
-    async def _ask(self, question: Question, min_revision: int) -> AdapterRecord:
-        """The store's answer, or the last known one while the store does not answer."""
-        stale, began_s = self._stale(question, min_revision), self._clock()
-        if stale is not None and began_s - self._asked_in_vain_s < RETRY_SECONDS:
+    async def _look_up(self, key: LookupKey, min_revision: int) -> AdapterRecord:
+        """Returns the store's answer, or the last known one while the store is unreachable."""
+        stale, start_s = self._cached_if_recent(key, min_revision), self._clock()
+        if stale is not None and start_s - self._last_failure_s < RETRY_SECONDS:
             return stale
         try:
-            async with asyncio.timeout(None if stale is None else PATIENCE_SECONDS):
-                record = await self._fetch(question, min_revision)
-            self.on_asked(self._clock() - began_s)
+            async with asyncio.timeout(None if stale is None else STALE_WAIT_SECONDS):
+                record = await self._fetch(key, min_revision)
+            self.on_lookup(self._clock() - start_s)
             return record
         except TimeoutError:
-            self._asked_in_vain_s = self._clock()
+            self._last_failure_s = self._clock()
             error = StoreUnavailable("the adapter store does not answer")
         except StoreUnavailable as unavailable:
             error = unavailable
-        stale = self._stale(question, min_revision)
+        stale = self._cached_if_recent(key, min_revision)
         if stale is None:
             raise error
         return stale
 
-    def _stale(self, question: Question, min_revision: int) -> AdapterRecord | None:
-        entry = self._cached(question, min_revision)
+    def _cached_if_recent(self, key: LookupKey, min_revision: int) -> AdapterRecord | None:
+        entry = self._cached(key, min_revision)
         if entry is None:
             return None
-        # Whatever the watch has not removed was right when it last spoke.
-        age_s = self._clock() - max(entry.asked_s, self._heard_s)
+        # What the watch had not removed was valid at its last event.
+        age_s = self._clock() - max(entry.fetched_s, self._last_event_s)
         return entry.record if age_s < self._name_ttl_s else None
 
-    async def _fetch(self, question: Question, min_revision: int) -> AdapterRecord:
-        """Asked once at a time; again while the answer is older than required."""
+    async def _fetch(self, key: LookupKey, min_revision: int) -> AdapterRecord:
+        """Shares one lookup among callers; repeats it while the answer is older than required."""
         for delay_s in (0.0, 0.0, 0.05, 0.2, 0.5):
             if delay_s:
                 await asyncio.sleep(delay_s)
-            task = self._fetches.get(question) or self._begin_fetch(question)
-            # A caller who gives up must not take the answer from the others.
+            task = self._lookups.get(key) or self._start_lookup(key)
+            # A caller that is cancelled must not cancel the others' lookup.
             record = await asyncio.shield(task)
             if record is None:
                 continue
@@ -230,39 +209,39 @@ class Directory:
             subject="min_revision",
         )
 
-    def _begin_fetch(self, question: Question) -> asyncio.Task[AdapterRecord | None]:
+    def _start_lookup(self, key: LookupKey) -> asyncio.Task[AdapterRecord | None]:
         def done(task: asyncio.Task[AdapterRecord | None]) -> None:
-            del self._fetches[question]
+            del self._lookups[key]
             if not task.cancelled():
-                task.exception()  # seen, even if every caller has left
+                task.exception()  # retrieved, even if every caller has been cancelled
 
-        task = self._fetches[question] = asyncio.create_task(self._fetch_once(question))
+        task = self._lookups[key] = asyncio.create_task(self._fetch_once(key))
         task.add_done_callback(done)
         return task
 
-    async def _fetch_once(self, question: Question) -> AdapterRecord | None:
-        """None: the answer came from a replica that is behind what the watch had told before."""
+    async def _fetch_once(self, key: LookupKey) -> AdapterRecord | None:
+        """Returns None for the answer of a replica that is behind the watch."""
         if self._catalog is None:
             raise AdapterNotFound("this server has no adapter store", subject="adapter")
-        asked_s, told_revision = self._clock(), self.revision
+        fetched_s, watched_revision = self._clock(), self.revision
         try:
-            record = await self._catalog.get_adapter(str(question.ref), question.tenants or ())
-            key = question.key_of(record)
+            record = await self._catalog.get_adapter(str(key.ref), key.tenants or ())
+            cache_key = key.cache_key_of(record)
         except StoreUnavailable:
-            self._asked_in_vain_s = self._clock()
+            self._last_failure_s = self._clock()
             raise
         except InferenceError:
-            for key in question.keys:
-                self._cache.remove(key)
+            for each in key.cache_keys:
+                self._cache.remove(each)
             raise
-        if record.revision < told_revision:
+        if record.revision < watched_revision:
             return None
         if record.revision >= max(self._reset_at, self._changed_at.get(record.name, 0)):
-            self._cache.put(key, CachedName(record, asked_s))
+            self._cache.put(cache_key, CachedName(record, fetched_s))
         return record
 
     def is_servable(self, record: AdapterRecord) -> bool:
-        """Whether requests for it are taken here."""
+        """Whether this server accepts requests for it."""
         try:
             self._check_servable(record)
         except AdapterUnusable:
@@ -290,40 +269,41 @@ class Directory:
                 subject="rank",
             )
 
-    # --- what the watch says --------------------------------------------------------------------
+    # --- called by the watch --------------------------------------------------------------------
 
-    def begin(self, revision: int) -> None:
-        """A watch starts behind `self.revision`, and the store has just said that the catalog is
-        at `revision`: entries are right again once the events up to there have come."""
-        self._right_from = revision
+    def watch_started(self, revision: int) -> None:
+        """Called when a watch starts behind `self.revision` and the catalog is at `revision`:
+        entries are valid again once the events up to there have come."""
+        self._valid_from = revision
         self._is_watched = self.revision >= revision
         if self._is_watched:
-            self._heard_s = self._clock()
+            self._last_event_s = self._clock()
 
     def apply(self, event: NameEvent) -> None:
-        """Takes the watch's next event, in order."""
+        """Applies the watch's next event, in order."""
         self.revision = max(self.revision, event.revision)
-        if self.revision >= self._right_from:
+        if self.revision >= self._valid_from:
             self._is_watched = True
-            self._heard_s = self._clock()
-        if not self._fetches:
+            self._last_event_s = self._clock()
+        if not self._lookups:
             self._changed_at.clear()
         if event.name:
             known = self._cache.get(event.name)
             if known is not None and event.digest and event.digest != known.record.digest:
                 self.on_repointed(known.record.digest, event.digest)
             self._cache.remove_name(event.name)
-            self._owners.doubt(event.name, self._clock())
+            self._owners.mark_stale(event.name, self._clock())
             self._changed_at[event.name] = event.revision
 
-    def lost(self) -> None:
-        """The watch ended: what changes is no longer removed."""
+    def watch_lost(self) -> None:
+        """Called when the watch ended: changes are no longer removed."""
         self._is_watched = False
 
     def reset(self, revision: int) -> None:
-        """The next watch starts behind `revision`, and what changed before is not known."""
+        """Forgets all names: the next watch starts behind `revision`, and earlier changes are
+        unknown."""
         self._cache.clear()
-        self._owners.doubt_all(self._clock())
+        self._owners.mark_all_stale(self._clock())
         self._changed_at.clear()
         self._reset_at = revision
         self.revision = revision

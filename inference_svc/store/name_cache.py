@@ -1,47 +1,62 @@
-"""What the store has said of adapters, by reference, by name and by digest."""
+"""Caches what the store answered, by reference, by name and by digest."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from inference_svc.access import Principal
+from inference_svc.errors import AdapterNotFound
+from inference_svc.refs import AdapterRef, tenant_of
+from inference_svc.store.catalog import AdapterRecord
 
 MAX_ENTRIES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutVerdict:
-    """Whether an adapter can be served under a layout, and if not, why."""
+class LookupKey:
+    """A reference as the store is queried for it, on behalf of `tenants`; None where the answer
+    does not depend on them."""
 
-    servable: bool
-    reason: str = ""
+    ref: AdapterRef
+    tenants: frozenset[str] | None
 
+    @classmethod
+    def of(cls, principal: Principal, ref: AdapterRef) -> LookupKey:
+        """All principals of a name's tenant get the same answer and share one lookup."""
+        if ref.name and principal.is_for(tenant_of(ref.name)):
+            return cls(ref, None)
+        return cls(ref, principal.tenants)
 
-@dataclass(frozen=True, slots=True)
-class AdapterRecord:
-    """What the store says of one version; `revision` is the catalog's when it said so.
-    `create_time_s`, a `time.time()`, is of when the version was recorded."""
+    @property
+    def cache_keys(self) -> list[str]:
+        """Where the answer may be cached. A name of another tenant is never cached."""
+        if self.tenants is None:
+            return [str(self.ref)]
+        return [] if self.ref.name else [f"{each}/{self.ref}" for each in sorted(self.tenants)]
 
-    name: str
-    version: int
-    digest: str
-    rank: int
-    base_model: str
-    revision: int
-    verdicts: Mapping[str, LayoutVerdict] = field(default_factory=dict)
-    create_time_s: float = 0.0
+    def cache_key_of(self, record: AdapterRecord) -> str:
+        """Returns where this answer is cached. Raises AdapterNotFound for one that these tenants
+        may not see."""
+        if self.tenants is None:
+            return str(self.ref)
+        tenant = tenant_of(record.name)
+        if tenant not in self.tenants:
+            raise AdapterNotFound(f"no adapter {self.ref}", subject="adapter")
+        return f"{tenant}/{self.ref}"
 
 
 @dataclass(frozen=True, slots=True)
 class CachedName:
-    """`asked_s` is when the store was asked, on the directory's clock."""
+    """`fetched_s` is when the store was queried, on the directory's clock."""
 
     record: AdapterRecord
-    asked_s: float
+    fetched_s: float
 
 
 class NameCache:
-    """Canonical reference -> what the store said; the least recently used one goes first."""
+    """Maps canonical references to records; the least recently used entry is dropped first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[str, CachedName] = OrderedDict()
@@ -85,5 +100,5 @@ class NameCache:
         self._refs_of_digest.clear()
 
     def refs_of(self, digest: str) -> Iterator[str]:
-        """Those known for longest first. Use it before anything else changes."""
+        """Iterates over the longest cached ones first; invalid once the cache changes."""
         return iter(self._refs_of_digest.get(digest, ()))

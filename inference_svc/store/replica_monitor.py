@@ -1,4 +1,4 @@
-"""Keeps the set of replicas true: what their names resolve to, and which are well again."""
+"""Keeps the set of replicas current: resolves the store's name, and probes ejected replicas."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from servicekit.settings import split_address
 log = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 5.0
-"""As long as the addresses of pods are cached in a cluster, more or less."""
+"""About as long as the addresses of pods are cached in a cluster."""
 PROBE_POLL_SECONDS = 0.1
 
 Lookup = Callable[[str, int], Iterable[str]]
 
 
-def look_up(host: str, port: int) -> list[str]:
-    """The IP addresses of a host. Raises OSError. Blocks."""
+def look_up_host(host: str, port: int) -> list[str]:
+    """Returns the IP addresses of a host. Raises OSError. Blocks."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(info[4][0]) for info in found]
 
 
-def resolve(addresses: Sequence[str], lookup: Lookup = look_up) -> list[Endpoint]:
-    """The replicas behind addresses, each once; sorted where a name stands for several.
+def resolve(addresses: Sequence[str], lookup: Lookup = look_up_host) -> list[Endpoint]:
+    """Returns the replicas behind addresses, each once; sorted where a name has several.
 
-    A name that stands for one address is left to the channel. Of a name with addresses of both
-    families, the IPv4 ones are taken: two families are not two replicas. Raises OSError. Blocks.
+    A name with one address is left to the channel. If a name has addresses of both families, the
+    IPv4 ones are used: two families are not two replicas. Raises OSError. Blocks.
     """
     endpoints: dict[str, Endpoint] = {}
     for address in addresses:
         host, port = split_address(address)
-        ips = [] if _is_literal(host) else _of_one_family(lookup(host, port))
+        ips = [] if _is_literal(host) else _one_family(lookup(host, port))
         found = [Endpoint(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}", host) for ip in ips]
         for endpoint in found if len(found) > 1 else [Endpoint(address)]:
             endpoints.setdefault(endpoint.address, endpoint)
@@ -43,7 +43,7 @@ def resolve(addresses: Sequence[str], lookup: Lookup = look_up) -> list[Endpoint
 
 
 def _is_literal(host: str) -> bool:
-    """An IP address; or this machine, whose two addresses are one server."""
+    """Whether this is an IP address, or this machine, whose two addresses are one server."""
     if host == "localhost":
         return True
     try:
@@ -53,22 +53,22 @@ def _is_literal(host: str) -> bool:
     return True
 
 
-def _of_one_family(ips: Iterable[str]) -> list[str]:
+def _one_family(ips: Iterable[str]) -> list[str]:
     by_family: dict[bool, set[str]] = {False: set(), True: set()}
     for ip in ips:
         by_family[":" in ip].add(ip)
     return sorted(by_family[False] or by_family[True])
 
 
-class ReplicaKeeper:
-    """`probe` says whether a replica is well; it does not raise."""
+class ReplicaMonitor:
+    """`probe` returns whether a replica is healthy; it does not raise."""
 
     def __init__(
         self,
         replicas: Replicas,
         addresses: Sequence[str],
         probe: Callable[[Endpoint], Awaitable[bool]],
-        lookup: Lookup = look_up,
+        lookup: Lookup = look_up_host,
     ) -> None:
         self._replicas = replicas
         self._addresses = addresses
@@ -76,12 +76,12 @@ class ReplicaKeeper:
         self._lookup = lookup
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             if not all(_is_literal(split_address(address)[0]) for address in self._addresses):
                 tasks.create_task(self._keep_resolving())
             while True:
-                for endpoint in self._replicas.take_due():
+                for endpoint in self._replicas.pop_due():
                     tasks.create_task(self._probe_one(endpoint))
                 await asyncio.sleep(PROBE_POLL_SECONDS)
 
@@ -91,15 +91,15 @@ class ReplicaKeeper:
             try:
                 found = await asyncio.to_thread(resolve, self._addresses, self._lookup)
                 is_failing = False
-                self._take(found)
-            except (OSError, ValueError) as error:  # ValueError: what no resolver takes for a name
-                # The addresses of before are better than none.
+                self._replace(found)
+            except (OSError, ValueError) as error:  # ValueError: not a valid host name
+                # The previous addresses are better than none.
                 if not is_failing:
                     log.warning("the store's name does not resolve: %s", error)
                 is_failing = True
             await asyncio.sleep(RESOLVE_SECONDS)
 
-    def _take(self, found: list[Endpoint]) -> None:
+    def _replace(self, found: list[Endpoint]) -> None:
         before = {endpoint.address for endpoint in self._replicas.endpoints}
         now = {endpoint.address for endpoint in found}
         if before != now:
@@ -107,11 +107,11 @@ class ReplicaKeeper:
             self._replicas.replace(found)
 
     async def _probe_one(self, endpoint: Endpoint) -> None:
-        is_well = False
+        is_healthy = False
         try:
-            is_well = await self._probe(endpoint)
-        except Exception:  # one probe must not end the keeping of all
+            is_healthy = await self._probe(endpoint)
+        except Exception:  # one failed probe must not end the monitor
             log.exception("probing the store at %s failed", endpoint.address)
-        if is_well:
-            log.info("the store at %s is well again", endpoint.address)
-        self._replicas.probed(endpoint.address, is_well)
+        if is_healthy:
+            log.info("the store at %s is healthy again", endpoint.address)
+        self._replicas.report_probe(endpoint.address, is_healthy)

@@ -1,11 +1,11 @@
-"""Which replica of the store is asked: by rendezvous hashing, past those that are out of order.
+"""Chooses the store's replica for each call: by rendezvous hashing, the failing ones last.
 
 Every key has an order of the replicas that follows from their addresses alone, so all inference
 services agree on it, and each replica's memory holds its share of the images. When a replica
 leaves, its keys move to the next in their own order, and no other key moves.
 
-Policy only: no transport, and no thread. All methods may be called from any thread. Where images
-are pulled in another process, each process has its own, and they tell each other what they learn.
+Policy only: no transport, and no thread. All methods are thread-safe. Where images are pulled in
+another process, each process has its own `Replicas`, and they exchange what they learn.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class ReplicaStatus:
     """`pulls` counts ended streams by result."""
 
     address: str
-    is_in: bool
+    is_healthy: bool
     pulls: dict[str, int]
     pulled_bytes: int
 
 
 @dataclass(slots=True)
 class _Replica:
-    """Out until `back_at_s`: asked only when no other is left."""
+    """Ejected until `ejected_until_s`: called only when no other is left."""
 
     endpoint: Endpoint
     num_failures: int = 0
     failed_s: float = float("-inf")
-    back_at_s: float = float("-inf")
+    ejected_until_s: float = float("-inf")
     is_probed: bool = False
     pulls: Counter[str] = field(default_factory=Counter)
     pulled_bytes: int = 0
 
 
 def rank(addresses: Iterable[str], key: str) -> list[str]:
-    """The addresses in the order in which `key` asks them."""
+    """Returns the addresses in the order in which they are tried for `key`."""
     return sorted(addresses, key=lambda address: _score(address, key), reverse=True)
 
 
@@ -65,10 +65,10 @@ def _score(address: str, key: str) -> bytes:
 
 
 class Replicas:
-    """The replicas there are, and which of them are out of order.
+    """The store's replicas, and which of them are ejected.
 
-    A replica that fails is out for a time that doubles with every failure in a row. Whoever keeps
-    an eye on them probes those that are `due`; without probes, the time simply passes.
+    A replica that fails is ejected for a time that doubles with every failure in a row. A monitor
+    probes those that are due; without one, the time simply passes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Replicas:
         self._clock = clock
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
-        self._tell: Callable[[Any], None] = lambda news: None
+        self._publish: Callable[[Any], None] = lambda update: None
         self.num_failovers = 0
         self._replace(tuple(endpoints))
 
@@ -85,22 +85,23 @@ class Replicas:
     def at(cls, *addresses: str) -> Replicas:
         return cls(map(Endpoint, addresses))
 
-    def share(self, tell: Callable[[Any], None]) -> None:
-        """From now on `tell` gets news, which pickle, for the `hear` of a counterpart."""
-        self._tell = tell
+    def publish_to(self, publish: Callable[[Any], None]) -> None:
+        """From now on calls `publish` with updates, which pickle, for a counterpart's
+        `on_update`."""
+        self._publish = publish
 
-    def hear(self, news: Any) -> None:
-        """What a counterpart has learnt holds here, too."""
-        what, *arguments = news
+    def on_update(self, update: Any) -> None:
+        """Applies what a counterpart has published."""
+        kind, *arguments = update
         changes: dict[str, Callable[..., object]] = {
             "replace": self._replace,
-            "fail": self._fail,
+            "eject": self._eject,
             "recover": self._recover,
             "admit": self._admit,
             "count_pull": self._count_pull,
             "count_failover": self._count_failover,
         }
-        changes[what](*arguments)
+        changes[kind](*arguments)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -108,10 +109,10 @@ class Replicas:
             return [replica.endpoint for replica in self._replicas.values()]
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """From now on these. What is known of those that stay is kept."""
+        """Replaces the set of replicas; those in both sets keep their state."""
         endpoints = tuple(endpoints)
         self._replace(endpoints)
-        self._tell(("replace", endpoints))
+        self._publish(("replace", endpoints))
 
     def _replace(self, endpoints: tuple[Endpoint, ...]) -> None:
         with self._lock:
@@ -123,80 +124,87 @@ class Replicas:
                 self._replicas[endpoint.address] = replica
 
     def order(self, key: str, avoid: Collection[str] = ()) -> list[Endpoint]:
-        """All replicas, the one to ask first in front; `avoid` are addresses that have failed
-        whoever asks, which need not put them out for others."""
+        """Returns all replicas in the order in which to try them. `avoid` are addresses that have
+        just failed this caller, which need not eject them for others."""
         now_s = self._clock()
         with self._lock:
             ranked = [self._replicas[address] for address in rank(self._replicas, key)]
-        ranked.sort(key=lambda replica: (now_s < replica.back_at_s, _in(replica, avoid)))
+        ranked.sort(
+            key=lambda replica: (
+                now_s < replica.ejected_until_s,
+                replica.endpoint.address in avoid,
+            )
+        )
         return [replica.endpoint for replica in ranked]
 
-    def failed(self, address: str) -> None:
-        """It cannot be reached, or serves nobody. Failures while it is out count once."""
-        if self._fail(address):
-            self._tell(("fail", address))
+    def report_failure(self, address: str) -> None:
+        """Ejects a replica that cannot be reached or serves nobody; failures while it is ejected
+        count once."""
+        if self._eject(address):
+            self._publish(("eject", address))
 
-    def _fail(self, address: str) -> bool:
-        """Whether that puts it out."""
+    def _eject(self, address: str) -> bool:
+        """Returns whether it was not ejected before."""
         with self._lock:
             replica = self._replicas.get(address)
-            if replica is None or self._clock() < replica.back_at_s:
+            if replica is None or self._clock() < replica.ejected_until_s:
                 return False
-            self._put_out(replica)
+            self._extend_ejection(replica)
             return True
 
-    def answered(self, address: str) -> None:
-        """It did what it was asked to."""
+    def report_success(self, address: str) -> None:
+        """Ends a replica's ejection, and forgets its failures."""
         if self._recover(address):
-            self._tell(("recover", address))
+            self._publish(("recover", address))
 
     def _recover(self, address: str) -> bool:
-        """Whether that is new."""
+        """Returns whether it had failures."""
         with self._lock:
             replica = self._replicas.get(address)
             if replica is None or not replica.num_failures:
                 return False
-            replica.num_failures, replica.back_at_s = 0, float("-inf")
+            replica.num_failures, replica.ejected_until_s = 0, float("-inf")
             return True
 
-    def take_due(self) -> list[Endpoint]:
-        """Those that are out and should be probed now; each ends with `probed`."""
+    def pop_due(self) -> list[Endpoint]:
+        """Returns ejected replicas to be probed now; each is followed by `report_probe`."""
         now_s = self._clock()
         with self._lock:
             due = [
                 replica
                 for replica in self._replicas.values()
                 if not replica.is_probed
-                and now_s < replica.back_at_s
-                # So that who fails the probe is not taken for back meanwhile.
-                and now_s >= (replica.failed_s + replica.back_at_s) / 2
+                and now_s < replica.ejected_until_s
+                # Early enough that a failed probe is known before the ejection would end.
+                and now_s >= (replica.failed_s + replica.ejected_until_s) / 2
             ]
             for replica in due:
                 replica.is_probed = True
         return [replica.endpoint for replica in due]
 
-    def probed(self, address: str, is_well: bool) -> None:
-        """A replica that is well is asked again; its failures are forgotten when it answers."""
+    def report_probe(self, address: str, is_healthy: bool) -> None:
+        """Ends the ejection of a healthy replica, whose failures are forgotten with the first
+        successful call; extends that of another."""
         with self._lock:
             replica = self._replicas.get(address)
             if replica is None:
                 return
             replica.is_probed = False
-            if not is_well:
-                self._put_out(replica)
-        if is_well:
+            if not is_healthy:
+                self._extend_ejection(replica)
+        if is_healthy:
             self._admit(address)
-            self._tell(("admit", address))
+            self._publish(("admit", address))
 
     def _admit(self, address: str) -> None:
         with self._lock:
             replica = self._replicas.get(address)
             if replica is not None:
-                replica.back_at_s = self._clock()
+                replica.ejected_until_s = self._clock()
 
     def count_pull(self, address: str, result: str, num_bytes: int) -> None:
         self._count_pull(address, result, num_bytes)
-        self._tell(("count_pull", address, result, num_bytes))
+        self._publish(("count_pull", address, result, num_bytes))
 
     def _count_pull(self, address: str, result: str, num_bytes: int) -> None:
         with self._lock:
@@ -207,7 +215,7 @@ class Replicas:
 
     def count_failover(self) -> None:
         self._count_failover()
-        self._tell(("count_failover",))
+        self._publish(("count_failover",))
 
     def _count_failover(self) -> None:
         with self._lock:
@@ -218,20 +226,19 @@ class Replicas:
         with self._lock:
             return [
                 ReplicaStatus(
-                    address, now_s >= replica.back_at_s, dict(replica.pulls), replica.pulled_bytes
+                    address,
+                    now_s >= replica.ejected_until_s,
+                    dict(replica.pulls),
+                    replica.pulled_bytes,
                 )
                 for address, replica in self._replicas.items()
             ]
 
-    def _put_out(self, replica: _Replica) -> None:
+    def _extend_ejection(self, replica: _Replica) -> None:
         now_s = self._clock()
         if now_s - replica.failed_s > FORGET_S:
             replica.num_failures = 0
         replica.num_failures += 1
         replica.failed_s = now_s
         backoff_s = FIRST_BACKOFF_S * 2.0 ** (replica.num_failures - 1)
-        replica.back_at_s = now_s + min(backoff_s, MAX_BACKOFF_S)
-
-
-def _in(replica: _Replica, avoid: Collection[str]) -> bool:
-    return replica.endpoint.address in avoid
+        replica.ejected_until_s = now_s + min(backoff_s, MAX_BACKOFF_S)

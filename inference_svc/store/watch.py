@@ -1,4 +1,4 @@
-"""Keeps this server and its store in touch: the layout registered, the names watched."""
+"""The connection to the store: the layout registered, the directory kept current by the watch."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.errors import InferenceError, StoreUnavailable
-from inference_svc.store.directory import Directory, NameEvent
+from inference_svc.store.catalog import HistoryGone, NameEvent, WatchedCatalog
+from inference_svc.store.client import CatalogClient
+from inference_svc.store.credentials import StoreAccess
+from inference_svc.store.directory import Directory
+from inference_svc.store.replica_monitor import ReplicaMonitor
+from inference_svc.store.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 1.0
 BEHIND_SECONDS = 2.0
-"""Replicas that share a catalog are never further apart; after this long it is another one."""
+"""Replicas that share a catalog are never further apart; after this long it is another catalog."""
 
 
-class HistoryGone(Exception):
-    """The watch cannot start where it should: what changed since is not known."""
+class StoreConnection:
+    """The store as the event loop uses it: `catalog` until `close`; from `start` on the watch and
+    the monitor of `replicas`, which is shared with the client that pulls images."""
+
+    def __init__(self, addresses: Sequence[str], replicas: Replicas, access: StoreAccess) -> None:
+        self.catalog = CatalogClient(replicas, access)
+        self._monitor = ReplicaMonitor(replicas, addresses, self.catalog.probe)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(
+        self, directory: Directory, layout: ModelLayout, on_layout: Callable[[str], None]
+    ) -> None:
+        """Keeps `directory` current from now on. See CatalogWatch for `on_layout`."""
+        watch = CatalogWatch(self.catalog, directory, layout, on_layout)
+        self._tasks = [asyncio.create_task(self._monitor.run()), asyncio.create_task(watch.run())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.catalog.close()
 
 
-class Session(Protocol):
-    """One replica's catalog. Every method raises StoreUnavailable when it does not answer."""
-
-    @property
-    def source(self) -> str: ...
-    async def register_layout(self, layout: ModelLayout) -> str: ...
-    async def get_revision(self) -> int: ...
-    def watch(self, since_revision: int) -> AsyncIterator[NameEvent]:
-        """Changes after a revision, in order, and bookmarks. Raises HistoryGone."""
-        ...
-
-
-class WatchedCatalog(Protocol):
-    async def connect(self, avoid: Collection[str] = ()) -> Session:
-        """To a replica that is none of those to `avoid`, if there is a choice."""
-        ...
-
-
-class StoreLink:
-    """`on_layout` hears the layout's id when the store accepts it, and again if it changes."""
+class CatalogWatch:
+    """Calls `on_layout` with the layout's id when the store accepts it, and again if it changes."""
 
     def __init__(
         self,
@@ -62,7 +67,8 @@ class StoreLink:
         self._behind_since_s: float | None = None
 
     async def run(self) -> None:
-        """For ever. Every connection registers the layout: the store may be another one now."""
+        """Runs until it is cancelled. Every connection registers the layout: the store may be
+        another one now."""
         delay_s = MIN_DELAY_SECONDS
         while True:
             try:
@@ -72,24 +78,24 @@ class StoreLink:
             except HistoryGone:
                 self._knows_history = False
             except InferenceError as error:
-                self._say(error)
+                self._log_outage(error)
             except Exception:
-                # The base model is served whatever becomes of the store.
-                log.exception("the link to the store failed")
+                # The base model is served whatever happens to the store.
+                log.exception("the connection to the store failed")
             finally:
-                self._directory.lost()
+                self._directory.watch_lost()
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_DELAY_SECONDS)
 
-    def _say(self, error: InferenceError) -> None:
-        """Once per outage."""
+    def _log_outage(self, error: InferenceError) -> None:
+        """Logs once per outage."""
         if not self._is_down:
             notes = " ".join(getattr(error, "__notes__", ()))
             log.warning("no connection to the store: %s %s", error, notes)
         self._is_down = True
 
     async def _connect(self) -> AsyncIterator[NameEvent]:
-        """All of it with one replica: what it says of its catalog holds for its watch."""
+        """Yields a watch's events. All calls go to one replica: its revision is its watch's."""
         session = await self._catalog.connect(self._avoid)
         layout_id = await session.register_layout(self._layout)
         if layout_id != self._directory.layout_id:
@@ -103,14 +109,14 @@ class StoreLink:
             self._directory.reset(revision)
             self._knows_history = True
         self._avoid, self._behind_since_s = frozenset(), None
-        self._directory.begin(revision)
+        self._directory.watch_started(revision)
         async for event in session.watch(self._directory.revision):
             yield event
 
     def _check_behind(self, source: str, revision: int) -> None:
-        """A replica a moment behind another is no reason to forget what we know, nor is its past
-        to be followed: raises StoreUnavailable, for another to be tried. If that goes on, the
-        store has another history now, and this returns."""
+        """Raises StoreUnavailable for a replica that is a moment behind another, so that another
+        is tried: nothing is forgotten for it, nor is its past replayed. Returns if that goes on:
+        the store then has another history."""
         now_s = time.monotonic()
         if self._behind_since_s is None:
             self._behind_since_s = now_s

@@ -1,4 +1,4 @@
-"""A directory over a store's catalog of a few lines, with a clock that tests turn."""
+"""A directory over a fake catalog, with a virtual clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -9,8 +9,8 @@ from inference_svc.errors import (
     AdapterNotFound,
     StoreUnavailable,
 )
-from inference_svc.store.directory import Directory, NameEvent, Servable
-from inference_svc.store.name_cache import AdapterRecord
+from inference_svc.store.catalog import AdapterRecord, NameEvent
+from inference_svc.store.directory import Directory, Servable
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
@@ -19,18 +19,18 @@ UPPER = AdapterRecord("default/upper", 1, A, rank=8, base_model="base", revision
 
 @dataclass
 class FakeCatalog:
-    """A store of one catalog; `asked` counts questions, `gate` holds answers back."""
+    """Records `lookups` and the tenants of each; `gate` holds answers back."""
 
     records: dict[str, AdapterRecord] = field(default_factory=lambda: {"default/upper": UPPER})
     revision: int = 5
     down: bool = False
     shared: dict[str, list[AdapterRecord]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    asked_for: list[tuple[str, ...]] = field(default_factory=list)
+    lookups: list[str] = field(default_factory=list)
+    lookup_tenants: list[tuple[str, ...]] = field(default_factory=list)
     gate: asyncio.Event | None = None
 
     async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
-        self.asked.append(ref)
+        self.lookups.append(ref)
         if self.down:
             raise StoreUnavailable("down")
         found, revision = self._find(ref, tenants), self.revision
@@ -41,11 +41,16 @@ class FakeCatalog:
         return replace(found, revision=revision)
 
     def _find(self, ref: str, tenants: Collection[str]) -> AdapterRecord | None:
-        self.asked_for.append(tuple(sorted(tenants)))
+        self.lookup_tenants.append(tuple(sorted(tenants)))
         found = [self.records[ref]] if ref in self.records else []
         found += self.shared.get(ref, [])
         mine = [r for r in found if not tenants or r.name.partition("/")[0] in tenants]
         return mine[0] if mine else None
+
+
+async def until_lookups(catalog: FakeCatalog, count: int) -> None:
+    while len(catalog.lookups) < count:
+        await asyncio.sleep(0)
 
 
 class Clock:
@@ -66,6 +71,6 @@ def make(live: bool = True, **servable: Any) -> tuple[FakeCatalog, Directory, Cl
     directory.layout_id = "layout"
     if live:
         directory.reset(catalog.revision)
-        directory.begin(catalog.revision)
+        directory.watch_started(catalog.revision)
         directory.apply(NameEvent(catalog.revision))
     return catalog, directory, clock

@@ -1,7 +1,9 @@
-"""A store of a few lines behind a real channel."""
+"""A small fake store behind a real channel."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +21,8 @@ LAYOUT = "sha256:" + "1" * 64
 
 @dataclass
 class TinyStore(pb_grpc.AdapterStoreServiceServicer):
-    """Answers from memory. `refuse` maps a method to the code that it answers with; `refusal` is
-    what registrations end with."""
+    """Answers from memory. `refuse` maps a method to the code that it answers with, `refused`
+    counts those answers; `refusal` is what registrations end with."""
 
     revision: int = 5
     oldest: int = 0
@@ -28,6 +30,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
     watched_from: list[int] = field(default_factory=list)
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
     refuse: dict[str, grpc.StatusCode] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     messages: list[pb.PullAdapterResponse] = field(default_factory=list)
     hang: bool = False
     pulls_ended: int = 0
@@ -36,6 +39,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
 
     async def _check(self, method: str, context: Any) -> None:
         if method in self.refuse:
+            self.refused[method] += 1
             await context.abort(self.refuse[method], "refused, because")
 
     async def GetAdapter(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -88,28 +92,33 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
         finally:
             self.pulls_ended += 1
 
-    def tell(self, revision: int, kind: int = pb.EVENT_KIND_BOOKMARK, name: str = "") -> None:
+    def emit(self, revision: int, kind: int = pb.EVENT_KIND_BOOKMARK, name: str = "") -> None:
         self.events.put_nowait(pb.AdapterEvent(revision=revision, kind=kind, name=name))
 
 
 def serve(body: Callable[[TinyStore, str], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         store = TinyStore()
-        server, port = await start(store, "127.0.0.1:0")
-        async with asyncio.timeout(20):
-            result = await body(store, f"127.0.0.1:{port}")
-        await server.stop(0)
-        return result
+        async with running(store) as (_, address), asyncio.timeout(20):
+            return await body(store, address)
 
     return asyncio.run(main())
 
 
-async def start(store: TinyStore, address: str) -> tuple[grpc.aio.Server, int]:
+@asynccontextmanager
+async def running(
+    store: TinyStore, address: str = "127.0.0.1:0"
+) -> AsyncIterator[tuple[grpc.aio.Server, str]]:
+    """The server and its address. It is stopped at the end, whatever happens: one that is collected
+    while it runs fails another test."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     pb_grpc.add_AdapterStoreServiceServicer_to_server(store, server)
     port = server.add_insecure_port(address)
     await server.start()
-    return server, port
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:

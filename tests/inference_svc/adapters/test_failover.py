@@ -96,7 +96,7 @@ def test_each_replica_serves_its_share_and_a_dead_one_moves_only_its_own(
     expected = {d: moved[d] if a == victim.address else a for d, a in home.items()}
     assert served() == expected
     victim.start()
-    until(lambda: site.replicas.statuses()[0].is_in)
+    until(lambda: site.replicas.statuses()[0].is_healthy)
     assert served() == home
     pulls = {status.address: status.pulls["done"] for status in site.replicas.statuses()}
     again = Counter(expected.values())
@@ -138,7 +138,7 @@ def test_a_stream_that_ends_early_goes_on_elsewhere(
     assert_computes(loop, site, "aaaa", loop.load("aaaa"))
     assert second.pulls == [("aaaa", (0, *image.ends)[part])]
     is_out = code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
-    states = {status.address: status.is_in for status in site.replicas.statuses()}
+    states = {status.address: status.is_healthy for status in site.replicas.statuses()}
     assert states[second.address]
     assert is_out or states[first.address], "one adapter's trouble is not the replica's"
     loop.puller.close()
@@ -204,7 +204,7 @@ def test_unknown_at_one_replica_is_asked_of_the_others(site: Site, loop: Loop) -
     assert isinstance(failure_of(loop, "none"), AdapterNotFound)
     asked = [server.address for server in site.servers for d, _ in server.pulls if d == "none"]
     assert sorted(asked) == sorted(server.address for server in site.servers)
-    assert all(status.is_in for status in site.replicas.statuses())
+    assert all(status.is_healthy for status in site.replicas.statuses())
 
 
 # --- slow streams -------------------------------------------------------------------------------

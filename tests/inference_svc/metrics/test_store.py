@@ -18,7 +18,7 @@ def scrape(replicas: Replicas) -> dict[str, float]:
 
 def test_health_and_pulls_by_replica() -> None:
     replicas = Replicas.at("a:1", "b:1")
-    replicas.failed("b:1")
+    replicas.report_failure("b:1")
     replicas.count_pull("a:1", "done", 100)
     replicas.count_pull("a:1", "done", 50)
     replicas.count_pull("b:1", "failed", 7)

@@ -1,8 +1,7 @@
-"""The store's client over real channels, against a store of a few lines."""
+"""The store's client over real channels, against a fake store."""
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,15 @@ from inference_svc.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
-from inference_svc.store.catalog import Source
+from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, Source
 from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, TokenFile
-from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
 from inference_svc.store.replicas import Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, serve, start, until
+from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve, until
 
 
-def test_get_adapter_says_what_the_store_knows() -> None:
+def test_get_adapter_returns_the_record() -> None:
     async def body(store: TinyStore, address: str) -> AdapterRecord:
         client = CatalogClient(Replicas.at(address))
         try:
@@ -68,16 +66,16 @@ CODES = [
 
 
 @pytest.mark.parametrize(("code", "error"), CODES)
-def test_codes_become_our_errors(code: str, error: type[InferenceError]) -> None:
+def test_codes_become_errors(code: str, error: type[InferenceError]) -> None:
     """Unary and streamed, the message kept."""
 
     async def body(store: TinyStore, address: str) -> None:
         store.refuse = dict.fromkeys(("GetAdapter", "PullAdapter"), grpc.StatusCode[code])
         client, images = CatalogClient(Replicas.at(address)), ImageClient(Replicas.at(address))
-        said = code if error is StoreUnavailable else "refused, because"
-        with pytest.raises(error, match=said):
+        text = code if error is StoreUnavailable else "refused, because"
+        with pytest.raises(error, match=text):
             await client.get_adapter("upper")
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=text):
             await asyncio.to_thread(list, images.pull(A, LAYOUT))
         await client.close()
         images.close()
@@ -102,7 +100,7 @@ def test_adapters_are_listed_page_by_page_for_tenants() -> None:
     serve(body)
 
 
-def test_registering_shows_the_callers_token_and_not_ours(tmp_path: Path) -> None:
+def test_register_sends_the_callers_token_and_not_ours(tmp_path: Path) -> None:
     own = tmp_path / "token"
     own.write_text("ours")
 
@@ -131,7 +129,7 @@ def test_registering_shows_the_callers_token_and_not_ours(tmp_path: Path) -> Non
         ("UNAVAILABLE", [], StoreUnavailable, "", 0),
     ],
 )
-def test_what_the_store_refuses_to_a_caller_says_nothing_about_the_store(
+def test_refusal_of_a_caller_does_not_eject_the_replica(
     code: str, details: list[Any], error: type[InferenceError], subject: str, retry_after_s: float
 ) -> None:
     async def body(store: TinyStore, address: str) -> None:
@@ -143,7 +141,7 @@ def test_what_the_store_refuses_to_a_caller_says_nothing_about_the_store(
         with pytest.raises(error, match="the adapter store: because") as caught:
             await client.register("t/n", Source("file:///x"), "theirs")
         assert (caught.value.subject, caught.value.retry_after_s) == (subject, retry_after_s)
-        assert all(each.is_in for each in replicas.statuses())
+        assert all(each.is_healthy for each in replicas.statuses())
         await client.close()
 
     serve(body)
@@ -156,7 +154,7 @@ def _packed(detail: Any) -> Any:
     return error_details_pb2.RetryInfo(retry_delay={"seconds": 1, "nanos": 500_000_000})
 
 
-def test_a_store_that_does_not_answer_a_registration_is_unavailable() -> None:
+def test_unanswered_registration_is_unavailable() -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.refuse["RegisterAdapter"] = grpc.StatusCode.UNAVAILABLE
         client = CatalogClient(Replicas.at(address))
@@ -167,7 +165,7 @@ def test_a_store_that_does_not_answer_a_registration_is_unavailable() -> None:
     serve(body)
 
 
-def test_an_address_where_nobody_listens_is_unavailable() -> None:
+def test_unreachable_address_is_unavailable() -> None:
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(Replicas.at("127.0.0.1:1"))
         with pytest.raises(StoreUnavailable) as caught:
@@ -199,7 +197,7 @@ def messages() -> list[pb.PullAdapterResponse]:
     ]
 
 
-def test_pull_yields_the_images_messages() -> None:
+def test_pull_yields_messages() -> None:
     async def body(store: TinyStore, address: str) -> list[Any]:
         store.messages = messages()
         images = ImageClient(Replicas.at(address))
@@ -228,7 +226,7 @@ def test_large_messages_pass() -> None:
     assert serve(body) == 16 << 20
 
 
-def test_cancel_from_another_thread_ends_a_waiting_pull() -> None:
+def test_cancel_ends_a_waiting_pull() -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.messages, store.hang = messages()[:1], True
         images = ImageClient(Replicas.at(address))
@@ -242,18 +240,16 @@ def test_cancel_from_another_thread_ends_a_waiting_pull() -> None:
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read)
             await asyncio.to_thread(opened.wait, 5)
-            began_s = time.monotonic()
             stream.cancel()
             with pytest.raises(StoreUnavailable):
                 await asyncio.wrap_future(reading)
-            assert time.monotonic() - began_s < 2
         await until(lambda: store.pulls_ended == 1)
         images.close()
 
     serve(body)
 
 
-def test_leaving_a_pull_early_ends_it_at_the_store() -> None:
+def test_abandoned_pull_ends_at_the_store() -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.messages, store.hang = messages()[:2], True
         images = ImageClient(Replicas.at(address))
@@ -269,7 +265,7 @@ def test_leaving_a_pull_early_ends_it_at_the_store() -> None:
     serve(body)
 
 
-def test_a_store_that_lost_our_layout_is_worth_a_retry() -> None:
+def test_store_that_lost_the_layout_is_unavailable() -> None:
     """NOT_FOUND about the layout is not about the adapter."""
 
     class Forgetful(TinyStore):
@@ -282,11 +278,10 @@ def test_a_store_that_lost_our_layout_is_worth_a_retry() -> None:
             yield
 
     async def main() -> None:
-        server, port = await start(Forgetful(), "127.0.0.1:0")
-        images = ImageClient(Replicas.at(f"127.0.0.1:{port}"))
-        with pytest.raises(StoreUnavailable, match="does not know our layout"):
-            await asyncio.to_thread(list, images.pull(A, LAYOUT))
-        images.close()
-        await server.stop(0)
+        async with running(Forgetful()) as (_, address):
+            images = ImageClient(Replicas.at(address))
+            with pytest.raises(StoreUnavailable, match="does not know our layout"):
+                await asyncio.to_thread(list, images.pull(A, LAYOUT))
+            images.close()
 
     asyncio.run(main())

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
+from inference_svc.store.catalog import NameEvent
 from inference_svc.store.convert import to_event, to_pull_message
-from inference_svc.store.directory import NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 
 @given(st.integers(0, 2**63 - 1), st.binary(min_size=1, max_size=300))
-def test_a_chunk_is_a_view_of_what_was_received(offset: int, data: bytes) -> None:
+def test_chunk_is_a_view_of_the_message(offset: int, data: bytes) -> None:
     chunk = pb.ImageChunk(offset=offset, data=data)
     message = to_pull_message(pb.PullAdapterResponse(chunk=chunk).SerializeToString())
     assert isinstance(message, ImageChunk)
@@ -22,7 +22,7 @@ def test_a_chunk_is_a_view_of_what_was_received(offset: int, data: bytes) -> Non
     assert (message.offset, bytes(message.data)) == (offset, data)
 
 
-def test_other_encodings_of_a_chunk_are_left_to_the_parser() -> None:
+def test_other_chunk_encodings_go_to_the_parser() -> None:
     """Data before offset, and a field of the future."""
     body = b"\x12\x03abc\x08\x07"
     assert to_pull_message(b"\x12" + bytes([len(body)]) + body) == ImageChunk(7, b"abc")
@@ -31,7 +31,7 @@ def test_other_encodings_of_a_chunk_are_left_to_the_parser() -> None:
     assert to_pull_message(b"\x12\x00") == ImageChunk(0, b"")
 
 
-def test_the_other_parts() -> None:
+def test_other_parts() -> None:
     end = pb.LayerEnd(part=3, end_offset=9, sha256=b"h")
     data = pb.PullAdapterResponse(layer_end=end).SerializeToString()
     assert to_pull_message(data) == LayerEnd(3, 9, b"h")
@@ -40,7 +40,7 @@ def test_the_other_parts() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_anything_else_is_a_message_or_refused(data: bytes) -> None:
+def test_any_bytes_parse_or_raise(data: bytes) -> None:
     """Never read differently from the parser, whatever it is."""
     try:
         message = to_pull_message(data)
@@ -69,7 +69,7 @@ def test_damaged_chunks(offset: int, content: bytes, draw: st.DataObject) -> Non
         assert bytes(message.data) == response.chunk.data
 
 
-def test_a_change_says_what_the_name_points_to() -> None:
+def test_change_event_has_the_digest() -> None:
     event = pb.AdapterEvent(
         revision=7, kind=pb.EVENT_KIND_UPDATED, name="default/a", digest="sha256:1"
     )
@@ -78,6 +78,6 @@ def test_a_change_says_what_the_name_points_to() -> None:
     assert to_event(event) == NameEvent(7), "it points to what it did before"
 
 
-def test_what_is_empty_is_refused() -> None:
+def test_empty_message_is_refused() -> None:
     with pytest.raises(CorruptImage):
         to_pull_message(b"")

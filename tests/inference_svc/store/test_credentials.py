@@ -1,4 +1,4 @@
-"""What the server shows to its store: files are checked at start, and the token stays secret."""
+"""Credentials for the store: files are checked at start, and the token stays secret."""
 
 import logging
 import os
@@ -27,12 +27,12 @@ def config(tmp_path: Path, **fields: Any) -> InferenceSettings:
     return InferenceSettings(model=tmp_path, base_model="base", **fields)
 
 
-def test_nothing_is_shown_unless_asked_for(tmp_path: Path) -> None:
+def test_no_credentials_by_default(tmp_path: Path) -> None:
     assert read_store_access(config(tmp_path, store="[::1]:7070")) == StoreAccess()
-    assert StoreAccess().metadata() == StoreAccess().passing_on(None) == ()
+    assert StoreAccess().metadata() == StoreAccess().forwarded_metadata(None) == ()
 
 
-def test_a_token_goes_with_every_call_and_nowhere_else(
+def test_token_is_sent_with_calls_and_not_shown(
     tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -42,9 +42,7 @@ def test_a_token_goes_with_every_call_and_nowhere_else(
 
 
 @pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
-def test_a_token_does_not_leave_the_machine_unencrypted(
-    tmp_path: Path, token: Path, store: str
-) -> None:
+def test_token_is_not_sent_unencrypted(tmp_path: Path, token: Path, store: str) -> None:
     fields = {"store": store, "store_token_file": token}
     with pytest.raises(ValueError, match="store_tls_ca_file, or store_allow_insecure_token"):
         read_store_access(config(tmp_path, **fields))
@@ -56,30 +54,31 @@ def test_a_token_does_not_leave_the_machine_unencrypted(
 
 
 @pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
-def test_nor_does_a_callers(tmp_path: Path, store: str) -> None:
+def test_callers_token_is_not_sent_unencrypted(tmp_path: Path, store: str) -> None:
     access = read_store_access(config(tmp_path, store=store))
-    assert access.passing_on(None) == ()
+    assert access.forwarded_metadata(None) == ()
     with pytest.raises(PermissionDenied, match="has no TLS to its store") as caught:
-        access.passing_on(TOKEN)
+        access.forwarded_metadata(TOKEN)
     assert TOKEN not in str(caught.value)
     passed = (("authorization", f"Bearer {TOKEN}"),)
     ca = Authority(tmp_path).path
     for fields in ({"store_tls_ca_file": ca}, {"store_allow_insecure_token": True}):
         assert (
-            read_store_access(config(tmp_path, store=store, **fields)).passing_on(TOKEN) == passed
+            read_store_access(config(tmp_path, store=store, **fields)).forwarded_metadata(TOKEN)
+            == passed
         )
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two words", "line\nline", "na\u00efve", "\x00"])
-def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad"
     path.write_text(text)
-    with pytest.raises(ValueError, match="does not hold a token") as caught:
+    with pytest.raises(ValueError, match="must hold a token") as caught:
         TokenFile(path)
     assert text.strip() == "" or text not in str(caught.value)
 
 
-def test_a_renewed_token_is_used_and_a_bad_one_is_not(
+def test_renewed_token_is_used_unless_invalid(
     tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -105,9 +104,9 @@ def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
     ca = authority.path
     cases = [
         ({"ca": nonsense}, "store_tls_ca_file: .* has no PEM certificate"),
-        ({"cert": chain, "key": key}, "store_tls_ca_file: a client certificate needs it"),
-        ({"ca": ca, "cert": chain}, "store_tls_key_file: a client certificate needs it"),
-        ({"ca": ca, "key": key}, "store_tls_cert_file: a client certificate needs it"),
+        ({"cert": chain, "key": key}, "store_tls_ca_file: required by a client certificate"),
+        ({"ca": ca, "cert": chain}, "store_tls_key_file: required by a client certificate"),
+        ({"ca": ca, "key": key}, "store_tls_cert_file: required by a client certificate"),
         ({"ca": ca, "cert": nonsense, "key": key}, "store_tls_cert_file: .* not a PEM chain"),
     ]
     for files, message in cases:
@@ -123,7 +122,7 @@ def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("store", ["far", "a:1,b", "a:1,b:70000"])
-def test_every_address_of_the_store_is_checked(tmp_path: Path, store: str) -> None:
+def test_every_address_is_checked(tmp_path: Path, store: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         config(tmp_path, store=store)
     assert config(tmp_path, store="a:1, b:2,a:1,").store_addresses == ("a:1", "b:2")

@@ -1,4 +1,4 @@
-"""Names, versions and digests become adapters that this server can serve."""
+"""Names, versions and digests resolve to adapters that this server can serve."""
 
 import asyncio
 from dataclasses import replace
@@ -12,9 +12,9 @@ from inference_svc.errors import (
     InvalidRequest,
     StoreUnavailable,
 )
-from inference_svc.store.directory import Directory, NameEvent, Servable
-from inference_svc.store.name_cache import AdapterRecord, LayoutVerdict
-from tests.inference_svc.directories import UPPER, A, B, make, run
+from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
+from inference_svc.store.directory import Directory, Servable
+from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 
 
 def test_resolves_names_versions_and_digests() -> None:
@@ -41,14 +41,14 @@ def test_resolves_names_versions_and_digests() -> None:
 @pytest.mark.parametrize(
     "ref", ["Upper", "a/b/c", "upper@", "upper@0", "upper@x", "/x", "sha256:12", " x", "x\n"]
 )
-def test_what_is_no_reference_is_the_callers_error(ref: str) -> None:
+def test_malformed_reference_is_invalid(ref: str) -> None:
     _, directory, _ = make()
     with pytest.raises(InvalidRequest) as caught:
         run(lambda: directory.resolve(OPEN, ref))
     assert caught.value.subject == "adapter"
 
 
-def test_a_live_watch_answers_without_asking_the_store() -> None:
+def test_cache_answers_while_the_watch_is_live() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
@@ -56,12 +56,12 @@ def test_a_live_watch_answers_without_asking_the_store() -> None:
             await directory.resolve(OPEN, "upper")
             clock.now_s += 1
             directory.apply(NameEvent(directory.revision))
-        assert len(catalog.asked) == 1
+        assert len(catalog.lookups) == 1
 
     run(body)
 
 
-def test_a_change_is_seen_at_the_next_request() -> None:
+def test_change_is_seen_by_the_next_request() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
@@ -79,7 +79,7 @@ def test_a_change_is_seen_at_the_next_request() -> None:
     run(body)
 
 
-def test_a_name_in_use_that_moves_is_told_with_both_digests() -> None:
+def test_repointed_name_is_reported_with_both_digests() -> None:
     catalog, directory, _ = make()
     moves: list[tuple[str, str]] = []
     directory.on_repointed = lambda old_digest, new_digest: moves.append((old_digest, new_digest))
@@ -98,7 +98,7 @@ def test_a_name_in_use_that_moves_is_told_with_both_digests() -> None:
     assert moves == [(A, B)]
 
 
-def test_a_deleted_name_also_takes_its_digest_entry() -> None:
+def test_deleted_name_also_removes_its_digest() -> None:
     catalog, directory, _ = make()
     catalog.records[A] = UPPER
 
@@ -112,50 +112,50 @@ def test_a_deleted_name_also_takes_its_digest_entry() -> None:
     run(body)
 
 
-def test_an_answer_older_than_a_change_is_not_kept() -> None:
-    """The question was under way when the name changed."""
+def test_answer_older_than_a_change_is_not_cached() -> None:
+    """The lookup was under way when the name changed."""
     catalog, directory, _ = make()
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
-        asking = asyncio.create_task(directory.resolve(OPEN, "upper"))
-        await asyncio.sleep(0.01)
+        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        await until_lookups(catalog, 1)
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 6
         directory.apply(NameEvent(6, "default/upper"))
         catalog.gate.set()
-        assert (await asking).digest == B
+        assert (await resolving).digest == B
         assert (await directory.resolve(OPEN, "upper")).digest == B
-        assert len(catalog.asked) == 2
+        assert len(catalog.lookups) == 2
 
     run(body)
 
 
-def test_min_revision_asks_again_only_when_the_entry_is_older() -> None:
+def test_min_revision_refreshes_older_entries_only() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper", min_revision=5)
-        assert len(catalog.asked) == 1
+        assert len(catalog.lookups) == 1
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 6
         assert (await directory.resolve(OPEN, "upper", min_revision=5)).digest == A
         assert (await directory.resolve(OPEN, "upper", min_revision=6)).digest == B
         directory.apply(NameEvent(9))
         await directory.resolve(OPEN, "upper", min_revision=9)
-        assert len(catalog.asked) == 2
+        assert len(catalog.lookups) == 2
 
     run(body)
 
 
-def test_a_revision_that_the_store_has_not_reached_is_unavailable() -> None:
+def test_unreached_revision_is_unavailable() -> None:
     _, directory, _ = make()
     with pytest.raises(StoreUnavailable, match="revision 99") as caught:
         run(lambda: directory.resolve(OPEN, "upper", min_revision=99))
     assert caught.value.subject == "min_revision"
 
 
-def test_a_silent_watch_is_no_proof() -> None:
+def test_silent_watch_makes_entries_stale() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
@@ -163,20 +163,20 @@ def test_a_silent_watch_is_no_proof() -> None:
         clock.now_s += 2.5
         assert not directory.is_live
         await directory.resolve(OPEN, "upper")
-        assert len(catalog.asked) == 2
+        assert len(catalog.lookups) == 2
 
     run(body)
 
 
-def test_after_a_gap_entries_count_only_once_the_missed_events_have_come() -> None:
+def test_entries_are_stale_until_the_missed_events_came() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
-        directory.lost()
+        directory.watch_lost()
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 8
-        directory.begin(8)
+        directory.watch_started(8)
         directory.apply(NameEvent(6, "default/else"))
         assert not directory.is_live
         assert (await directory.resolve(OPEN, "upper")).digest == B
@@ -193,7 +193,7 @@ def test_reset_forgets_everything() -> None:
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
-        directory.lost()
+        directory.watch_lost()
         directory.reset(20)
         catalog.down = True
         with pytest.raises(StoreUnavailable):
@@ -203,18 +203,18 @@ def test_reset_forgets_everything() -> None:
     run(body)
 
 
-def test_an_answer_from_before_a_reset_is_not_kept() -> None:
+def test_answer_from_before_a_reset_is_not_cached() -> None:
     """Changes between that answer and the reset are in no watch."""
     catalog, directory, _ = make()
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
-        asking = asyncio.create_task(directory.resolve(OPEN, "upper"))
-        await asyncio.sleep(0.01)
+        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        await until_lookups(catalog, 1)
         directory.reset(20)
-        directory.begin(20)
+        directory.watch_started(20)
         catalog.gate.set()
-        await asking
+        await resolving
         catalog.revision = 20
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         assert (await directory.resolve(OPEN, "upper")).digest == B
@@ -222,43 +222,42 @@ def test_an_answer_from_before_a_reset_is_not_kept() -> None:
     run(body)
 
 
-def test_a_replica_behind_the_watch_is_asked_again_and_not_believed() -> None:
-    """Its answer would go back in time: the watch has told of the change already."""
+def test_answer_of_a_replica_behind_the_watch_is_discarded() -> None:
+    """It predates a change that the watch has reported already."""
     catalog, directory, _ = make()
 
     async def body() -> None:
-        # Nothing remembers that the name has changed: other events came after.
+        # The change itself is not remembered: other events came after it.
         directory.apply(NameEvent(6, "default/upper"))
         directory.apply(NameEvent(7, "default/other"))
         resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
-        while len(catalog.asked) < 3:
-            await asyncio.sleep(0.01)
+        await until_lookups(catalog, 3)
         catalog.revision = 7
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         assert (await resolving).digest == B
         catalog.revision = 6
         catalog.records["default/upper@1"] = UPPER
-        assert (await directory.resolve(OPEN, "upper")).digest == B, "from what is known"
+        assert (await directory.resolve(OPEN, "upper")).digest == B, "from the cache"
         with pytest.raises(StoreUnavailable, match="has not reached revision 7"):
             await directory.resolve(OPEN, "upper@1")
 
     run(body)
 
 
-def test_one_question_serves_all_who_wait_and_survives_who_leaves() -> None:
+def test_lookup_is_shared_and_survives_a_cancelled_caller() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
         tasks = [asyncio.create_task(directory.resolve(OPEN, "upper")) for _ in range(5)]
-        await asyncio.sleep(0.01)
+        await until_lookups(catalog, 1)
         tasks[0].cancel()
         await asyncio.sleep(0)
         catalog.gate.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[0], asyncio.CancelledError)
         assert [r.digest for r in results[1:] if not isinstance(r, BaseException)] == [A] * 4
-        assert len(catalog.asked) == 1
+        assert len(catalog.lookups) == 1
 
     run(body)
 
@@ -274,7 +273,7 @@ def test_one_question_serves_all_who_wait_and_survives_who_leaves() -> None:
         (replace(UPPER, base_model="llama"), "base model 'llama'; this server runs 'base'"),
     ],
 )
-def test_what_this_server_cannot_serve_is_unusable(record: AdapterRecord, message: str) -> None:
+def test_adapter_that_cannot_be_served_is_unusable(record: AdapterRecord, message: str) -> None:
     catalog, directory, _ = make()
     catalog.records["default/upper"] = record
 
@@ -287,7 +286,7 @@ def test_what_this_server_cannot_serve_is_unusable(record: AdapterRecord, messag
     run(body)
 
 
-def test_the_stores_verdict_outweighs_the_name_of_the_base() -> None:
+def test_verdict_outweighs_the_base_models_name() -> None:
     catalog, directory, _ = make()
     usable = {"layout": LayoutVerdict(True), "other": LayoutVerdict(False, "no")}
     catalog.records["default/upper"] = replace(UPPER, base_model="/models/b", verdicts=usable)
@@ -300,7 +299,7 @@ def test_without_a_store_every_adapter_is_unknown() -> None:
         run(lambda: directory.resolve(OPEN, "upper"))
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.store.name_cache.MAX_ENTRIES", 3)
     catalog, directory, _ = make()
     names = [f"default/n{i}" for i in range(5)]

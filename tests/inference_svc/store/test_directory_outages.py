@@ -1,4 +1,4 @@
-"""Names go on resolving, as long as they may, while the store does not answer."""
+"""Names keep resolving for their TTL while the store is unreachable."""
 
 import asyncio
 from dataclasses import replace
@@ -9,8 +9,8 @@ from inference_svc.access import OPEN
 from inference_svc.errors import (
     StoreUnavailable,
 )
-from inference_svc.store.directory import NameEvent
-from tests.inference_svc.directories import UPPER, A, B, make, run
+from inference_svc.store.catalog import NameEvent
+from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 
 
 def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
@@ -21,7 +21,7 @@ def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
         clock.now_s += 1000
         directory.apply(NameEvent(5))
         catalog.down = True
-        directory.lost()
+        directory.watch_lost()
         clock.now_s += 299
         assert (await directory.resolve(OPEN, "upper")).digest == A
         with pytest.raises(StoreUnavailable):
@@ -35,65 +35,65 @@ def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
     run(body)
 
 
-def test_an_unreachable_store_is_not_asked_for_every_request() -> None:
+def test_unreachable_store_is_not_called_for_every_request() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
         catalog.down = True
-        directory.lost()
+        directory.watch_lost()
         clock.now_s += 5
         for _ in range(20):
             await directory.resolve(OPEN, "upper")
-        assert len(catalog.asked) == 2
+        assert len(catalog.lookups) == 2
 
     run(body)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.store.directory.PATIENCE_SECONDS", 0.05)
+def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.store.directory.STALE_WAIT_SECONDS", 0.05)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_store_that_hangs_delays_a_known_name_once() -> None:
+@pytest.mark.usefixtures("short_wait")
+def test_hanging_store_delays_a_cached_name_once() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
-        catalog.gate = asyncio.Event()  # never set: it is asked and does not answer
-        directory.lost()
+        catalog.gate = asyncio.Event()  # never set: lookups hang
+        directory.watch_lost()
         for _ in range(3):
             async with asyncio.timeout(5):
                 assert (await directory.resolve(OPEN, "upper")).digest == A
-        assert len(catalog.asked) == 2
+        assert len(catalog.lookups) == 2
 
     run(body)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_changed_name_is_not_used_when_patience_ends() -> None:
+@pytest.mark.usefixtures("short_wait")
+def test_changed_name_is_not_used_after_the_wait() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
         catalog.gate = asyncio.Event()
         clock.now_s += 5
-        asking = asyncio.create_task(directory.resolve(OPEN, "upper"))
-        await asyncio.sleep(0.01)
+        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        await until_lookups(catalog, 2)
         directory.apply(NameEvent(6, "default/upper"))
         with pytest.raises(StoreUnavailable):
-            await asking
+            await resolving
 
     run(body)
 
 
-def test_a_revision_from_the_future_does_not_count_as_an_outage() -> None:
+def test_future_revision_is_no_outage() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
         await directory.resolve(OPEN, "upper")
-        directory.lost()
+        directory.watch_lost()
         with pytest.raises(StoreUnavailable):
             await directory.resolve(OPEN, "upper", min_revision=99)
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)

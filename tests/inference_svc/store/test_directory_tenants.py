@@ -1,4 +1,4 @@
-"""Whose adapters: what a name means to a caller, and what others' names tell it."""
+"""Tenants: what a name means to a caller, and what it learns of other tenants' names."""
 
 import asyncio
 from dataclasses import replace
@@ -9,12 +9,12 @@ from inference_svc.access import OPEN, Principal, Role
 from inference_svc.errors import (
     AdapterNotFound,
 )
-from inference_svc.store.directory import NameEvent
+from inference_svc.store.catalog import NameEvent
 from inference_svc.store.ownership import GRACE_SECONDS
-from tests.inference_svc.directories import UPPER, A, B, make, run
+from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 
 
-def of(*tenants: str) -> Principal:
+def principal_of(*tenants: str) -> Principal:
     return Principal("someone", frozenset(Role), frozenset(tenants), tenants[0])
 
 
@@ -23,45 +23,45 @@ MINE = replace(UPPER, name="a/mine", digest=A)
 THEIRS = replace(UPPER, name="b/theirs", digest=A)
 
 
-def test_a_name_without_a_tenant_is_one_of_the_home() -> None:
+def test_name_without_a_tenant_belongs_to_the_home_tenant() -> None:
     catalog, directory, _ = make()
     catalog.records |= {"a/mine": MINE, "b/mine": replace(MINE, name="b/mine", digest=B)}
 
     async def body() -> None:
-        assert (await directory.resolve(of("a"), "mine")).label == "a/mine@1"
-        assert (await directory.resolve(of("b"), "mine")).label == "b/mine@1"
-        assert (await directory.resolve(of("a", "b"), "b/mine")).label == "b/mine@1"
-        assert (await directory.resolve(of("b", "a"), "mine")).digest == B
+        assert (await directory.resolve(principal_of("a"), "mine")).label == "a/mine@1"
+        assert (await directory.resolve(principal_of("b"), "mine")).label == "b/mine@1"
+        assert (await directory.resolve(principal_of("a", "b"), "b/mine")).label == "b/mine@1"
+        assert (await directory.resolve(principal_of("b", "a"), "mine")).digest == B
 
     run(body)
 
 
 @pytest.mark.parametrize("ref", ["b/theirs", "b/theirs@1", A])
-def test_what_only_others_have_is_not_there_whatever_is_known_of_it(ref: str) -> None:
+def test_other_tenants_adapters_are_not_found(ref: str) -> None:
     catalog, directory, _ = make()
     there = {"b/theirs": THEIRS, "b/theirs@1": THEIRS, A: THEIRS}
 
     async def answer() -> tuple[str, list[tuple[str, ...]]]:
-        catalog.asked_for.clear()
+        catalog.lookup_tenants.clear()
         with pytest.raises(AdapterNotFound) as caught:
-            await directory.resolve(of("a"), ref)
-        return str(caught.value), list(catalog.asked_for)
+            await directory.resolve(principal_of("a"), ref)
+        return str(caught.value), list(catalog.lookup_tenants)
 
     async def body() -> None:
         absent = await answer()
         assert absent == (f"no adapter {ref}", [("a",)])
         catalog.records |= there
         assert await answer() == absent
-        # Its own tenant has used it: that is known here now, and changes nothing for others.
-        assert (await directory.resolve(of("b"), ref)).digest == A
-        assert (await directory.resolve(of("b", "c"), ref)).digest == A
+        # Its own tenant has used it: that is cached now, and changes nothing for others.
+        assert (await directory.resolve(principal_of("b"), ref)).digest == A
+        assert (await directory.resolve(principal_of("b", "c"), ref)).digest == A
         assert await answer() == absent
         assert await answer() == absent
 
     run(body)
 
 
-def test_a_store_that_does_not_look_at_tenants_changes_nothing() -> None:
+def test_answer_for_another_tenant_is_rejected() -> None:
     catalog, directory, _ = make()
     catalog.records |= {"b/theirs": THEIRS, A: THEIRS}
     catalog._find = lambda ref, tenants: catalog.records.get(ref)  # type: ignore[method-assign]
@@ -69,90 +69,90 @@ def test_a_store_that_does_not_look_at_tenants_changes_nothing() -> None:
     async def body() -> None:
         for ref in ("b/theirs", A):
             with pytest.raises(AdapterNotFound, match=f"no adapter {ref}"):
-                await directory.resolve(of("a"), ref)
+                await directory.resolve(principal_of("a"), ref)
         assert directory.names_of(OPEN, A) == []
 
     run(body)
 
 
-def test_one_digest_of_two_tenants_is_each_ones_own() -> None:
+def test_digest_of_two_tenants_resolves_to_the_callers() -> None:
     catalog, directory, _ = make()
     catalog.shared[A] = [THEIRS, MINE]
 
     async def body() -> None:
-        assert (await directory.resolve(of("a"), A)).tenant == "a"
-        assert (await directory.resolve(of("b"), A)).tenant == "b"
-        assert (await directory.resolve(of("a", "b"), A)).tenant == "a"
+        assert (await directory.resolve(principal_of("a"), A)).tenant == "a"
+        assert (await directory.resolve(principal_of("b"), A)).tenant == "b"
+        assert (await directory.resolve(principal_of("a", "b"), A)).tenant == "a"
         assert (await directory.resolve(OPEN, A)).tenant == "b"
-        assert catalog.asked == [A, A, A]  # the third had its answer here
-        # One of them is gone: the other's answer stays.
+        assert catalog.lookups == [A, A, A]  # the third was cached
+        # One of them is deleted: the other's entry stays.
         catalog.shared[A] = [MINE]
         directory.apply(NameEvent(6, "b/theirs"))
-        assert (await directory.resolve(of("a"), A)).tenant == "a"
+        assert (await directory.resolve(principal_of("a"), A)).tenant == "a"
         with pytest.raises(AdapterNotFound):
-            await directory.resolve(of("b"), A)
+            await directory.resolve(principal_of("b"), A)
 
     run(body)
 
 
-def test_names_and_ownership_are_told_to_their_tenants() -> None:
+def test_names_and_ownership_are_visible_to_their_tenants() -> None:
     catalog, directory, _ = make()
     catalog.records |= {"a/mine": MINE, "b/theirs": THEIRS, A: MINE}
 
     async def body() -> None:
-        assert not directory.is_owner(of("a"), A)
-        await directory.resolve(of("a"), "mine")
-        await directory.resolve(of("a"), A)
-        await directory.resolve(of("b"), "theirs")
-        assert directory.names_of(of("a"), A) == ["a/mine"]
-        assert directory.names_of(of("b", "c"), A) == ["b/theirs"]
+        assert not directory.is_owner(principal_of("a"), A)
+        await directory.resolve(principal_of("a"), "mine")
+        await directory.resolve(principal_of("a"), A)
+        await directory.resolve(principal_of("b"), "theirs")
+        assert directory.names_of(principal_of("a"), A) == ["a/mine"]
+        assert directory.names_of(principal_of("b", "c"), A) == ["b/theirs"]
         assert directory.names_of(OPEN, A) == ["a/mine", "b/theirs"]
-        assert directory.is_owner(of("a"), A)
-        assert directory.is_owner(of("c", "b"), A)
-        assert not directory.is_owner(of("c"), A)
+        assert directory.is_owner(principal_of("a"), A)
+        assert directory.is_owner(principal_of("c", "b"), A)
+        assert not directory.is_owner(principal_of("c"), A)
         assert directory.is_owner(OPEN, B)
         directory.apply(NameEvent(6, "a/mine"))
-        assert directory.names_of(of("a"), A) == []
-        assert directory.is_owner(of("a"), A)  # what is resident is still its own
+        assert directory.names_of(principal_of("a"), A) == []
+        assert directory.is_owner(principal_of("a"), A)  # what is resident is still its own
 
     run(body)
 
 
-def test_a_tenant_that_deleted_its_record_is_an_owner_until_the_grace_is_over() -> None:
+def test_tenant_owns_a_deleted_adapter_through_the_grace() -> None:
     catalog, directory, clock = make()
     catalog.records |= {"a/mine": MINE, "b/theirs": THEIRS}
     catalog.shared[A] = [MINE, THEIRS]
 
     async def body() -> None:
         for tenant, name in (("a", "mine"), ("b", "theirs")):
-            await directory.resolve(of(tenant), name)
+            await directory.resolve(principal_of(tenant), name)
         catalog.shared[A] = [THEIRS]
         directory.apply(NameEvent(6, "a/mine"))
         clock.now_s += GRACE_SECONDS - 1
-        catalog.asked.clear()
-        assert directory.is_owner(of("a"), A)
-        assert await directory.owned(of("a"), [A, B]) == {A}
-        assert catalog.asked == []
+        catalog.lookups.clear()
+        assert directory.is_owner(principal_of("a"), A)
+        assert await directory.owned(principal_of("a"), [A, B]) == {A}
+        assert catalog.lookups == []
         clock.now_s += 1
-        assert not directory.is_owner(of("a"), A)
-        assert directory.is_owner(of("b"), A)
-        for _ in range(2):  # asked once, as nobody's digest is not asked about at all
-            assert await directory.owned(of("a"), [A, B]) == set()
-        assert await directory.owned(of("b"), [A, B]) == {A}
-        assert catalog.asked == [A]
+        assert not directory.is_owner(principal_of("a"), A)
+        assert directory.is_owner(principal_of("b"), A)
+        for _ in range(2):  # looked up once; an unowned digest not at all
+            assert await directory.owned(principal_of("a"), [A, B]) == set()
+        assert await directory.owned(principal_of("b"), [A, B]) == {A}
+        assert catalog.lookups == [A]
 
     run(body)
 
 
 @pytest.mark.parametrize("change", ["event", "list again"])
-def test_an_owner_stays_one_as_long_as_the_store_says_so(change: str) -> None:
-    """The name may have gone on to another content; its older versions are there all the same."""
+def test_stale_ownership_is_revalidated(change: str) -> None:
+    """The name may point to other content now; its older versions still exist."""
     catalog, directory, clock = make()
     catalog.records["a/mine"] = MINE
     catalog.shared[A] = [MINE]
 
     async def body() -> None:
-        await directory.resolve(of("a"), "mine")
+        await directory.resolve(principal_of("a"), "mine")
         if change == "event":
             directory.apply(NameEvent(6, "a/mine"))
         else:
@@ -160,50 +160,48 @@ def test_an_owner_stays_one_as_long_as_the_store_says_so(change: str) -> None:
         catalog.revision = 6
         clock.now_s += GRACE_SECONDS
         catalog.down = True
-        assert await directory.owned(of("a"), [A]) == set()  # it cannot be affirmed
+        assert await directory.owned(principal_of("a"), [A]) == set()  # it cannot be confirmed
         catalog.down = False
         clock.now_s += 10
-        assert await directory.owned(of("a"), [A]) == {A}
+        assert await directory.owned(principal_of("a"), [A]) == {A}
         clock.now_s += GRACE_SECONDS
-        assert directory.is_owner(of("a"), A)  # nothing has changed since
+        assert directory.is_owner(principal_of("a"), A)  # nothing has changed since
 
     run(body)
 
 
-def test_an_answer_from_before_the_list_makes_no_owner() -> None:
+def test_answer_from_before_a_reset_makes_no_owner() -> None:
     catalog, directory, _ = make()
     catalog.records["a/mine"] = MINE
     catalog.gate = asyncio.Event()
 
     async def body() -> None:
-        asking = asyncio.create_task(directory.resolve(of("a"), "mine"))
-        while not catalog.asked:
-            await asyncio.sleep(0)
+        resolving = asyncio.create_task(directory.resolve(principal_of("a"), "mine"))
+        await until_lookups(catalog, 1)
         assert catalog.gate is not None
         directory.reset(9)
         catalog.gate.set()
-        await asking
-        assert not directory.is_owner(of("a"), A)
+        await resolving
+        assert not directory.is_owner(principal_of("a"), A)
 
     run(body)
 
 
-def test_callers_of_different_tenants_do_not_share_a_question() -> None:
+def test_callers_of_different_tenants_do_not_share_a_lookup() -> None:
     catalog, directory, _ = make()
     catalog.records["b/theirs"] = THEIRS
     catalog.gate = asyncio.Event()
 
     async def body() -> None:
-        asks = [
-            asyncio.create_task(directory.resolve(who, "b/theirs"))
-            for who in (of("b"), of("a"), of("b", "c"))
+        tasks = [
+            asyncio.create_task(directory.resolve(principal, "b/theirs"))
+            for principal in (principal_of("b"), principal_of("a"), principal_of("b", "c"))
         ]
-        while len(catalog.asked) < 2:
-            await asyncio.sleep(0)
+        await until_lookups(catalog, 2)
         catalog.gate.set()
-        mine, theirs, too = await asyncio.gather(*asks, return_exceptions=True)
+        mine, theirs, too = await asyncio.gather(*tasks, return_exceptions=True)
         assert mine == too
         assert isinstance(theirs, AdapterNotFound)
-        assert catalog.asked_for == [(), ("a",)]
+        assert catalog.lookup_tenants == [(), ("a",)]
 
     run(body)

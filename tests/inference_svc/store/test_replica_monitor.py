@@ -1,4 +1,4 @@
-"""What the store's names stand for, and replicas that come and go."""
+"""Resolving the store's name, and replicas that come and go."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from inference_svc.store import replica_monitor
-from inference_svc.store.replica_monitor import ReplicaKeeper, resolve
+from inference_svc.store.replica_monitor import ReplicaMonitor, resolve
 from inference_svc.store.replicas import Endpoint, Replicas
 from tests.inference_svc import serving
 
@@ -21,8 +21,12 @@ HOSTS = {
 }
 
 
+failed_lookups: list[str] = []
+
+
 def lookup(host: str, port: int) -> list[str]:
     if host not in HOSTS:
+        failed_lookups.append(host)
         raise socket.gaierror(f"no {host}")
     return HOSTS[host]
 
@@ -31,14 +35,16 @@ def addresses_of(*addresses: str) -> list[str]:
     return [endpoint.address for endpoint in resolve(addresses, lookup)]
 
 
-def test_a_name_of_several_addresses_is_several_replicas() -> None:
+def test_name_with_several_addresses_is_several_replicas() -> None:
     assert addresses_of("store:7070") == ["10.0.0.1:7070", "10.0.0.2:7070", "10.0.0.3:7070"]
     assert addresses_of("both:7070") == ["10.0.0.1:7070", "10.0.0.2:7070"]
     assert addresses_of("six:7070") == ["[fd00::1]:7070", "[fd00::2]:7070"]
-    assert resolve(["six:1"], lookup)[0] == Endpoint("[fd00::1]:1", "six"), "whose certificate"
+    assert resolve(["six:1"], lookup)[0] == Endpoint("[fd00::1]:1", "six"), (
+        "the name of its certificate"
+    )
 
 
-def test_what_stands_for_one_stays_as_it_is_written() -> None:
+def test_name_with_one_address_stays_unresolved() -> None:
     for address in ("one:7070", "localhost:7070", "127.0.0.1:7070", "[::1]:7070"):
         assert resolve([address], lookup) == [Endpoint(address)]
 
@@ -51,15 +57,15 @@ def test_each_replica_counts_once() -> None:
     ]
 
 
-def keep(body, replicas: Replicas, *addresses: str, well: set[str]) -> None:
-    """Runs `body` while a keeper looks after `replicas`; those in `well` pass their probes."""
+def monitor(body, replicas: Replicas, *addresses: str, healthy: set[str]) -> None:
+    """Runs `body` beside a monitor of `replicas`; those in `healthy` pass their probes."""
 
     async def probe(endpoint: Endpoint) -> bool:
-        return endpoint.address in well
+        return endpoint.address in healthy
 
     async def main() -> None:
-        keeper = ReplicaKeeper(replicas, addresses, probe, lookup)
-        task = asyncio.create_task(keeper.run())
+        monitor = ReplicaMonitor(replicas, addresses, probe, lookup)
+        task = asyncio.create_task(monitor.run())
         try:
             await body()
             assert not task.done()
@@ -71,7 +77,7 @@ def keep(body, replicas: Replicas, *addresses: str, well: set[str]) -> None:
 
 
 def test_replicas_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while it does not resolve: then those of before stay."""
+    """While it does not resolve, the previous ones stay."""
     monkeypatch.setattr(replica_monitor, "RESOLVE_SECONDS", 0.02)
     monkeypatch.setitem(HOSTS, "moving", ["10.0.0.1"])
     replicas = Replicas.at("moving:1")
@@ -83,42 +89,43 @@ def test_replicas_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
         HOSTS["moving"] = ["10.0.0.1", "10.0.0.2"]
         await until(lambda: now() == ["10.0.0.1:1", "10.0.0.2:1"])
         replicas.count_pull("10.0.0.2:1", "done", 5)
+        num_failed = len(failed_lookups)
         del HOSTS["moving"]
-        await asyncio.sleep(0.1)
+        await until(lambda: len(failed_lookups) >= num_failed + 2)
         assert now() == ["10.0.0.1:1", "10.0.0.2:1"]
         HOSTS["moving"] = ["10.0.0.3", "10.0.0.2"]
         await until(lambda: now() == ["10.0.0.2:1", "10.0.0.3:1"])
-        assert replicas.statuses()[0].pulls == {"done": 1}, "what is known is kept"
+        assert replicas.statuses()[0].pulls == {"done": 1}, "their state is kept"
 
-    keep(body, replicas, "moving:1", well=set())
+    monitor(body, replicas, "moving:1", healthy=set())
 
 
-def test_a_replica_comes_back_when_its_probe_passes_and_not_before() -> None:
+def test_replica_is_readmitted_when_its_probe_passes() -> None:
     now_s = 1000.0
     addresses = ("127.0.0.1:1", "127.0.0.2:1")
     replicas = Replicas(map(Endpoint, addresses), lambda: now_s)
-    well: set[str] = set()
+    healthy: set[str] = set()
 
     def failures() -> int:
         return replicas._replicas["127.0.0.1:1"].num_failures
 
     async def body() -> None:
         nonlocal now_s
-        replicas.failed("127.0.0.1:1")
+        replicas.report_failure("127.0.0.1:1")
         for count, backoff_s in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 8.0), start=1):
             assert failures() == count
             now_s += backoff_s * 0.6
             await until(lambda count=count: failures() > count)
-            assert not replicas.statuses()[0].is_in
-        well.add("127.0.0.1:1")
+            assert not replicas.statuses()[0].is_healthy
+        healthy.add("127.0.0.1:1")
         now_s += 5
-        await until(lambda: replicas.statuses()[0].is_in)
-        assert replicas.statuses()[1].is_in
+        await until(lambda: replicas.statuses()[0].is_healthy)
+        assert replicas.statuses()[1].is_healthy
 
-    keep(body, replicas, *addresses, well=well)
+    monitor(body, replicas, *addresses, healthy=healthy)
 
 
-def test_a_probe_that_fails_unexpectedly_ends_nothing() -> None:
+def test_probe_that_raises_does_not_end_the_monitor() -> None:
     replicas = Replicas.at("10.0.0.1:1")
     failures = [RuntimeError("a bug")]
 
@@ -128,10 +135,11 @@ def test_a_probe_that_fails_unexpectedly_ends_nothing() -> None:
         return True
 
     async def main() -> None:
-        keeper = asyncio.create_task(ReplicaKeeper(replicas, ["10.0.0.1:1"], probe).run())
-        replicas.failed("10.0.0.1:1")
-        await until(lambda: not failures and replicas.statuses()[0].is_in)
-        assert not keeper.done()
-        keeper.cancel()
+        task = asyncio.create_task(ReplicaMonitor(replicas, ["10.0.0.1:1"], probe).run())
+        replicas.report_failure("10.0.0.1:1")
+        await until(lambda: not failures and replicas.statuses()[0].is_healthy)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())

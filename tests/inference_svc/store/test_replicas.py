@@ -1,4 +1,4 @@
-"""The policy: even shares, nothing moves that need not, what fails is passed over for a time."""
+"""The policy: even shares, keys move only when they must, failing replicas are ejected."""
 
 import pickle
 from collections import Counter
@@ -54,9 +54,7 @@ def test_shares_are_even(addresses: list[str]) -> None:
 
 
 @given(ADDRESSES, st.data())
-def test_only_the_keys_of_a_replica_that_leaves_move_and_they_come_back(
-    addresses: list[str], data: st.DataObject
-) -> None:
+def test_only_the_keys_of_a_removed_replica_move(addresses: list[str], data: st.DataObject) -> None:
     gone = data.draw(st.sampled_from(addresses))
     replicas = Replicas(map(Endpoint, addresses))
     before = {key: order(replicas, key) for key in KEYS[:100]}
@@ -69,17 +67,17 @@ def test_only_the_keys_of_a_replica_that_leaves_move_and_they_come_back(
 
 
 @given(ADDRESSES, st.data())
-def test_the_keys_of_a_replica_that_is_out_move_as_if_it_had_left(
+def test_keys_of_an_ejected_replica_move_as_if_it_were_removed(
     addresses: list[str], data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(addresses))
     clock = Clock()
     replicas = Replicas(map(Endpoint, addresses), clock)
     before = {key: order(replicas, key) for key in KEYS[:100]}
-    replicas.failed(gone)
+    replicas.report_failure(gone)
     for key, ranked in before.items():
         assert order(replicas, key) == [a for a in ranked if a != gone] + [gone]
-    replicas.answered(gone)
+    replicas.report_success(gone)
     assert {key: order(replicas, key) for key in before} == before
 
 
@@ -88,118 +86,118 @@ def test_the_order_is_the_same_in_every_process() -> None:
     assert rank(["a:1", "b:1", "c:1"], "sha256:00") == ["b:1", "a:1", "c:1"]
 
 
-def test_what_failed_whoever_asks_comes_last_for_them_only() -> None:
+def test_avoided_replicas_come_last_for_this_caller_only() -> None:
     replicas, _ = make()
     first, second, third = order(replicas)
     assert order(replicas, avoid=(first,)) == [second, third, first]
     assert order(replicas, avoid=(first, second)) == [third, first, second]
     assert order(replicas, avoid=(first, second, third)) == [first, second, third]
-    replicas.failed(third)
-    assert order(replicas, avoid=(first,)) == [second, first, third], "what is out comes later yet"
+    replicas.report_failure(third)
+    assert order(replicas, avoid=(first,)) == [second, first, third], "ejected ones come last"
     assert order(replicas) == [first, second, third]
 
 
-def test_the_backoff_doubles_up_to_its_limit_and_an_answer_ends_it() -> None:
+def test_backoff_doubles_to_its_limit_and_success_ends_it() -> None:
     replicas, clock = make()
     first, *others = order(replicas)
     backoffs = []
     for _ in range(7):
-        replicas.failed(first)
+        replicas.report_failure(first)
         began_s = clock.now_s
         while order(replicas)[0] != first:
             clock.now_s += 0.125
         backoffs.append(clock.now_s - began_s)
     assert backoffs == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     assert (FIRST_BACKOFF_S, MAX_BACKOFF_S) == (0.5, 8.0)
-    replicas.answered(first)
-    replicas.failed(first)
+    replicas.report_success(first)
+    replicas.report_failure(first)
     clock.now_s += FIRST_BACKOFF_S
     assert order(replicas) == [first, *others]
 
 
-def test_many_failures_at_once_are_one() -> None:
-    """Eight pulls whose replica goes away all say so."""
+def test_simultaneous_failures_count_once() -> None:
+    """Eight pulls report the failure of their replica."""
     replicas, clock = make()
     first = order(replicas)[0]
     for _ in range(8):
-        replicas.failed(first)
+        replicas.report_failure(first)
     clock.now_s += FIRST_BACKOFF_S
     assert order(replicas)[0] == first
 
 
-def test_failures_of_long_ago_are_forgotten() -> None:
+def test_old_failures_are_forgotten() -> None:
     replicas, clock = make()
     first = order(replicas)[0]
     for _ in range(5):
-        replicas.failed(first)
+        replicas.report_failure(first)
         clock.now_s += MAX_BACKOFF_S
     clock.now_s += FORGET_S
-    replicas.failed(first)
+    replicas.report_failure(first)
     clock.now_s += FIRST_BACKOFF_S
     assert order(replicas)[0] == first
 
 
 def test_probes_are_due_before_the_backoff_ends_and_one_at_a_time() -> None:
     replicas, clock = make("a:1", "b:1")
-    assert replicas.take_due() == []
-    replicas.failed("a:1")
-    assert replicas.take_due() == []
+    assert replicas.pop_due() == []
+    replicas.report_failure("a:1")
+    assert replicas.pop_due() == []
     clock.now_s += FIRST_BACKOFF_S * 0.6
-    assert replicas.take_due() == [Endpoint("a:1")]
-    assert replicas.take_due() == [], "its probe is under way"
-    replicas.probed("a:1", False)
+    assert replicas.pop_due() == [Endpoint("a:1")]
+    assert replicas.pop_due() == [], "its probe is under way"
+    replicas.report_probe("a:1", False)
     clock.now_s += FIRST_BACKOFF_S
-    assert not replicas.statuses()[0].is_in, "a failed probe doubles the backoff"
-    assert replicas.take_due() == [Endpoint("a:1")]
-    replicas.probed("a:1", True)
-    assert replicas.statuses()[0].is_in
-    replicas.failed("a:1")
+    assert not replicas.statuses()[0].is_healthy, "a failed probe doubles the backoff"
+    assert replicas.pop_due() == [Endpoint("a:1")]
+    replicas.report_probe("a:1", True)
+    assert replicas.statuses()[0].is_healthy
+    replicas.report_failure("a:1")
     clock.now_s += 2 * FIRST_BACKOFF_S
-    assert not replicas.statuses()[0].is_in, "well, and yet it fails: that counts on"
+    assert not replicas.statuses()[0].is_healthy, "a healthy probe does not reset the failures"
 
 
-def test_what_is_said_of_replicas_that_are_gone_is_ignored() -> None:
+def test_reports_on_removed_replicas_are_ignored() -> None:
     replicas, _ = make("a:1", "b:1")
-    replicas.failed("a:1")
+    replicas.report_failure("a:1")
     replicas.count_pull("b:1", "done", 10)
     replicas.replace([Endpoint("b:1", "store"), Endpoint("c:1", "store")])
-    for tell in (replicas.failed, replicas.answered):
-        tell("a:1")
-    replicas.probed("a:1", False)
+    for report in (replicas.report_failure, replicas.report_success):
+        report("a:1")
+    replicas.report_probe("a:1", False)
     replicas.count_pull("a:1", "done", 10)
     assert replicas.endpoints == [Endpoint("b:1", "store"), Endpoint("c:1", "store")]
     (b, c) = replicas.statuses()
     assert (b.pulls, b.pulled_bytes, c.pulls) == ({"done": 1}, 10, {})
 
 
-def test_counterparts_tell_each_other_what_they_learn() -> None:
-    """Each hears the other's news through a pickle, and repeats none."""
+def test_counterparts_exchange_updates() -> None:
+    """Updates pickle, and are not published again."""
     ours, clock = make("a:1", "b:1")
     theirs, _ = make("a:1", "b:1")
-    told: list[str] = []
+    published: list[str] = []
 
-    def tell(news: Any, hear: Callable[[Any], None]) -> None:
-        told.append(news[0])
-        hear(pickle.loads(pickle.dumps(news)))
+    def send(update: Any, on_update: Callable[[Any], None]) -> None:
+        published.append(update[0])
+        on_update(pickle.loads(pickle.dumps(update)))
 
-    ours.share(lambda news: tell(news, theirs.hear))
-    theirs.share(lambda news: tell(news, ours.hear))
-    theirs.failed("a:1")
-    theirs.failed("a:1")
-    assert not ours.statuses()[0].is_in
+    ours.publish_to(lambda update: send(update, theirs.on_update))
+    theirs.publish_to(lambda update: send(update, ours.on_update))
+    theirs.report_failure("a:1")
+    theirs.report_failure("a:1")
+    assert not ours.statuses()[0].is_healthy
     clock.now_s += FIRST_BACKOFF_S * 0.6
-    assert ours.take_due() == [Endpoint("a:1")], "whoever probes hears of who pulls"
-    ours.probed("a:1", True)
-    assert theirs.statuses()[0].is_in
-    theirs.answered("a:1")
-    theirs.answered("a:1")
+    assert ours.pop_due() == [Endpoint("a:1")], "pulling and probing processes share failures"
+    ours.report_probe("a:1", True)
+    assert theirs.statuses()[0].is_healthy
+    theirs.report_success("a:1")
+    theirs.report_success("a:1")
     theirs.count_pull("b:1", "done", 10)
     theirs.count_failover()
     ours.replace([Endpoint("b:1", "store")])
     assert ours.statuses() == theirs.statuses()
     assert ours.statuses()[0].pulls == {"done": 1}
     assert ours.num_failovers == 1
-    assert told == ["fail", "admit", "recover", "count_pull", "count_failover", "replace"]
+    assert published == ["eject", "admit", "recover", "count_pull", "count_failover", "replace"]
 
 
 @pytest.mark.parametrize("key", ["", "x" * 1000, "\u00e9\n"])
