@@ -1,4 +1,4 @@
-"""Writes the tables of docs/operations.md, computed by the services' own code.
+"""Writes the tables of docs/operations/sizing.md, computed by the services' own code.
 
 python -m tools.sizing_docs
 """
@@ -18,7 +18,7 @@ from inference_svc.engine.memory_budget import human
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
 
 ROOT = Path(__file__).parent.parent
-PATH = ROOT / "docs" / "operations.md"
+PATH = ROOT / "docs" / "operations" / "sizing.md"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
 
 LLAMA_8B: dict[str, Any] = {

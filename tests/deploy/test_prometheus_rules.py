@@ -23,7 +23,7 @@ ALERTS, RECORDS = rules("alert"), rules("record")
 COMPOSE = ROOT / "deploy" / "compose"
 MOUNTED = "/etc/prometheus/rules"
 GRAFANA = ROOT / "deploy" / "grafana" / "dashboards"
-RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
+RUNBOOK = (ROOT / "docs" / "operations" / "runbook.md").read_text()
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -149,7 +149,7 @@ def test_an_alert_says_what_is_needed(alert: Rule):
     )
     assert ("for" in alert) != bool(looks_back)
     page, _, anchor = annotations["runbook_url"].partition("#")
-    assert (page, anchor) == ("docs/operations.md", name.lower())
+    assert (page, anchor) == ("docs/operations/runbook.md", name.lower())
 
 
 def paragraphs() -> dict[str, str]:

@@ -14,8 +14,8 @@ from tests.deploy.manifests import KUBERNETES, ROOT, Manifests
 from tests.deploy.rules import rules
 from tools.prometheus_rule import rule_files
 
-PAGE = (ROOT / "docs" / "operations.md").read_text()
-BASE = "https://git.example/loadout/docs/operations.md#"
+PAGE = (ROOT / "docs" / "operations" / "runbook.md").read_text()
+BASE = "https://git.example/loadout/docs/operations/runbook.md#"
 WANTED = {BASE + name.lower() for name in rules("alert")}
 
 

@@ -24,7 +24,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "deploy").rglob("*.md")),
     )
 }

@@ -203,7 +203,7 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Alerts that fire",
-            "By name. docs/operations.md has a paragraph on each.",
+            "By name. docs/operations/runbook.md has a paragraph on each.",
             "short",
             Query(
                 INFERENCE.or_zero(f"count by (alertname) (ALERTS{{{_FIRING}}})"),

@@ -1,4 +1,4 @@
-"""The drills of docs/operations.md, as they stand there: a backup of a store that runs, and the
+"""The drills of docs/operations/backup.md, as they stand: a backup of a store that runs, and the
 restore of it into an empty place."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from adapter_store.core import AdapterRef
 from bench import store_catalog
 from tests.adapter_store.conftest import tiny_layout
 
-PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "operations" / "backup.md").read_text()
 NUM_ADAPTERS = 10
 
 

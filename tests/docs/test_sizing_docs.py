@@ -1,4 +1,4 @@
-"""The tables of docs/operations.md are what the services' code computes."""
+"""The tables of docs/operations/sizing.md are what the services' code computes."""
 
 from __future__ import annotations
 
