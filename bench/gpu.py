@@ -24,11 +24,10 @@ import torch
 from bench import results
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.changes import HostCopy, TableClear, TableWrite
-from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
 from inference_svc.adapters.slots import Resident, Slots
+from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
 from inference_svc.backends.cuda import DeviceModel
 from inference_svc.backends.cuda_graphs import CudaRecorder
 from inference_svc.backends.cuda_inputs import DeviceStep
@@ -124,10 +123,10 @@ class Served:
         )
         self.images: list[tuple[Resident, Resident]] = []
         for image in images:
-            places = self.host.slots.reserve(image), slots.reserve(image)
-            assert places[0] is not None
-            assert places[1] is not None
-            self.images.append((places[0], places[1]))
+            hosted, reserved = self.host.slots.reserve(image), slots.reserve(image)
+            assert hosted is not None
+            assert reserved is not None
+            self.images.append((hosted.resident, reserved.resident))
         g = geometry
         self.cache = KVCache.allocate(
             num_layers=g.num_layers,

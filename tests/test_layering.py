@@ -113,7 +113,6 @@ PENDING: dict[str, set[str]] = {
     "circles in inference_svc": {"inference_svc.otlp", "inference_svc.tracing"},
     "circles in servicekit": {"servicekit.telemetry.otlp", "servicekit.telemetry.tracing"},
     "layers of inference_svc": {
-        "inference_svc.adapters.load_metrics -> inference_svc.engine.status_types",
         "inference_svc.backends.select -> inference_svc.engine.config",
         "inference_svc.store.recipe -> inference_svc.engine.process_main",
     },

@@ -1,1 +1,18 @@
-"""How adapters become resident: layout, store, host tier, arena, slots, residency."""
+"""How adapters become resident: from the adapter store into the arena, and to a row of its table.
+
+residency     Who waits for which adapter, who uses it, and what operators ask for; wires the rest.
+loader        Moves loads from state to state, and starts and ends pulls.
+loads         Adapters on their way: each in one state, and the transitions between them.
+placement     Memory for loads, by eviction, or by draining what is in use.
+prefetch      What to load before a request asks for it, within a share of the bandwidth.
+popularity    How often each adapter was requested lately.
+tiers         The host tier and the arena: images, copies between them, pending changes.
+slots         The images in one memory: rows, pins, users, eviction.
+extents       The allocator of a flat memory.
+arena         The tensor that holds every resident adapter, and the table that finds them.
+layout        The weights of this model that LoRA may change, and their groups.
+puller        The threads that pull images and verify them.
+pull          One pull: its progress, its memory, and its events for the engine.
+image_source  The adapter store as a Protocol, and the messages of a pull.
+load_metrics  What loads did: counts, times and spans.
+"""

@@ -1,7 +1,7 @@
 """The arena: one flat tensor that holds every resident adapter, and the table that finds them.
 
-Residency decides, in plain data, what changes; `Arena.apply` carries it out just before the step
-that may see it.
+Residency decides, in plain data, what changes; `Arena.apply` makes the changes just before the step
+that may see them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from inference_svc.adapters.changes import HostCopy, ResidencyChange, TableClear
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.slots import Resident
+from inference_svc.adapters.tiers import HostCopy, ResidencyChange, TableClear
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableRow
 
@@ -37,11 +37,11 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.device = device
-        whole_bytes = num_bytes // GRANULE_BYTES * GRANULE_BYTES
+        arena_bytes = num_bytes // GRANULE_BYTES * GRANULE_BYTES
         if device.type == "cpu":
-            self._bytes = allocate_host(whole_bytes)
+            self._bytes = allocate_host(arena_bytes)
         else:
-            self._bytes = torch.zeros(whole_bytes, dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(arena_bytes, dtype=torch.uint8, device=device)
         self.flat = self._bytes.view(layout.dtype)
         targets = layout.targets
         self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
@@ -49,8 +49,8 @@ class Arena:
         self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
         self.table = LoraTable.create(max_loras, len(targets), self.flat, device, max_rank)
         self._slab = slab
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copying: deque[tuple[str, torch.cuda.Event | None]] = deque()
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._in_flight: deque[tuple[str, torch.cuda.Event | None]] = deque()
 
     @property
     def memory(self) -> memoryview:
@@ -59,10 +59,12 @@ class Arena:
         return memoryview(self._bytes.numpy().data)
 
     def apply(self, changes: Sequence[ResidencyChange]) -> None:
-        """Carries out `changes` in order. The table is written on the stream that computes; copies
-        from the host run beside it, on a stream of their own, after every step so far: one of them
-        may have read what lay there before. On a CPU a copy is made here and now, and delays the
-        step: whoever makes `changes` bounds them."""
+        """Makes `changes` in order.
+
+        The table is written on the stream that computes. Copies from the host run concurrently, on
+        a stream of their own, after every step so far: one of them may have read what lay there
+        before. On a CPU a copy is synchronous and delays the step, so `changes` are bounded.
+        """
         for change in changes:
             if isinstance(change, TableClear):
                 self.table.clear_row(change.slot)
@@ -72,27 +74,27 @@ class Arena:
                 self.table.set_row(change.resident.slot, self._row(change.resident))
 
     def pop_completed_copies(self) -> list[str]:
-        """The digests whose copies have completed since the last call. Never blocks."""
+        """Returns the digests whose copies have completed since the last call, without blocking."""
         done = []
-        while self._copying:
-            digest, copied = self._copying[0]
+        while self._in_flight:
+            digest, copied = self._in_flight[0]
             if copied is not None and not copied.query():
                 break
             done.append(digest)
-            self._copying.popleft()
+            self._in_flight.popleft()
         return done
 
     def _start_copy(self, change: HostCopy) -> None:
         copied = None
-        if self._copies is None:
+        if self._copy_stream is None:
             self._copy(change.host.extents, change.resident.extents)
         else:
-            self._copies.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copies):
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copy_stream):
                 self._copy(change.host.extents, change.resident.extents)
                 copied = torch.cuda.Event()
                 copied.record()
-        self._copying.append((change.resident.digest, copied))
+        self._in_flight.append((change.resident.digest, copied))
 
     def _copy(self, sources: Sequence[Extent], destinations: Sequence[Extent]) -> None:
         assert self._slab is not None
@@ -110,8 +112,8 @@ class Arena:
                     )
 
     def _row(self, resident: Resident) -> TableRow:
-        """All at once, as this delays a step. Segments are A then B of each target, in order; each
-        lies within one extent."""
+        """Makes a table row, vectorised as this delays a step. Segments are A then B of each
+        target, in order; each lies within one extent."""
         segments = resident.header.segments
         targets = np.array([segment.target for segment in segments[::2]], dtype=np.int64)
         ranks = np.array([segment.rank for segment in segments[::2]], dtype=np.int64)
@@ -130,7 +132,7 @@ class Arena:
 
 
 def _locate(extents: Sequence[Extent], offsets: np.ndarray) -> np.ndarray:
-    """Where image offsets [n], ascending, lie in the arena; in bytes."""
+    """Returns the arena's byte offsets of image offsets [n], ascending."""
     ordered = sorted(extents, key=lambda extent: extent.image_offset)
     firsts = np.array([extent.image_offset for extent in ordered], dtype=np.int64)
     index = np.searchsorted(firsts, offsets, side="right") - 1

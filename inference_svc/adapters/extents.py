@@ -1,4 +1,4 @@
-"""Where images lie in a flat memory: first fit, cut at target starts only when it must be."""
+"""Allocates extents of a flat memory: first fit, cut at target starts only when necessary."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class Extent:
     start: int
     num_bytes: int
 
+    def __post_init__(self) -> None:
+        assert self.num_bytes > 0
+        assert not (self.start | self.num_bytes) % GRANULE_BYTES, "an extent of half granules"
+
     @property
     def end(self) -> int:
         return self.start + self.num_bytes
@@ -27,7 +31,7 @@ def round_up(num_bytes: int) -> int:
 
 
 class ExtentAllocator:
-    """Byte ranges of one memory of `capacity` bytes, in granules of 256 bytes.
+    """Allocates byte ranges of one memory of `capacity` bytes, in granules of 256 bytes.
 
     Free ranges are kept sorted, disjoint and never adjacent.
     """
@@ -39,12 +43,12 @@ class ExtentAllocator:
         self._sizes: list[int] = [self.capacity] if self.capacity else []
 
     @classmethod
-    def around(cls, capacity: int, taken: Iterable[Extent]) -> ExtentAllocator:
-        """A memory in which only these are taken; they do not overlap."""
+    def with_used(cls, capacity: int, used: Iterable[Extent]) -> ExtentAllocator:
+        """Returns a memory in which only these extents, which do not overlap, are used."""
         made = cls(capacity)
         made._starts, made._sizes = [], []
         position = 0
-        ends = [(extent.start, extent.end) for extent in taken]
+        ends = [(extent.start, extent.end) for extent in used]
         for start, end in (*sorted(ends), (made.capacity, made.capacity)):
             if start > position:
                 made._starts.append(position)
@@ -62,7 +66,7 @@ class ExtentAllocator:
 
     @property
     def free_ranges(self) -> list[tuple[int, int]]:
-        """(start, bytes), ascending."""
+        """Pairs of start and bytes, ascending."""
         return list(zip(self._starts, self._sizes, strict=True))
 
     @property
@@ -70,17 +74,17 @@ class ExtentAllocator:
         return len(self._sizes)
 
     def copy(self) -> ExtentAllocator:
-        """An equal allocator to try things on."""
+        """Returns an equal allocator to plan with."""
         other = ExtentAllocator(0)
         other.capacity = self.capacity
         other._starts, other._sizes = list(self._starts), list(self._sizes)
         return other
 
     def allocate(self, num_bytes: int, cuts: Sequence[int]) -> tuple[Extent, ...] | None:
-        """Room for `num_bytes`, in one extent if any hole fits, else cut at some of `cuts`.
+        """Allocates `num_bytes`, in one extent if any hole fits, else cut at some of `cuts`.
 
         `cuts` are the ascending image offsets, multiples of 256, where the image may be cut.
-        None when it does not fit; nothing has changed then.
+        Returns None, and changes nothing, when it does not fit.
         """
         size = round_up(num_bytes)
         assert size > 0, "an image has bytes"
@@ -118,9 +122,9 @@ class ExtentAllocator:
 
     def free(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
-            self._give_back(extent.start, extent.num_bytes)
+            self._insert_free(extent.start, extent.num_bytes)
 
-    def _give_back(self, start: int, size: int) -> None:
+    def _insert_free(self, start: int, size: int) -> None:
         index = bisect.bisect_left(self._starts, start)
         after = self._starts[index] if index < len(self._starts) else self.capacity
         before = self._starts[index - 1] + self._sizes[index - 1] if index else 0

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from itertools import chain
 
-from inference_svc.adapters.ahead import Ahead
-from inference_svc.adapters.changes import ResidencyChange
-from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.loads import Load, LoadCounters, Loads, LoadState
-from inference_svc.adapters.placement import Rooms
-from inference_svc.adapters.prefetch import Prefetch
+from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
+from inference_svc.adapters.loads import Load, Loads, LoadState
+from inference_svc.adapters.placement import Placement
+from inference_svc.adapters.prefetch import Prefetcher
 from inference_svc.adapters.pull import (
     PullDone,
     PullEvent,
@@ -28,64 +24,181 @@ from inference_svc.adapters.pull import (
     SilentSources,
 )
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.slots import EvictionReason, Slots, why_inadmissible
-from inference_svc.adapters.tiers import Memories
+from inference_svc.adapters.slots import EvictionReason, Resident, inadmissible_reason
+from inference_svc.adapters.tiers import MemoryTiers
 from inference_svc.errors import AdapterUnusable, InferenceError
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
 class Loader:
-    """`device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena.
+    """Moves `loads` from state to state.
 
-    `pulled_into` is the memory that pulls write to: the host tier's or the arena's. `stall_s` is
-    how long a pull that nobody waits for any more may go without progress. Without `prefetch`
-    nothing comes unasked.
+    `waiters` counts the requests that wait for each digest. `stall_s` is how long a pull that
+    nobody waits for may go without progress. No pull starts before `set_layout`.
     """
 
-    device: Slots
-    host: HostTier | None
-    pulled_into: memoryview
-    puller: Puller
-    max_rank: int
-    stall_s: float
-    prefetch: Prefetch | None = None
-    layout_id: str = ""
-    counters: LoadCounters = field(default_factory=LoadCounters)
-    times: LoadTimes = field(default_factory=LoadTimes)
-    _waiters: Counter[str] = field(default_factory=Counter)
-    _loads: Loads = field(default_factory=Loads)
-    _silent: SilentSources = field(default_factory=SilentSources)
-    _failures: list[tuple[str, InferenceError]] = field(default_factory=list)
-    _has_new: bool = False
-    _memories: Memories = field(init=False)
-    _rooms: Rooms = field(init=False)
-    _ahead: Ahead = field(init=False)
+    def __init__(
+        self,
+        tiers: MemoryTiers,
+        loads: Loads,
+        placement: Placement,
+        prefetcher: Prefetcher,
+        puller: Puller,
+        waiters: Counter[str],
+        counters: LoadCounters,
+        times: LoadTimes,
+        *,
+        max_rank: int,
+        stall_s: float,
+    ) -> None:
+        assert max_rank > 0
+        self.tiers = tiers
+        self.loads = loads
+        self.placement = placement
+        self.prefetcher = prefetcher
+        self.puller = puller
+        self.waiters = waiters
+        self.counters = counters
+        self.times = times
+        self.max_rank = max_rank
+        self.stall_s = stall_s
+        self._layout_id = ""
+        self._silent = SilentSources()
+        self._failures: list[tuple[str, InferenceError]] = []
+        self._has_new = False
 
-    def __post_init__(self) -> None:
-        loads, waiters = self._loads, self._waiters
-        memories = Memories(self.device, self.host, self.times, loads.traces, self._left)
-        rooms = Rooms(memories, loads, waiters, self.puller, self.pulled_into)
-        self._memories, self._rooms = memories, rooms
-        self._ahead = Ahead(self.prefetch, memories, loads, rooms, waiters)
+    def set_layout(self, layout_id: str) -> None:
+        """Lets pulls start, now that the store knows our layout by this id."""
+        self._layout_id = layout_id
 
     def ensure_loading(self, digest: str, now_s: float) -> None:
-        """Starts the load of an adapter that is neither resident nor on its way."""
-        if digest in self.device or digest in self._loads:
+        """Begins the load of an adapter that is neither resident nor on its way."""
+        if digest in self.tiers.device or digest in self.loads:
             return
-        load = self._loads.begin(digest, now_s)
-        if self._memories.in_host(digest) is not None:
+        load = self.loads.begin(digest, now_s)
+        if self.tiers.host_resident(digest) is not None:
             self._wait_for_device_room(digest, load, now_s)
         else:
             self._has_new = True
 
-    def set_layout(self, layout_id: str) -> None:
-        """Pulls may begin."""
-        self.layout_id = layout_id
+    def abandon(self, digest: str) -> None:
+        """Ends a load that nobody waits for."""
+        load = self.loads[digest]
+        if load.job is not None:
+            self._silent.record_abandoned(load.job, self.stall_s)
+            self.puller.cancel(load.job)
+            return
+        self.loads.end(digest)
+        if load.state is LoadState.NEEDS_DEVICE_ROOM:
+            self.tiers.unpin_on_host(digest)
+
+    def cancel_all(self) -> None:
+        for load in self.loads.by_digest.values():
+            if load.job is not None:
+                self.puller.cancel(load.job)
+
+    def pop_failures(self) -> list[tuple[str, InferenceError]]:
+        """Returns the digests that could not be loaded since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def next_expiry_s(self) -> float | None:
+        """Returns when a pull that nobody waits for will have stalled, or one may be started."""
+        times = [self.loads.last_progress_s(digest) for digest in self.loads.orphans(self.waiters)]
+        expiries = [last_s + self.stall_s for last_s in times if last_s is not None]
+        if self._has_new:
+            expiries.append(0.0)  # it came too late for the last `advance`
+        if self._layout_id:
+            expiries += filter(None, [self.prefetcher.next_check_s()])
+        return min(expiries, default=None)
+
+    # One step.
+
+    def advance(self, now_s: float, in_order: Iterable[tuple[str, bool]]) -> None:
+        """Reserves memory for loads that need it, as far as it goes; starts pulls, as many as there
+        are threads; abandons stalled pulls that nobody waits for; prefetches.
+
+        `in_order` iterates over the digests that requests wait for, in order of service, and
+        whether the request is aged: memory is reserved in this order, or small images would starve
+        large ones. For an aged one, images of all that are due after it are evicted or drained; for
+        any other, only images that nobody waits for. Pulls start in this order, too, and none
+        behind as many as there are threads that wait for memory: it would only wait behind them.
+        """
+        self._has_new = False
+        self._abandon_stalled(now_s)
+        self._on_evicted(self.placement.reserve_drained(now_s))
+        left, num_short = self.loads.num_short(), 0
+        num_to_start = self.loads.num_to_start(self.puller.num_workers) if self._layout_id else 0
+        before: set[str] = set()
+        due = chain(in_order, self.loads.in_arrival_order()) if left or num_to_start else ()
+        for digest, is_aged in due:
+            load = self.loads.get(digest) if digest not in before else None
+            if load is not None and load.state is LoadState.QUEUED and num_to_start:
+                num_to_start -= 1
+                self._start_pull(digest, now_s)
+            elif load is not None and left.get(load.state):
+                left[load.state] -= 1
+                is_done = load.is_cancelled or self._reserve(digest, load, before, is_aged, now_s)
+                if not is_done:
+                    left[load.state] = 0
+            before.add(digest)
+            num_short += load is not None and load.state is LoadState.NEEDS_PULL_ROOM
+            if num_short >= self.puller.num_workers:
+                num_to_start = 0
+            if not num_to_start and not any(left.values()):
+                break
+        self.loads.park(now_s)
+        self.placement.end_drains()
+        self._prefetch(now_s)
+
+    def _reserve(
+        self, digest: str, load: Load, before: set[str], is_aged: bool, now_s: float
+    ) -> bool:
+        """Reserves memory for a load, or drains images for an aged one; returns whether there was
+        memory. `before` are the digests that are due before it."""
+        keep = before if is_aged else self.waiters
+        reason = EvictionReason.AGED if is_aged else EvictionReason.REQUEST
+        evicted = self.placement.reserve(digest, load, keep, now_s, reason)
+        if evicted is not None:
+            self._on_evicted(evicted)
+            return True
+        if is_aged:
+            self.placement.drain(digest, load, before)
+        return False
+
+    def _on_evicted(self, evicted: list[Resident]) -> None:
+        if evicted:
+            self.prefetcher.on_evicted(resident.digest for resident in evicted)
+
+    def _abandon_stalled(self, now_s: float) -> None:
+        for digest in self.loads.orphans(self.waiters):
+            since_s = self.loads.last_progress_s(digest)
+            if since_s is not None and now_s >= since_s + self.stall_s:
+                self.abandon(digest)
+
+    def _prefetch(self, now_s: float) -> None:
+        digest = self.prefetcher.choose(now_s) if self._layout_id else None
+        if digest is not None:
+            self.loads.begin(digest, now_s)
+            self.loads.keep_without_waiter(digest)
+            self._start_pull(digest, now_s)
+
+    def _start_pull(self, digest: str, now_s: float) -> None:
+        job = PullJob(digest, self._layout_id, self._silent.avoided_for(digest))
+        self.loads.on_pull(digest, job, now_s)
+        self.puller.start(job)
+
+    def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
+        """Pins the host image until it is copied or the load abandoned."""
+        load.header = self.tiers.pin_on_host(digest).header
+        load.job = None
+        self.loads.wait_for_room(digest, LoadState.NEEDS_DEVICE_ROOM, now_s)
+
+    # Events.
 
     def on_pull_event(self, event: PullEvent, now_s: float) -> None:
-        load = self._loads[event.job.digest]
+        load = self.loads[event.job.digest]
         assert load.job is event.job
         if isinstance(event, PullOpened):
             self._on_opened(event, load, now_s)
@@ -96,170 +209,65 @@ class Loader:
         else:
             self._on_failed(event, now_s)
 
-    def advance(self, now_s: float, in_order: Callable[[], Iterable[tuple[str, bool]]]) -> None:
-        """Gives room to what waits for it, as far as room goes; begins pulls, as many as there are
-        threads; gives up pulls that nobody waits for and that stand still.
-
-        `in_order` names the digests that requests wait for, in order of service, and whether the
-        request is aged: room is given in this order, or small images would starve large ones. An
-        aged one takes it from all that come after it; what is in use drains for it. Any other
-        takes it only from what nobody waits for. Pulls begin in this order, too, and none behind
-        as many as there are threads that wait for room: it would only wait behind them.
-        """
-        self._has_new = False
-        self._give_up_orphans(now_s)
-        self._rooms.after_drains(now_s)
-        left, num_short = self._loads.num_short(), 0
-        num_turns = self._loads.num_turns(self.puller.num_workers) if self.layout_id else 0
-        ahead: set[str] = set()
-        chosen = chain(in_order(), self._loads.unordered()) if left or num_turns else ()
-        for digest, is_aged in chosen:
-            load = self._loads.get(digest) if digest not in ahead else None
-            if load is not None and load.state is LoadState.NEEDS_TURN and num_turns:
-                num_turns -= 1
-                self._pull(digest, load, now_s)
-            elif load is not None and left.get(load.state):
-                left[load.state] -= 1
-                keep = ahead if is_aged else self._waiters
-                why = EvictionReason.AGED if is_aged else EvictionReason.REQUEST
-                if not load.is_cancelled and not self._rooms.give(digest, load, keep, now_s, why):
-                    left[load.state] = 0
-                    if is_aged:
-                        self._rooms.drain(digest, load, ahead)
-            ahead.add(digest)
-            num_short += load is not None and load.state is LoadState.NEEDS_PULL_ROOM
-            if num_short >= self.puller.num_workers:
-                num_turns = 0
-            if not num_turns and not any(left.values()):
-                break
-        self._loads.park(now_s)
-        self._rooms.end_drains()
-        self._look_ahead(now_s)
-
-    def next_expiry_s(self) -> float | None:
-        """When a pull that nobody waits for would be given up, or one may be begun."""
-        moments = [
-            self._loads.last_progress_s(digest) for digest in self._loads.orphans(self._waiters)
-        ]
-        expiries = [moment + self.stall_s for moment in moments if moment is not None]
-        if self._has_new:
-            expiries.append(0.0)  # it came too late for the last `advance`
-        if self.layout_id:
-            expiries += filter(None, [self._ahead.next_look_s()])
-        return min(expiries, default=None)
-
-    @property
-    def is_copying(self) -> bool:
-        return bool(self._memories.copying)
-
-    @property
-    def num_loads(self) -> dict[LoadState, int]:
-        """Adapters on their way by state; those that are being copied have left it."""
-        return self._loads.num_by_state
-
-    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
-        """These lie in the arena, whole: they become visible with the next batch."""
-        self._memories.finish_copies(digests, now_s)
-
-    def pop_changes(self) -> tuple[ResidencyChange, ...]:
-        """What takes effect with the next batch."""
-        return self._memories.pop_changes()
-
-    def pop_ready(self) -> list[str]:
-        """Adapters of which `is_schedulable` may have changed since the last call."""
-        return self._memories.pop_ready()
-
-    def pop_failures(self) -> list[tuple[str, InferenceError]]:
-        """Digests that cannot be loaded, each once: their waiters are to be ended."""
-        failures, self._failures = self._failures, []
-        return failures
-
-    # Within.
-
-    def _look_ahead(self, now_s: float) -> None:
-        digest = self._ahead.choose(now_s) if self.layout_id else None
-        if digest is not None:
-            load = self._loads.begin(digest, now_s)
-            self._loads.keep_unwanted(digest)
-            self._pull(digest, load, now_s)
-
-    def _left(self, digest: str) -> None:
-        self._ahead.left(digest)
-
-    def _pull(self, digest: str, load: Load, now_s: float) -> None:
-        job = PullJob(digest, self.layout_id, self._silent.of(digest))
-        self._loads.pull(digest, job, now_s)
-        self.puller.start(job)
-
-    def _wait_for_device_room(self, digest: str, load: Load, now_s: float) -> None:
-        """The host image is held until it is copied or the load abandoned."""
-        load.header = self._memories.hold_in_host(digest).header
-        load.job = None
-        self._loads.wait_for_room(digest, LoadState.NEEDS_DEVICE_ROOM, now_s)
-
-    def _abandon(self, digest: str, load: Load) -> None:
-        if load.job is not None:
-            self._silent.given_up(load.job, self.stall_s)
-            self.puller.cancel(load.job)
-            return
-        self._loads.end(digest)
-        if load.state is LoadState.NEEDS_DEVICE_ROOM:
-            self._memories.release_in_host(digest)
-
-    def _give_up_orphans(self, now_s: float) -> None:
-        for digest in self._loads.orphans(self._waiters):
-            since_s = self._loads.last_progress_s(digest)
-            if since_s is not None and now_s >= since_s + self.stall_s:
-                self._abandon(digest, self._loads[digest])
-
     def _on_opened(self, event: PullOpened, load: Load, now_s: float) -> None:
-        digest, pulled = event.job.digest, self._memories.pulled
-        if digest in pulled:
-            pulled.remove(digest)
+        digest, pull_tier = event.job.digest, self.tiers.pull_tier
+        if digest in pull_tier:
+            pull_tier.remove(digest)
         load.header = event.header
-        self._loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
-        reason = why_inadmissible(event.header, self.max_rank, (pulled, self.device))
+        self.loads.wait_for_room(digest, LoadState.NEEDS_PULL_ROOM, now_s)
+        reason = inadmissible_reason(event.header, self.max_rank, (pull_tier, self.tiers.device))
         if reason is not None:
             error = AdapterUnusable(f"adapter {digest} has {reason}", subject="adapter")
             self._failures.append((digest, error))
             self.puller.cancel(event.job)
-        elif self._ahead.is_bringing(digest) and not self._ahead.give_room(digest, load, now_s):
+        elif self.prefetcher.is_prefetching(digest) and not self.prefetcher.reserve(
+            digest, load, now_s
+        ):
             self.puller.cancel(event.job)
 
     def _on_done(self, job: PullJob, load: Load, now_s: float) -> None:
         digest = job.digest
-        resident = self._memories.pulled.get(digest)
+        resident = self.tiers.pull_tier.get(digest)
         assert resident is not None
         assert load.granted_s is not None
         load_seconds = now_s - load.started_s
         self.counters.pulls_done += 1
         self.counters.pulled_bytes += resident.header.total_bytes
         self.times.pull.observe(load_seconds - load.waited_s)
-        self._ahead.pulled(resident.num_bytes, now_s - load.granted_s)
-        if self.host is None:
-            self._memories.arrive(resident, load_seconds)
-            if not self._ahead.is_bringing(digest):
-                self.times.loaded(load_seconds, load.waited_s)
+        self.prefetcher.record_pull(resident.num_bytes, now_s - load.granted_s)
+        is_prefetch = self.prefetcher.is_prefetching(digest)
+        if self.tiers.host is None:
+            self.tiers.publish(resident, load_seconds)
+            if not is_prefetch:
+                self.times.observe_pulled_load(load_seconds, load.waited_s)
         else:
             resident.ready, resident.load_seconds = True, load_seconds
-            if self._waiters[digest]:
+            if self.waiters[digest]:
                 self._wait_for_device_room(digest, load, now_s)
                 return
-        self._loads.end(digest, is_here=True)
-        if self._ahead.is_bringing(digest):
-            self._ahead.arrived(resident, now_s)
+        self.loads.end(digest, is_resident=True)
+        if is_prefetch:
+            self.prefetcher.on_pulled(resident, now_s)
 
     def _on_failed(self, event: PullFailed, now_s: float) -> None:
         digest, error = event.job.digest, event.error
-        if digest in self._memories.pulled:
-            self._memories.pulled.remove(digest)
-        self._loads.traces.note(digest, error)
-        self._loads.end(digest)
-        self._ahead.failed(digest, now_s, is_cancelled=error is None)
+        if digest in self.tiers.pull_tier:
+            self.tiers.pull_tier.remove(digest)
+        self.loads.traces.note(digest, error)
+        self.loads.end(digest)
+        self.prefetcher.on_failed(digest, now_s, is_cancelled=error is None)
         if error is not None:
             facts = {"digest": digest, "reason": error.reason, "why": error.message}
             log.warning("adapter cannot be loaded", extra=facts)
             self.counters.pulls_failed += 1
             self._failures.append((digest, error))
-        elif self._waiters[digest]:
-            self.ensure_loading(digest, now_s)  # cancelled, and wanted again before it had ended
+        elif self.waiters[digest]:
+            self.ensure_loading(digest, now_s)  # cancelled, and requested again before it ended
+
+    def finish_copy(self, digest: str, now_s: float) -> None:
+        """Publishes an image whose copy into the arena is complete."""
+        copy = self.tiers.finish_copy(digest)
+        self.loads.traces.end(digest, now_s, is_resident=True)
+        if copy.load is not None:
+            self.times.copy.observe(now_s - copy.started_s)
+            self.times.load[copy.load.source].observe(now_s - copy.load.started_s)

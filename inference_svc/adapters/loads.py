@@ -1,4 +1,4 @@
-"""Adapters on their way: each in one state, and what moves it to the next."""
+"""Adapters on their way: each in one state, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.load_metrics import LoadSource
-from inference_svc.adapters.load_traces import LoadTraces
+from inference_svc.adapters.load_metrics import LoadSource, LoadTraces
 from inference_svc.adapters.pull import PullJob
 from inference_svc.spans import SpanContext
 
 
 class LoadState(enum.Enum):
-    """NEEDS_TURN -> PULLING <-> NEEDS_PULL_ROOM -> done, or with a host tier NEEDS_DEVICE_ROOM.
+    """QUEUED -> PULLING <-> NEEDS_PULL_ROOM -> ended, or with a host tier NEEDS_DEVICE_ROOM.
 
-    NEEDS_TURN: others are pulled first, or the store does not know our layout yet. PULLING: the
-    store is at work.
-    NEEDS_PULL_ROOM: the size is known, and the memory that pulls write to is full.
-    NEEDS_DEVICE_ROOM: the image lies in the host tier, held there, and the arena is full.
+    QUEUED: others are pulled first, or the store does not know our layout yet.
+    PULLING: the store is at work.
+    NEEDS_PULL_ROOM: the size is known, and the tier that pulls write to is full.
+    NEEDS_DEVICE_ROOM: the image is pinned in the host tier, and the arena is full.
     """
 
-    NEEDS_TURN = "needs_turn"
+    QUEUED = "queued"
     PULLING = "pulling"
     NEEDS_PULL_ROOM = "needs_pull_room"
     NEEDS_DEVICE_ROOM = "needs_device_room"
@@ -34,17 +33,17 @@ class LoadState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """One digest on its way. Times are seconds on the monotonic clock.
+    """One adapter on its way. Times are seconds on the monotonic clock.
 
     `store_wait_since_s` is when it began to wait for the store, moved forward by the time that it
-    waited for room instead. `room_wait_since_s` is set while it waits for room. `header` is known
-    once the pull has opened; `granted_s` is when that got room to write to, None before.
-    `waited_s` is how long it has waited for its turn and for room so far.
+    waited for memory instead. `room_wait_since_s` is set while it waits for memory. `header` is
+    known once the pull has opened; `granted_s` is when that got memory to write to, None before.
+    `waited_s` is how long it has waited for a pull thread and for memory so far.
     """
 
     started_s: float
     store_wait_since_s: float
-    state: LoadState = LoadState.NEEDS_TURN
+    state: LoadState = LoadState.QUEUED
     job: PullJob | None = None
     header: ImageHeader | None = None
     room_wait_since_s: float | None = None
@@ -57,7 +56,7 @@ class Load:
 
     @property
     def source(self) -> LoadSource:
-        """Of a load that needs no more than room on the device."""
+        """Where the bytes of a load that needs no more than room on the device came from."""
         return LoadSource.HOST if self.granted_s is None else LoadSource.STORE
 
     @property
@@ -68,7 +67,7 @@ class Load:
         self.state, self.room_wait_since_s = state, now_s
         assert self.needs_room
 
-    def got_pull_room(self, now_s: float) -> None:
+    def on_pull_room(self, now_s: float) -> None:
         assert self.state is LoadState.NEEDS_PULL_ROOM
         assert self.room_wait_since_s is not None
         room_wait_s = now_s - self.room_wait_since_s
@@ -79,16 +78,16 @@ class Load:
 
 @dataclass
 class Loads:
-    """All loads by digest; those that need their turn or room, first come first, and those that
-    lost their waiters, at hand."""
+    """All loads by digest, with indices of those that are queued, that need room (first come first)
+    and that proceed without a waiter."""
 
     by_digest: dict[str, Load] = field(default_factory=dict)
     queued: dict[str, None] = field(default_factory=dict)
     short: dict[LoadState, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     traces: LoadTraces = field(default_factory=LoadTraces)
     _short_s: float = -math.inf
-    """When a pull last waited for room."""
-    _unwanted: set[str] = field(default_factory=set)
+    """When a pull last waited for memory."""
+    _without_waiter: set[str] = field(default_factory=set)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self.by_digest
@@ -99,59 +98,50 @@ class Loads:
     def get(self, digest: str) -> Load | None:
         return self.by_digest.get(digest)
 
+    # Transitions.
+
     def begin(self, digest: str, now_s: float) -> Load:
-        assert digest not in self.by_digest
+        assert digest not in self.by_digest, "loaded twice"
         load = self.by_digest[digest] = Load(now_s, now_s)
         self.queued[digest] = None
         return load
 
-    def pull(self, digest: str, job: PullJob, now_s: float) -> None:
-        """Its turn has come."""
+    def on_pull(self, digest: str, job: PullJob, now_s: float) -> None:
         load = self.by_digest[digest]
+        assert load.state is LoadState.QUEUED
         since_s = self.store_wait_since_s(digest)
         load.store_wait_since_s = now_s if since_s is None else since_s
         load.waited_s = now_s - load.started_s
         load.state, load.job = LoadState.PULLING, job
         del self.queued[digest]
-        self.traces.pulls(digest, job, now_s)
+        self.traces.on_pull(digest, job, now_s)
 
-    @property
-    def num_pulling(self) -> int:
-        """Pulls that need a thread: all but those that wait for their turn or for room."""
-        return len(self.by_digest) - len(self.queued) - sum(map(len, self.short.values()))
+    def wait_for_room(self, digest: str, state: LoadState, now_s: float) -> None:
+        self.by_digest[digest].wait_for_room(state, now_s)
+        self.queued.pop(digest, None)
+        if state is LoadState.NEEDS_DEVICE_ROOM:
+            self.traces.on_pulled(digest, now_s)
+        self.traces.on_wait(digest, now_s)
+        self.short[state][digest] = None
 
-    @property
-    def num_by_state(self) -> dict[LoadState, int]:
-        """How many there are in each state."""
-        counts = {state: len(self.short[state]) for state in LoadState}
-        return counts | {
-            LoadState.NEEDS_TURN: len(self.queued),
-            LoadState.PULLING: self.num_pulling,
-        }
+    def on_pull_room(self, digest: str, now_s: float) -> None:
+        self.by_digest[digest].on_pull_room(now_s)
+        del self.short[LoadState.NEEDS_PULL_ROOM][digest]
+        self.traces.on_pull_room(digest, now_s)
 
-    def num_turns(self, num_workers: int) -> int:
-        """How many pulls may begin, of so many at a time."""
-        return min(max(0, num_workers - self.num_pulling), len(self.queued))
+    def on_device_room(self, digest: str, now_s: float) -> Load:
+        """Ends the load, which only a copy is left of, and returns it."""
+        load = self.by_digest[digest]
+        assert load.room_wait_since_s is not None
+        load.waited_s += now_s - load.room_wait_since_s
+        self._forget(digest)
+        self.traces.on_copy(digest, now_s)
+        return load
 
-    def trace(self, digest: str, asker: SpanContext, now_s: float) -> SpanContext | None:
-        """See Residency.trace_load."""
-        if digest in self.traces:
-            return self.traces.link(digest, asker)
-        load = self.by_digest.get(digest)
-        if load is None:
-            return None
-        self.traces.follow(digest, asker, now_s)
-        if load.job is not None:
-            self.traces.pulls(digest, load.job, now_s)
-        if load.state is not LoadState.PULLING:
-            self.traces.waits(digest, now_s)
-        return None
-
-    def end(self, digest: str, *, is_here: bool = False) -> None:
-        """`is_here`: requests can run with it."""
+    def end(self, digest: str, *, is_resident: bool = False) -> None:
         self._forget(digest)
         if digest in self.traces:
-            self.traces.end(digest, time.monotonic(), is_here=is_here)
+            self.traces.end(digest, time.monotonic(), is_resident=is_resident)
 
     def _forget(self, digest: str) -> None:
         load = self.by_digest.pop(digest)
@@ -159,41 +149,68 @@ class Loads:
             self.traces.note(digest, bytes=load.header.total_bytes)
         self.queued.pop(digest, None)
         self.short[load.state].pop(digest, None)
-        self._unwanted.discard(digest)
-
-    def wait_for_room(self, digest: str, state: LoadState, now_s: float) -> None:
-        self.by_digest[digest].wait_for_room(state, now_s)
-        self.queued.pop(digest, None)
-        if state is LoadState.NEEDS_DEVICE_ROOM:
-            self.traces.is_pulled(digest, now_s)
-        self.traces.waits(digest, now_s)
-        self.short[state][digest] = None
-
-    def got_pull_room(self, digest: str, now_s: float) -> None:
-        self.by_digest[digest].got_pull_room(now_s)
-        del self.short[LoadState.NEEDS_PULL_ROOM][digest]
-        self.traces.goes_on(digest, now_s)
-
-    def got_device_room(self, digest: str, now_s: float) -> Load:
-        """Here it ends: what is left is a copy."""
-        load = self.by_digest[digest]
-        assert load.room_wait_since_s is not None
-        load.waited_s += now_s - load.room_wait_since_s
-        self._forget(digest)
-        self.traces.copies(digest, now_s)
-        return load
+        self._without_waiter.discard(digest)
 
     def park(self, now_s: float) -> None:
-        """What waits for room to be pulled to keeps no thread."""
+        """Frees the pull threads of loads that wait for memory to pull to."""
         for digest in self.short[LoadState.NEEDS_PULL_ROOM]:
             self._short_s = now_s
             job = self.by_digest[digest].job
             assert job is not None
             job.park()
 
+    def keep_without_waiter(self, digest: str) -> None:
+        """Lets a load proceed although nobody waits for it."""
+        self._without_waiter.add(digest)
+
+    # Counts.
+
+    @property
+    def num_pulling(self) -> int:
+        """Pulls that need a thread: all but those that are queued or wait for memory."""
+        return len(self.by_digest) - len(self.queued) - sum(map(len, self.short.values()))
+
+    @property
+    def num_by_state(self) -> dict[LoadState, int]:
+        """Loads in each state; those that are being copied have ended."""
+        counts = {state: len(self.short[state]) for state in LoadState}
+        return counts | {
+            LoadState.QUEUED: len(self.queued),
+            LoadState.PULLING: self.num_pulling,
+        }
+
+    @property
+    def num_jobs(self) -> int:
+        """Pulls whose threads may still write."""
+        return sum(load.job is not None for load in self.by_digest.values())
+
+    def num_to_start(self, num_workers: int) -> int:
+        """Returns how many pulls may start, with so many threads."""
+        return min(max(0, num_workers - self.num_pulling), len(self.queued))
+
+    def num_short(self) -> dict[LoadState, int]:
+        """Returns how many need room, by the kind of it."""
+        return {state: len(digests) for state, digests in self.short.items() if digests}
+
+    # Questions about one load.
+
+    def trace(self, digest: str, parent: SpanContext, now_s: float) -> SpanContext | None:
+        """See `Residency.trace_load`."""
+        if digest in self.traces:
+            return self.traces.link(digest, parent)
+        load = self.by_digest.get(digest)
+        if load is None:
+            return None
+        self.traces.start(digest, parent, now_s)
+        if load.job is not None:
+            self.traces.on_pull(digest, load.job, now_s)
+        if load.state is not LoadState.PULLING:
+            self.traces.on_wait(digest, now_s)
+        return None
+
     def store_wait_since_s(self, digest: str) -> float | None:
-        """When the wait for the store began; None while it waits for nothing of the store. What
-        needs its turn waits for memory, not for the store, while others wait for that."""
+        """Returns when the wait for the store began; None while it does not wait for the store.
+        While others wait for memory to pull to, so does what is queued."""
         load = self.by_digest.get(digest)
         if load is None or load.needs_room:
             return None
@@ -203,59 +220,42 @@ class Loads:
         return None if is_short else max(load.store_wait_since_s, self._short_s)
 
     def last_progress_s(self, digest: str) -> float | None:
-        """When bytes last arrived, or the load began; None while it does not wait on the store."""
+        """Returns when bytes last arrived, or the load began; None while it does not wait for the
+        store."""
         load = self.by_digest.get(digest)
         if load is None or load.state is not LoadState.PULLING or load.job is None:
             return self.store_wait_since_s(digest)
         return load.job.last_progress_s
 
-    def is_short(self, digest: str) -> bool:
-        """Whether nothing but room keeps it from going on."""
+    def needs_room(self, digest: str) -> bool:
+        """Returns whether a load is there that only memory keeps from proceeding."""
         load = self.by_digest.get(digest)
         return load is not None and load.needs_room and not load.is_cancelled
 
-    def num_short(self) -> dict[LoadState, int]:
-        """How many need room, by the kind of it."""
-        return {state: len(digests) for state, digests in self.short.items() if digests}
+    # Iteration.
 
-    def unordered(self) -> Iterator[tuple[str, bool]]:
-        """What needs room or its turn, none of it aged: for those that no request waits for."""
+    def in_arrival_order(self) -> Iterator[tuple[str, bool]]:
+        """Iterates over what needs room or is queued, none of it aged; for those that no request
+        waits for."""
         for digest in [*chain.from_iterable(self.short.values()), *self.queued]:
             yield digest, False
 
-    def keep_unwanted(self, digest: str) -> None:
-        """It goes on although nobody waits for it."""
-        self._unwanted.add(digest)
-
     def orphans(self, waiters: Collection[str]) -> list[str]:
-        """Loads that nobody waits for and nobody has cancelled."""
+        """Returns the loads that nobody waits for and nobody has cancelled."""
         return [
             digest
-            for digest in self._unwanted
+            for digest in self._without_waiter
             if digest not in waiters and not self.by_digest[digest].is_cancelled
         ]
 
     def check_integrity(self, waiters: Collection[str]) -> None:
+        """Asserts that the indices agree with the loads, and that each load has a reason."""
         for digest, load in self.by_digest.items():
             assert (load.room_wait_since_s is not None) == load.needs_room
             assert (digest in self.short[load.state]) == load.needs_room
-            assert (digest in self.queued) == (load.state is LoadState.NEEDS_TURN)
-            assert digest in waiters or load.is_cancelled or digest in self._unwanted
+            assert (digest in self.queued) == (load.state is LoadState.QUEUED)
+            assert digest in waiters or load.is_cancelled or digest in self._without_waiter
         assert sum(map(len, self.short.values())) == sum(
             load.needs_room for load in self.by_digest.values()
         )
-        assert self._unwanted <= set(self.by_digest)
-
-
-@dataclass
-class LoadCounters:
-    """Monotonic counts: requests that found their adapter on the device, in the host tier, or
-    nowhere; pulls by outcome, and those of which bytes failed their hash, whatever came of them."""
-
-    device_hits: int = 0
-    host_hits: int = 0
-    misses: int = 0
-    pulls_done: int = 0
-    pulls_failed: int = 0
-    pulls_corrupt: int = 0
-    pulled_bytes: int = 0
+        assert self._without_waiter <= set(self.by_digest)

@@ -1,86 +1,148 @@
-"""Room for what is on its way: where pulls write to, and in the arena."""
+"""Memory for loads: where pulls write to, and in the arena; for one that waited too long, adapters
+in use are drained."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain
 
-from inference_svc.adapters.drains import Drains
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.loads import Load, Loads, LoadState
 from inference_svc.adapters.pull import ImageSink
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.slots import EvictionReason
-from inference_svc.adapters.tiers import Memories
+from inference_svc.adapters.slots import EvictionReason, Resident, Slots
+from inference_svc.adapters.tiers import MemoryTiers
 
 
 @dataclass
-class Rooms:
-    """Gives room to `loads` and tells the `puller`, which writes to `pulled_into`. `waiters` counts
-    the requests that wait for each digest; whoever owns it keeps it true."""
+class Drains:
+    """Which images of `device` drain for which digest: no new request may use them until its load
+    has memory."""
 
-    memories: Memories
+    device: Slots
+    _chosen: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen)
+
+    def __contains__(self, digest: str) -> bool:
+        return any(digest in chosen for chosen in self._chosen.values())
+
+    def start(self, digest: str, header: ImageHeader, keep: Collection[str]) -> list[str]:
+        """Chooses images to drain for this one, none of `keep`; returns those that no longer drain.
+
+        A choice stands as long as one of its images is in use: else all would be chosen in turn and
+        used again, for ever.
+        """
+        if self._is_in_use(digest):
+            return []
+        before = self._chosen.get(digest, frozenset())
+        others = chain.from_iterable(self._chosen.values())
+        victims = self.device.choose_drained(header, {*keep, *others} - before)
+        self._chosen[digest] = frozenset(victim.digest for victim in victims or ())
+        return list(before)
+
+    def drained(self, waited_for: Collection[str]) -> list[tuple[str, set[str]]]:
+        """Returns the digests for which all chosen images are idle, each with what it may not
+        evict: what others wait for."""
+        kept = {r.digest for r in self.device.residents() if r.digest in waited_for}
+        return [
+            (digest, kept - chosen)
+            for digest, chosen in self._chosen.items()
+            if not self._is_in_use(digest)
+        ]
+
+    def end(self, is_over: Callable[[str], bool]) -> list[str]:
+        """Forgets the digests that are over; returns the images that no longer drain."""
+        over = [digest for digest in self._chosen if is_over(digest)]
+        return [drained for digest in over for drained in self._chosen.pop(digest)]
+
+    def _is_in_use(self, digest: str) -> bool:
+        residents = map(self.device.get, self._chosen.get(digest, ()))
+        return any(resident is not None and resident.users for resident in residents)
+
+    def check_integrity(self) -> None:
+        """Asserts that no image drains for two."""
+        chosen = list(chain.from_iterable(self._chosen.values()))
+        assert len(chosen) == len(set(chosen)), "an image drains for two"
+
+
+@dataclass
+class Placement:
+    """Reserves memory for `loads` and starts what they do next with it.
+
+    The `puller` writes to `pull_memory`. `waiters` counts the requests that wait for each digest.
+    """
+
+    tiers: MemoryTiers
     loads: Loads
+    drains: Drains
     waiters: Counter[str]
     puller: Puller
-    pulled_into: memoryview
-    drains: Drains = field(init=False)
+    pull_memory: memoryview
+    times: LoadTimes
 
-    def __post_init__(self) -> None:
-        self.drains = Drains(self.memories.device)
+    def reserve(
+        self, digest: str, load: Load, keep: Collection[str], now_s: float, reason: EvictionReason
+    ) -> list[Resident] | None:
+        """Reserves the memory that a load needs, and the load proceeds.
 
-    def give(
-        self, digest: str, load: Load, keep: Collection[str], now_s: float, why: EvictionReason
-    ) -> bool:
-        """Evicts for it as few as needed, none of `keep`; False, and nothing is evicted, if that
-        makes no room. The load goes on with what it got."""
+        Evicts as few images as needed, none of `keep`, and returns them. Returns None, and evicts
+        nothing, if that does not suffice.
+        """
         if load.state is LoadState.NEEDS_DEVICE_ROOM:
-            return self._give_device(digest, keep, now_s, why)
+            return self._reserve_on_device(digest, keep, now_s, reason)
         assert load.header is not None
         assert load.job is not None
-        resident = self.memories.pulled.reserve(load.header, keep, self.waiters, why)
-        if resident is None:
-            return False
-        self.loads.got_pull_room(digest, now_s)
+        reservation = self.tiers.reserve_for_pull(load.header, keep, self.waiters, reason)
+        if reservation is None:
+            return None
+        self.loads.on_pull_room(digest, now_s)
         load.job.last_progress_s = now_s
-        if load.job.grant(ImageSink(self.pulled_into, resident.extents)):
+        if load.job.grant(ImageSink(self.pull_memory, reservation.resident.extents)):
             self.puller.start(load.job)
-        return True
+        return reservation.evicted
 
-    def _give_device(
-        self, digest: str, keep: Collection[str], now_s: float, why: EvictionReason
-    ) -> bool:
-        """Moves a host image into the arena; the copy rides in the next batch that has room."""
-        memories = self.memories
-        hosted = memories.in_host(digest)
-        assert hosted is not None, "the load holds it"
-        resident = memories.device.reserve(hosted.header, keep, self.waiters, why)
-        if resident is None:
-            return False
-        load = self.loads.got_device_room(digest, now_s)
-        memories.times.wait.observe(load.waited_s)
-        memories.copy(hosted, resident, now_s, load)
-        return True
+    def _reserve_on_device(
+        self, digest: str, keep: Collection[str], now_s: float, reason: EvictionReason
+    ) -> list[Resident] | None:
+        hosted = self.tiers.host_resident(digest)
+        assert hosted is not None, "the load pins it"
+        reservation = self.tiers.reserve_on_device(hosted.header, keep, self.waiters, reason)
+        if reservation is None:
+            return None
+        load = self.loads.on_device_room(digest, now_s)
+        self.times.wait.observe(load.waited_s)
+        self.tiers.start_copy(hosted, reservation.resident, now_s, load)
+        return reservation.evicted
 
-    def drain(self, digest: str, load: Load, ahead: Collection[str]) -> None:
-        """What is in use shall make room for this one, which has waited for long; nothing of
-        `ahead`."""
-        if self.memories.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM:
+    def drain(self, digest: str, load: Load, keep: Collection[str]) -> None:
+        """Drains images in use, none of `keep`, for a load that has waited too long."""
+        if self.tiers.host is None or load.state is LoadState.NEEDS_DEVICE_ROOM:
             assert load.header is not None
-            self.memories.news += self.drains.start(digest, load.header, ahead)
+            self.tiers.mark_ready(self.drains.start(digest, load.header, keep))
 
-    def after_drains(self, now_s: float) -> None:
-        """What drained for a digest is its room, whatever came before it meanwhile, or drains no
-        more: else all would wait for each other."""
+    def reserve_drained(self, now_s: float) -> list[Resident]:
+        """Gives what has drained to the load that it drained for, whatever is due before that by
+        now; else all would wait for each other. Returns what was evicted."""
         if not self.drains:
-            return
+            return []
+        evicted: list[Resident] = []
         drained = self.drains.drained(self.waiters)
         for digest, keep in drained:
-            if self.loads.is_short(digest):
-                self.give(digest, self.loads[digest], keep, now_s, EvictionReason.AGED)
+            if self.loads.needs_room(digest):
+                load = self.loads[digest]
+                evicted += self.reserve(digest, load, keep, now_s, EvictionReason.AGED) or ()
         over = {digest for digest, _ in drained}
-        self.memories.news += self.drains.end(lambda d: d in over or not self.loads.is_short(d))
+        self._end_drains(lambda digest: digest in over or not self.loads.needs_room(digest))
+        return evicted
 
     def end_drains(self) -> None:
-        """For those that need no room any more."""
-        self.memories.news += self.drains.end(lambda digest: not self.loads.is_short(digest))
+        """Ends the drains for loads that need no memory any more."""
+        self._end_drains(lambda digest: not self.loads.needs_room(digest))
+
+    def _end_drains(self, is_over: Callable[[str], bool]) -> None:
+        self.tiers.mark_ready(self.drains.end(is_over))

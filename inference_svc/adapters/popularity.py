@@ -1,4 +1,4 @@
-"""How often each adapter has been asked for lately: an exponentially weighted count per digest."""
+"""How often each adapter was requested lately: an exponentially weighted count per digest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 HALF_LIFE_S = 300.0
 MAX_TRACKED = 4096
-"""The least popular are forgotten beyond this: a search goes through all that are known."""
+"""Digests tracked before the least popular are dropped: a search goes through all of them."""
 
 _REBASE_EXPONENT = 512.0  # scores grow with time instead of shrinking; before they overflow
 
@@ -15,8 +15,8 @@ _REBASE_EXPONENT = 512.0  # scores grow with time instead of shrinking; before t
 class Popularity:
     """A request counts 1 when it comes and half of it `half_life_s` later.
 
-    Scores are kept at the value that they had at a common moment: all fade alike, so that their
-    order never changes by waiting, and nothing is to be updated as time passes.
+    Scores are stored as of a common moment: all fade alike, so that their order does not change
+    with time, and nothing is updated as it passes.
     """
 
     def __init__(self, half_life_s: float = HALF_LIFE_S, max_tracked: int = MAX_TRACKED) -> None:
@@ -30,44 +30,44 @@ class Popularity:
     def __len__(self) -> int:
         return len(self._weights)
 
-    def note(self, digest: str, now_s: float) -> None:
-        """One more request. `now_s` may go back a little, never by a rebase."""
-        one = self._one(now_s)
-        self._weights[digest] = self._weight(digest) + one
+    def record(self, digest: str, now_s: float) -> None:
+        """Records a request. `now_s` may go back a little, never by a rebase."""
+        unit = self._unit(now_s)
+        self._weights[digest] = self._weight(digest) + unit
         if len(self._weights) > self._max_tracked:
-            self._forget_a_quarter()
+            self._drop_least_popular()
 
     def inherit(self, digest: str, from_digest: str) -> None:
-        """A name moved to `digest`: it will be asked for as often as what it replaces, which keeps
-        its own, for those who ask for it by version or digest, and fades."""
+        """Makes `digest`, to which a name moved, as popular as what it replaces. That keeps its own
+        score, for requests by version or digest, and fades."""
         self._weights[digest] = max(self._weight(digest), self._weight(from_digest))
 
     def forget(self, digest: str) -> None:
         self._weights.pop(digest, None)
 
     def score(self, digest: str, now_s: float) -> float:
-        """The weighted count at `now_s`; 0 for what is not known."""
-        one = self._one(now_s)
-        return self._weight(digest) / one
+        """Returns the weighted count at `now_s`; 0 for an unknown digest."""
+        unit = self._unit(now_s)
+        return self._weight(digest) / unit
 
     def hottest(
-        self, now_s: float, is_wanted: Callable[[str], bool], least: float = 0.0
+        self, now_s: float, is_eligible: Callable[[str], bool], least: float = 0.0
     ) -> tuple[str, float] | None:
-        """The most popular digest of those that are wanted and have a score of at least `least`,
-        with its score. Only those that would lead are asked about: of thousands, few."""
-        one = self._one(now_s)
-        found, best = None, least * one
-        # The newest first: of those that were asked for once, each outweighs all before it.
+        """Returns the most popular eligible digest with a score of at least `least`, and its score.
+        Calls `is_eligible` only for those that would lead: of thousands, few."""
+        unit = self._unit(now_s)
+        found, best = None, least * unit
+        # The newest first: of those that were requested once, each outweighs all before it.
         for digest, weight in reversed(self._weights.items()):
-            if weight >= best and (found is None or weight > best) and is_wanted(digest):
+            if weight >= best and (found is None or weight > best) and is_eligible(digest):
                 found, best = digest, weight
-        return None if found is None else (found, best / one)
+        return None if found is None else (found, best / unit)
 
     def _weight(self, digest: str) -> float:
         return self._weights.get(digest, 0.0)
 
-    def _one(self, now_s: float) -> float:
-        """The weight of a request at `now_s`. Weights read before may be on another scale."""
+    def _unit(self, now_s: float) -> float:
+        """Returns the weight of a request at `now_s`; a weight read before may be rescaled."""
         if self._base_s is None:
             self._base_s = now_s
         exponent = (now_s - self._base_s) / self._half_life_s
@@ -77,6 +77,6 @@ class Popularity:
             self._base_s, exponent = now_s, 0.0
         return math.exp2(exponent)
 
-    def _forget_a_quarter(self) -> None:
+    def _drop_least_popular(self) -> None:
         ascending = sorted(self._weights.items(), key=lambda item: item[1])
         self._weights = dict(ascending[len(ascending) - self._max_tracked * 3 // 4 :])

@@ -233,21 +233,24 @@ SILENT_SHARE = 0.8
 
 @dataclass
 class SilentSources:
-    """What pulls that were given up have learned, for the next ones of the same digest: else each
-    would ask the same silent source first, and wait for it in vain. Requests wait for less long
-    than a source may be silent before the pull itself leaves it."""
+    """What abandoned pulls have learned, for the next pulls of the same digest.
+
+    Else each would try the same silent source first, in vain: requests wait for less long than a
+    source may be silent before the pull itself leaves it.
+    """
 
     _by_digest: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
 
-    def given_up(self, job: PullJob, wait_s: float) -> None:
-        """Nobody waits for it any more; requests wait for at most `wait_s`."""
-        bad = job.bad_sources(SILENT_SHARE * wait_s)
-        if bad:
+    def record_abandoned(self, job: PullJob, wait_s: float) -> None:
+        """Records the bad sources of a pull that nobody waits for any more; requests wait for at
+        most `wait_s`."""
+        sources = job.bad_sources(SILENT_SHARE * wait_s)
+        if sources:
             now_s = time.monotonic()
-            self._by_digest = {d: kept for d, kept in self._by_digest.items() if kept[1] > now_s}
-            self._by_digest[job.digest] = (bad, now_s + AVOID_S)
+            self._by_digest = {d: bad for d, bad in self._by_digest.items() if bad[1] > now_s}
+            self._by_digest[job.digest] = (sources, now_s + AVOID_S)
 
-    def of(self, digest: str) -> frozenset[str]:
-        """To be asked last."""
+    def avoided_for(self, digest: str) -> frozenset[str]:
+        """Returns the sources to be tried last."""
         bad, until_s = self._by_digest.get(digest, (frozenset(), 0.0))
         return bad if time.monotonic() < until_s else frozenset()

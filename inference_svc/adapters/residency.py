@@ -1,172 +1,251 @@
-"""Who waits for which adapter, who uses it, and what operators ask for."""
+"""Who waits for which adapter, who uses it, and what operators ask for.
+
+`build_residency` wires the parts: a `Loader` that moves `Loads`, the `MemoryTiers` that they end
+in, the `Placement` that reserves memory there, and a `Prefetcher`. Each knows only those that were
+made before it; what one changed for another it returns.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
+from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.loader import Loader
-from inference_svc.adapters.loads import Load, LoadState
-from inference_svc.errors import AdapterNotFound, AdapterUnusable
+from inference_svc.adapters.loads import Loads, LoadState
+from inference_svc.adapters.placement import Drains, Placement
+from inference_svc.adapters.prefetch import Prefetcher, PrefetchPolicy
+from inference_svc.adapters.pull import PullEvent
+from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostTier, MemoryTiers, ResidencyChange
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, InferenceError
 from inference_svc.spans import Span, SpanContext
 
 
-@dataclass
-class Residency(Loader):
-    """From a digest to a slot and back. How an adapter comes in is the Loader's part."""
+class Residency:
+    """From a digest to a slot and back.
 
-    # What requests ask for.
+    `waiters` counts the requests, and operators, that wait for each digest.
+    """
+
+    def __init__(
+        self,
+        tiers: MemoryTiers,
+        loads: Loads,
+        drains: Drains,
+        prefetcher: Prefetcher,
+        loader: Loader,
+        waiters: Counter[str],
+        counters: LoadCounters,
+        times: LoadTimes,
+    ) -> None:
+        self.tiers = tiers
+        self.device, self.host = tiers.device, tiers.host
+        self.loads = loads
+        self.drains = drains
+        self.prefetcher = prefetcher
+        self.loader = loader
+        self.waiters = waiters
+        self.counters = counters
+        self.times = times
+
+    # Requests.
 
     def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None:
-        """One more waits for this adapter; starts its load if need be."""
-        self._waiters[digest] += 1
+        """Adds one that waits for this adapter, and begins its load if need be. `count`: it is a
+        new request."""
+        self.waiters[digest] += 1
         if count:
-            self._count(digest)
-        if self.prefetch is not None:
-            self.prefetch.wanted(digest, now_s, count=count)
-        self.ensure_loading(digest, now_s)
+            self._count_lookup(digest)
+        self.prefetcher.on_request(digest, now_s, count=count)
+        self.loader.ensure_loading(digest, now_s)
 
     def remove_waiter(self, digest: str, *, expired: bool = False) -> None:
-        """One waits no more. A load that nobody waits for is abandoned, unless the last waiter
-        only `expired` and bytes are arriving: then the next request shall find it."""
-        self._waited(digest)
-        load = self._loads.get(digest)
-        if load is None or self._waiters[digest]:
+        """Removes one that waited. A load that nobody waits for is abandoned, unless the last
+        waiter only `expired` and bytes are arriving: then the next request shall find it."""
+        self._decrement_waiters(digest)
+        load = self.loads.get(digest)
+        if load is None or self.waiters[digest]:
             return
         if expired and load.state is LoadState.PULLING and load.header is not None:
-            self._loads.keep_unwanted(digest)
+            self.loads.keep_without_waiter(digest)
             return
-        self._abandon(digest, load)
+        self.loader.abandon(digest)
 
-    def trace_load(self, digest: str, asker: SpanContext, now_s: float) -> SpanContext | None:
-        """What is on its way for a request becomes a part of what `asker` does. If it is a part of
-        something else already, the load's own span, to be linked to."""
-        return self._loads.trace(digest, asker, now_s)
-
-    def pop_spans(self) -> tuple[Span, ...]:
-        """Of loads that are over, each once."""
-        return self._loads.traces.take()
+    def ensure_loading(self, digest: str, now_s: float) -> None:
+        """Begins the load of an adapter that is neither resident nor on its way."""
+        self.loader.ensure_loading(digest, now_s)
 
     def is_resident(self, digest: str) -> bool:
-        """Whether `acquire` may be called."""
+        """Returns whether `acquire` may be called."""
         resident = self.device.get(digest)
         return resident is not None and resident.ready and not resident.draining
 
     def is_schedulable(self, digest: str) -> bool:
-        """Whether one more should use it: no, if it is to make room for one that waited longer."""
-        return self.is_resident(digest) and digest not in self._rooms.drains
+        """Returns whether a new request may use it: not if it drains for a load that has waited
+        too long."""
+        return self.is_resident(digest) and digest not in self.drains
 
     def acquire(self, digest: str) -> int:
-        """The slot of a ready adapter, held until `release`, for one that waited."""
+        """Returns the slot of a ready adapter, held until `release`, to one that waited."""
         resident = self.device.acquire(digest, time.time())
-        self._waited(digest)
+        self._decrement_waiters(digest)
         return resident.slot
 
     def release(self, digest: str) -> None:
-        """Gives back what `acquire` held; a draining adapter is freed with its last user."""
+        """Releases what `acquire` held; an unloaded adapter is freed with its last user."""
         resident = self.device.release(digest)
         if resident.draining and resident.users == 0:
-            self._drop(digest)
+            self._evict(digest)
 
     def store_wait_since_s(self, digest: str) -> float | None:
-        """When the wait for the store began; None while it waits for nothing of the store."""
-        return self._loads.store_wait_since_s(digest)
+        """Returns when the wait for the store began; None while it does not wait for the store."""
+        return self.loads.store_wait_since_s(digest)
 
     def last_progress_s(self, digest: str) -> float | None:
-        """When bytes last arrived, or the load began; None while it does not wait on the store."""
-        return self._loads.last_progress_s(digest)
+        """Returns when bytes last arrived, or the load began; None while it does not wait for the
+        store."""
+        return self.loads.last_progress_s(digest)
 
-    # What operators ask for, and registrations.
+    def trace_load(self, digest: str, parent: SpanContext, now_s: float) -> SpanContext | None:
+        """Traces the load of this adapter, if there is one, as a part of `parent`. If it is a part
+        of something else already, returns the load's own span, to be linked to."""
+        return self.loads.trace(digest, parent, now_s)
+
+    # The engine's step.
+
+    def set_layout(self, layout_id: str) -> None:
+        """Lets pulls start, now that the store knows our layout by this id."""
+        self.loader.set_layout(layout_id)
+
+    def on_pull_event(self, event: PullEvent, now_s: float) -> None:
+        self.loader.on_pull_event(event, now_s)
+
+    def advance(self, now_s: float, in_order: Iterable[tuple[str, bool]]) -> None:
+        """See `Loader.advance`."""
+        self.loader.advance(now_s, in_order)
+
+    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
+        """Publishes images whose copies into the arena are complete."""
+        for digest in digests:
+            self.loader.finish_copy(digest, now_s)
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self.tiers.copies)
+
+    def next_expiry_s(self) -> float | None:
+        """Returns when `advance` is to be called again if nothing happens before."""
+        return self.loader.next_expiry_s()
+
+    def pop_changes(self) -> tuple[ResidencyChange, ...]:
+        """Returns what takes effect with the next batch."""
+        return self.tiers.pop_changes()
+
+    def pop_ready(self) -> list[str]:
+        """Returns the adapters that may have become schedulable, or ceased to be, since the last
+        call."""
+        return self.tiers.pop_ready()
+
+    def pop_failures(self) -> list[tuple[str, InferenceError]]:
+        """Returns the digests that could not be loaded since the last call, each once: their
+        waiters are to be ended."""
+        return self.loader.pop_failures()
+
+    def pop_spans(self) -> tuple[Span, ...]:
+        """Returns the spans of loads that ended since the last call."""
+        return self.loads.traces.pop_spans()
+
+    def cancel_all(self) -> None:
+        self.loader.cancel_all()
+
+    # Operators, and registrations.
 
     def unload(self, digest: str) -> int:
-        """Drains and frees; returns the bytes that this frees, maybe later (`is_draining`)."""
-        resident, hosted = self.device.get(digest), self._memories.in_host(digest)
-        if digest in self._loads or digest in self._memories.copying:
+        """Frees an adapter, once its last user is gone (`is_draining`); returns how many bytes."""
+        resident, hosted = self.device.get(digest), self.tiers.host_resident(digest)
+        if digest in self.loads or digest in self.tiers.copies:
             raise AdapterUnusable(f"adapter {digest} is still loading", subject="ref")
         if resident is None and hosted is None:
             raise AdapterNotFound(f"adapter {digest} is not resident", subject="ref")
         if resident is not None and resident.pinned:
             raise AdapterUnusable(f"adapter {digest} is pinned; unpin it first", subject="ref")
-        if self.prefetch is not None:
-            self.prefetch.forget(digest)
-            self.prefetch.left(digest)
+        self.prefetcher.on_unloaded(digest)
         freed = sum(r.num_bytes for r in (resident, hosted) if r is not None)
         if resident is None or resident.users == 0:
-            self._drop(digest)
+            self._evict(digest)
         else:
             resident.draining = True
         return freed
-
-    def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
-        """A name that pointed to one now points to the other."""
-        if self.prefetch is not None:
-            self.prefetch.on_repointed(old_digest, new_digest, now_s)
 
     def is_draining(self, digest: str) -> bool:
         resident = self.device.get(digest)
         return resident is not None and resident.draining
 
-    # What those see who look for what is wrong.
-
-    @property
-    def loads_by_digest(self) -> Mapping[str, Load]:
-        """Adapters on their way; those that are being copied have left it."""
-        return self._loads.by_digest
-
-    def num_waiters(self, digest: str) -> int:
-        """Requests, and operators, that wait for it."""
-        return self._waiters[digest]
-
-    # The engine's end.
-
-    @property
-    def num_loading(self) -> int:
-        """Pulls whose threads may still write."""
-        return sum(load.job is not None for load in self._loads.by_digest.values())
-
-    def cancel_all(self) -> None:
-        for load in self._loads.by_digest.values():
-            if load.job is not None:
-                self.puller.cancel(load.job)
-
-    # Within.
+    def on_repointed(self, old_digest: str, new_digest: str, now_s: float) -> None:
+        """Records that a name moved from one digest to the other."""
+        self.prefetcher.on_repointed(old_digest, new_digest, now_s)
 
     def check_integrity(self, waiters: Counter[str]) -> None:
         """Asserts that memory, loads and `waiters`, the true ones by digest, agree."""
-        assert self._waiters == waiters, "waiters without a request, or the reverse"
-        self.device.check_integrity()
-        for resident in self.device.residents():
-            is_coming = resident.digest in self._loads or resident.digest in self._memories.copying
-            assert resident.ready != is_coming, "a half-loaded image"
-        self._loads.check_integrity(waiters)
-        held = Counter(self._memories.copying)
-        for digest, load in self._loads.by_digest.items():
-            held[digest] += load.state is LoadState.NEEDS_DEVICE_ROOM
-        if self.host is None:
-            assert not +held
-            return
-        self.host.slots.check_integrity()
-        for hosted in self.host.slots.residents():
-            assert hosted.users == held[hosted.digest], "a host image held for nothing"
-            assert hosted.ready or hosted.digest in self._loads, "a half-pulled image"
+        assert self.waiters == waiters, "waiters without a request, or the reverse"
+        self.loads.check_integrity(waiters)
+        self.tiers.check_integrity(self.loads)
+        self.drains.check_integrity()
+        self.prefetcher.check_integrity()
 
-    def _waited(self, digest: str) -> None:
-        assert self._waiters[digest] > 0
-        self._waiters[digest] -= 1
-        if not self._waiters[digest]:
-            del self._waiters[digest]
+    def _decrement_waiters(self, digest: str) -> None:
+        assert self.waiters[digest] > 0
+        self.waiters[digest] -= 1
+        if not self.waiters[digest]:
+            del self.waiters[digest]
 
-    def _count(self, digest: str) -> None:
+    def _count_lookup(self, digest: str) -> None:
         if self.is_resident(digest):
             self.counters.device_hits += 1
-        elif self._memories.in_host(digest) is not None:
+        elif self.tiers.host_resident(digest) is not None:
             self.counters.host_hits += 1
         else:
             self.counters.misses += 1
 
-    def _drop(self, digest: str) -> None:
-        self._memories.drop(digest)
-        if self._waiters[digest]:
-            self.ensure_loading(digest, time.monotonic())
+    def _evict(self, digest: str) -> None:
+        self.tiers.evict(digest)
+        if self.waiters[digest]:
+            self.loader.ensure_loading(digest, time.monotonic())
+
+
+def build_residency(
+    device: Slots,
+    host: HostTier | None,
+    pull_memory: memoryview,
+    puller: Puller,
+    *,
+    max_rank: int,
+    stall_s: float,
+    policy: PrefetchPolicy | None = None,
+) -> Residency:
+    """Makes a residency of these memories.
+
+    `device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena, whose
+    bytes `pull_memory` then is. Nothing is prefetched without a `policy`.
+    """
+    times, counters, waiters = LoadTimes(), LoadCounters(), Counter[str]()
+    loads, drains = Loads(), Drains(device)
+    tiers = MemoryTiers(device, host, times)
+    placement = Placement(tiers, loads, drains, waiters, puller, pull_memory, times)
+    prefetcher = Prefetcher(policy, tiers, loads, placement, waiters)
+    loader = Loader(
+        tiers,
+        loads,
+        placement,
+        prefetcher,
+        puller,
+        waiters,
+        counters,
+        times,
+        max_rank=max_rank,
+        stall_s=stall_s,
+    )
+    return Residency(tiers, loads, drains, prefetcher, loader, waiters, counters, times)

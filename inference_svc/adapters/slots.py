@@ -1,16 +1,17 @@
 """Which images lie in one memory: rows, extents, pins, users, least-recently-used eviction.
 
-Plain bookkeeping without tensors. The arena has one `Slots` whose rows are the rows of the
-table; the host tier has another.
+Plain bookkeeping without tensors. The arena has one `Slots` whose rows are the table's; the host
+tier has another.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from inference_svc.adapters.extents import Extent, ExtentAllocator, round_up
 from inference_svc.adapters.image_source import ImageHeader
@@ -18,8 +19,8 @@ from inference_svc.errors import NoRoom
 
 
 class EvictionReason(enum.Enum):
-    """What an image left for: one that is asked for, by a request that waited for long or by any,
-    or one that may be; or an operator said so."""
+    """Why an image was evicted: for one that a request waits for (AGED: for too long), for one that
+    is prefetched, or by an operator."""
 
     REQUEST = "request"
     AGED = "aged"
@@ -29,7 +30,7 @@ class EvictionReason(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """One image in this memory. `ready` once its bytes are whole and verified.
+    """One image in this memory, `ready` once its bytes are complete and verified.
 
     `users` counts the running sequences (or copies) that read it.
     """
@@ -54,8 +55,15 @@ class Resident:
         return sum(extent.num_bytes for extent in self.extents)
 
 
+class Reservation(NamedTuple):
+    """Memory for an image that is not ready yet, and what was evicted for it."""
+
+    resident: Resident
+    evicted: list[Resident]
+
+
 def target_cuts(header: ImageHeader) -> list[int]:
-    """The image offsets at which a target starts, where an image may be cut."""
+    """Returns the image offsets at which a target starts, where an image may be cut."""
     cuts: list[int] = []
     previous = -1
     for segment in header.segments:
@@ -67,7 +75,7 @@ def target_cuts(header: ImageHeader) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An image as an allocator sees it: its size, and where it may be cut."""
+    """An image to an allocator: its size, and where it may be cut."""
 
     num_bytes: int
     cuts: tuple[int, ...] = (0,)
@@ -84,17 +92,11 @@ class Slots:
     that they can never stop others from loading.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        max_images: int,
-        largest: Shape | None = None,
-        on_evict: Callable[[Resident], None] = lambda resident: None,
-    ) -> None:
+    def __init__(self, capacity: int, max_images: int, largest: Shape | None = None) -> None:
+        assert max_images > 0
         self.extents = ExtentAllocator(capacity)
         self.max_images = max_images
         self.largest = largest
-        self.on_evict = on_evict
         self._by_digest: OrderedDict[str, Resident] = OrderedDict()  # least recently used first
         self._free_slots = list(range(max_images - 1, -1, -1))
         self.evictions: Counter[EvictionReason] = Counter()
@@ -113,7 +115,7 @@ class Slots:
         return list(self._by_digest.values())
 
     def last_used_first(self) -> Iterator[Resident]:
-        """To be read before anything changes."""
+        """Iterates over the images; nothing may change meanwhile."""
         return reversed(self._by_digest.values())
 
     @property
@@ -133,63 +135,64 @@ class Slots:
         return self.extents.capacity - self.extents.free_bytes
 
     def admits(self, header: ImageHeader) -> bool:
-        """Whether the image can be loaded once nothing runs: beside what is pinned."""
-        return self._beside_pins().allocate(header.total_bytes, target_cuts(header)) is not None
+        """Returns whether the image fits once nothing runs: next to the pinned ones."""
+        return self._with_pinned().allocate(header.total_bytes, target_cuts(header)) is not None
 
-    def _beside_pins(self, *more: Resident) -> ExtentAllocator:
-        """The memory with only pinned images in it, and these."""
+    def _with_pinned(self, *more: Resident) -> ExtentAllocator:
+        """Returns the memory with only the pinned images in it, and these."""
         pinned = (resident.extents for resident in (*self._pinned.values(), *more))
-        return ExtentAllocator.around(self.capacity, chain.from_iterable(pinned))
+        return ExtentAllocator.with_used(self.capacity, chain.from_iterable(pinned))
 
     def reserve(
         self,
         header: ImageHeader,
         keep: Collection[str] = (),
-        wanted: Collection[str] = (),
+        waited_for: Collection[str] = (),
         reason: EvictionReason = EvictionReason.REQUEST,
-    ) -> Resident | None:
-        """Room for an image, evicting as few as needed: what is not `wanted` first, then the least
-        recently used; never those in `keep`. None, and nothing evicted, when that is not enough.
+    ) -> Reservation | None:
+        """Reserves memory for an image, evicting as few as needed: what is not `waited_for` first,
+        then the least recently used; never those in `keep`.
+
+        Returns None, and evicts nothing, when that does not suffice.
         """
         assert header.digest not in self._by_digest, "reserved twice"
         cuts = target_cuts(header)
-        victims = self._victims(header.total_bytes, cuts, keep, wanted)
+        victims = self._victims(header.total_bytes, cuts, keep, waited_for)
         if victims is None:
             return None
         for victim in victims:
             self.evictions[reason] += 1
             self.remove(victim.digest)
-            self.on_evict(victim)
         extents = self.extents.allocate(header.total_bytes, cuts)
         assert extents is not None, "planned, and does not fit"
         resident = Resident(header, self._free_slots.pop(), extents, header.rank)
         self._by_digest[header.digest] = resident
-        return resident
+        return Reservation(resident, victims)
 
-    def to_drain(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
-        """The images that must be given up for room for this one, those of few users first. None
-        if that makes no room, either."""
+    def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
+        """Returns the images to drain to make room for this one, those with few users first; None
+        if that does not suffice."""
         idle_first = sorted(self._by_digest.values(), key=lambda resident: resident.users)
         planned = [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
-        return self._until_room(header.total_bytes, target_cuts(header), planned)
+        return self._until_fits(header.total_bytes, target_cuts(header), planned)
 
     def _victims(
-        self, num_bytes: int, cuts: list[int], keep: Collection[str], wanted: Collection[str]
+        self, num_bytes: int, cuts: list[int], keep: Collection[str], waited_for: Collection[str]
     ) -> list[Resident] | None:
-        """The images whose eviction makes room; None if no eviction does. Of thousands only those
-        are looked at that come first."""
+        """Returns the images whose eviction makes room; None if no eviction does. Lazy: of
+        thousands of images only the first ones are examined."""
         evictable = (
             resident
-            for is_wanted in (False, True)
+            for is_waited_for in (False, True)
             for resident in self._by_digest.values()
-            if (resident.digest in wanted) == is_wanted and self.may_evict(resident, keep)
+            if (resident.digest in waited_for) == is_waited_for and self.can_evict(resident, keep)
         )
-        return self._until_room(num_bytes, cuts, evictable)
+        return self._until_fits(num_bytes, cuts, evictable)
 
-    def _until_room(
+    def _until_fits(
         self, num_bytes: int, cuts: list[int], evictable: Iterable[Resident]
     ) -> list[Resident] | None:
-        """The first of `evictable` whose eviction makes room; None if that of all does not."""
+        """Returns the first of `evictable` whose eviction makes room; None if all do not."""
         planned, victims = self.extents.copy(), list[Resident]()
         candidates = iter(evictable)
         while True:
@@ -203,21 +206,21 @@ class Slots:
             planned.free(victim.extents)
             victims.append(victim)
 
-    def may_leave(self, keep: Collection[str]) -> set[str] | None:
-        """What might be evicted for one more image; None while there is room for any that is known
-        here."""
+    def eviction_candidates(self, keep: Collection[str]) -> set[str] | None:
+        """Returns what might be evicted for one more image; None while any image known here would
+        fit without."""
         largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
         if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
             return None
-        return {r.digest for r in self._by_digest.values() if self.may_evict(r, keep)}
+        return {r.digest for r in self._by_digest.values() if self.can_evict(r, keep)}
 
-    def may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
+    def can_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         if resident.pinned or resident.users or not resident.ready:
             return False
         return resident.digest not in keep
 
     def remove(self, digest: str) -> Resident:
-        """Frees the image's row and bytes; nobody may be using it."""
+        """Frees the image's row and bytes; nothing may be using it."""
         resident = self._by_digest.pop(digest)
         assert resident.users == 0, "freed while in use"
         self._pinned.pop(digest, None)
@@ -226,7 +229,7 @@ class Slots:
         return resident
 
     def acquire(self, digest: str, now_time_s: float) -> Resident:
-        """Marks one more user of a ready image, which also makes it the most recently used."""
+        """Adds a user to a ready image, which also makes it the most recently used."""
         resident = self._by_digest[digest]
         assert resident.ready
         resident.users += 1
@@ -241,7 +244,7 @@ class Slots:
         return resident
 
     def pin(self, digest: str) -> Resident:
-        """Protects from eviction. Raises NoRoom when pins could stop others from loading."""
+        """Protects an image from eviction. Raises NoRoom if pins could stop others from loading."""
         resident = self._by_digest[digest]
         if resident.pinned:
             return resident
@@ -251,7 +254,7 @@ class Slots:
                 "unpin another adapter",
                 subject="max_loras",
             )
-        left = self._beside_pins(resident)
+        left = self._with_pinned(resident)
         if self.largest and left.allocate(self.largest.num_bytes, self.largest.cuts) is None:
             raise NoRoom(
                 f"pinning {resident.num_bytes} bytes would leave no room for the largest "
@@ -282,10 +285,10 @@ class Slots:
             assert resident.num_bytes == round_up(resident.header.total_bytes)
 
 
-def why_inadmissible(header: ImageHeader, max_rank: int, memories: Iterable[Slots]) -> str | None:
-    """What of this image is too much for one of the memories that it would pass through."""
+def inadmissible_reason(header: ImageHeader, max_rank: int, tiers: Iterable[Slots]) -> str | None:
+    """Returns what of this image is too much for one of the tiers that it would pass through."""
     if header.rank > max_rank:
         return f"rank {header.rank}, above max_lora_rank {max_rank}"
-    if not all(slots.admits(header) for slots in memories):
+    if not all(slots.admits(header) for slots in tiers):
         return f"{header.total_bytes} bytes, more than the memory for adapters can give"
     return None

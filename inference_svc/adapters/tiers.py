@@ -1,120 +1,239 @@
-"""The memories that an image passes through, and what of them changes with the next batch."""
+"""The two memories that hold images, the host tier and the arena, and what changes in the arena.
+
+Plain bookkeeping: changes to the arena are data that ride in a batch; `Arena.apply` makes them.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from inference_svc.adapters.changes import (
-    HostCopy,
-    PendingChanges,
-    ResidencyChange,
-    TableClear,
-    TableWrite,
-)
-from inference_svc.adapters.copies import Copies
-from inference_svc.adapters.host_tier import HostTier
+import torch
+
+from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.load_traces import LoadTraces
-from inference_svc.adapters.loads import Load
-from inference_svc.adapters.slots import EvictionReason, Resident, Slots
+from inference_svc.adapters.loads import Load, Loads, LoadState
+from inference_svc.adapters.slots import EvictionReason, Reservation, Resident, Slots
+from kernels.host_memory import allocate_host
 
 log = logging.getLogger(__name__)
 
+MAX_HOST_IMAGES = 1 << 16
+STEP_COPY_BYTES = 24 << 20
+"""Bytes copied before one step: some 5 ms where a core copies 5 GB/s. Copying all that a burst of
+requests waits for at once would hold up everybody who decodes for many times a step's length."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """Makes an image visible to kernels in its row; its bytes are already in the arena."""
+
+    resident: Resident
+
+
+@dataclass(frozen=True, slots=True)
+class TableClear:
+    """Takes a row away from kernels."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Starts to copy an image from the host tier into the arena; a TableWrite follows once it is
+    complete."""
+
+    host: Resident
+    resident: Resident
+
+
+ResidencyChange = TableWrite | TableClear | HostCopy
+
 
 @dataclass
-class Memories:
-    """`device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena.
+class PendingChanges:
+    """Changes that were decided and ride in no batch yet, in order."""
 
-    `on_left` is told of each image that was evicted from the memory that pulls write to. `news` are
-    adapters of which it may have changed whether a request may start with them.
+    _changes: list[ResidencyChange] = field(default_factory=list)
+
+    def append(self, change: ResidencyChange) -> None:
+        self._changes.append(change)
+
+    def pop(self, max_copied_bytes: int | None) -> tuple[ResidencyChange, ...]:
+        """Removes and returns all but the copies that exceed `max_copied_bytes`.
+
+        The first copy is returned whatever its size, and those left out come first the next time.
+        What overtakes them concerns other images: an image that is being copied does not change.
+        """
+        popped: list[ResidencyChange] = []
+        left: list[ResidencyChange] = []
+        num_bytes = 0
+        for change in self._changes:
+            if isinstance(change, HostCopy) and max_copied_bytes is not None:
+                after = num_bytes + change.host.num_bytes
+                if left or (num_bytes and after > max_copied_bytes):
+                    left.append(change)
+                    continue
+                num_bytes = after
+            popped.append(change)
+        self._changes = left
+        return tuple(popped)
+
+
+class HostTier:
+    """A slab of `num_bytes`, allocated once, pinned when there is an accelerator to copy to.
+
+    `step_copy_bytes` is how much may be copied from it before one step; None where copies run
+    concurrently with the steps.
     """
 
-    device: Slots
-    host: HostTier | None
-    times: LoadTimes
-    traces: LoadTraces
-    on_left: Callable[[str], None]
-    news: list[str] = field(default_factory=list)
-    copying: Copies = field(init=False)
-    _changes: PendingChanges = field(default_factory=PendingChanges)
+    def __init__(self, num_bytes: int, pin_memory: bool) -> None:
+        assert num_bytes > 0
+        if pin_memory:
+            self.slab = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.slab = allocate_host(num_bytes)
+        self.step_copy_bytes = None if pin_memory else STEP_COPY_BYTES
+        self.slots = Slots(num_bytes, MAX_HOST_IMAGES)
+        self.memory = memoryview(self.slab.numpy().data)
 
-    def __post_init__(self) -> None:
-        self.copying = Copies(self.times, self.traces)
-        self.device.on_evict = self._on_evict
-        if self.host is not None:
-            self.host.slots.on_evict = self._on_host_evict
 
-    @property
-    def pulled(self) -> Slots:
-        """The one that pulls write to."""
-        return self.device if self.host is None else self.host.slots
+@dataclass(frozen=True, slots=True)
+class InFlightCopy:
+    """A host image on its way into the arena. The copy is the last part of `load`; None: no request
+    waits for it."""
 
-    def in_host(self, digest: str) -> Resident | None:
-        """Its whole image in the host tier."""
-        hosted = None if self.host is None else self.host.slots.get(digest)
-        return hosted if hosted is not None and hosted.ready else None
+    change: HostCopy
+    started_s: float
+    load: Load | None
 
-    def hold_in_host(self, digest: str) -> Resident:
-        """It stays in the host tier until `release_in_host`."""
+
+class MemoryTiers:
+    """The arena, which `device` accounts for, and the `host` tier, which a CPU does without.
+
+    Pulls write to the `pull_tier`: the host tier, or the arena where there is none. `copies` are
+    those in flight by digest, from the decision to the last byte; each pins its host image.
+    """
+
+    def __init__(self, device: Slots, host: HostTier | None, times: LoadTimes) -> None:
+        assert host is None or host.slots is not device
+        self.device = device
+        self.host = host
+        self.pull_tier = device if host is None else host.slots
+        self.copies: dict[str, InFlightCopy] = {}
+        self._times = times
+        self._changes = PendingChanges()
+        self._ready: list[str] = []
+
+    def host_resident(self, digest: str) -> Resident | None:
+        """Returns its complete image in the host tier, if there is one."""
+        resident = None if self.host is None else self.host.slots.get(digest)
+        return resident if resident is not None and resident.ready else None
+
+    def pin_on_host(self, digest: str) -> Resident:
+        """Protects its host image from eviction until `unpin_on_host`."""
         assert self.host is not None
         return self.host.slots.acquire(digest, time.time())
 
-    def release_in_host(self, digest: str) -> None:
+    def unpin_on_host(self, digest: str) -> None:
         assert self.host is not None
         self.host.slots.release(digest)
 
-    def copy(self, host: Resident, room: Resident, now_s: float, load: Load | None) -> None:
-        """Into the arena, with the next batch that has room for it. The host image is held until
-        `finish_copies`. It is the last part of `load`; None: nobody has asked for it."""
-        change = HostCopy(host, room)
-        self.copying.begin(change, now_s, load)
+    def reserve_for_pull(
+        self,
+        header: ImageHeader,
+        keep: Collection[str],
+        waited_for: Collection[str],
+        reason: EvictionReason,
+    ) -> Reservation | None:
+        """Reserves memory for an image in the pull tier; see `Slots.reserve`."""
+        if self.host is None:
+            return self.reserve_on_device(header, keep, waited_for, reason)
+        reservation = self.host.slots.reserve(header, keep, waited_for, reason)
+        if reservation is not None:
+            for evicted in reservation.evicted:
+                self._times.observe_host_eviction(evicted)
+        return reservation
+
+    def reserve_on_device(
+        self,
+        header: ImageHeader,
+        keep: Collection[str],
+        waited_for: Collection[str],
+        reason: EvictionReason,
+    ) -> Reservation | None:
+        """Reserves memory and a row for an image in the arena; see `Slots.reserve`."""
+        reservation = self.device.reserve(header, keep, waited_for, reason)
+        if reservation is not None:
+            for evicted in reservation.evicted:
+                log.debug("evicted", extra={"digest": evicted.digest})
+                self._times.observe_device_eviction(evicted)
+                self._changes.append(TableClear(evicted.slot))
+                self._ready.append(evicted.digest)
+        return reservation
+
+    def start_copy(self, host: Resident, target: Resident, now_s: float, load: Load | None) -> None:
+        """Copies a pinned host image to the arena with the next batch that has capacity for it; see
+        `InFlightCopy` for `load`."""
+        assert host.users > 0, "a copy's source may be evicted"
+        change = HostCopy(host, target)
+        self.copies[host.digest] = InFlightCopy(change, now_s, load)
         self._changes.append(change)
 
-    def finish_copies(self, digests: Iterable[str], now_s: float) -> None:
-        """These lie in the arena, whole: they become visible with the next batch."""
-        for digest in digests:
-            self.release_in_host(digest)
-            copy = self.copying.end(digest, now_s)
-            self.arrive(copy.resident, copy.host.load_seconds)
+    def finish_copy(self, digest: str) -> InFlightCopy:
+        """Publishes an image whose copy is complete, and returns the copy."""
+        copy = self.copies.pop(digest)
+        self.unpin_on_host(digest)
+        self.publish(copy.change.resident, copy.change.host.load_seconds)
+        return copy
 
-    def arrive(self, resident: Resident, load_seconds: float) -> None:
-        """Its bytes are in the arena."""
+    def publish(self, resident: Resident, load_seconds: float) -> None:
+        """Makes an image, complete in the arena, visible to kernels with the next batch."""
         self._changes.append(TableWrite(resident))
         resident.ready = True
         resident.load_seconds = load_seconds
         resident.last_used_time_s = time.time()
-        self.news.append(resident.digest)
+        self._ready.append(resident.digest)
 
-    def drop(self, digest: str) -> None:
-        """Frees it wherever it lies; nobody may be using it."""
+    def evict(self, digest: str) -> None:
+        """Frees it in both tiers; nothing may be using it."""
         if digest in self.device:
             self._changes.append(TableClear(self.device.remove(digest).slot))
             self.device.evictions[EvictionReason.UNLOAD] += 1
-        if self.in_host(digest) is not None:
+        if self.host_resident(digest) is not None:
             assert self.host is not None
             self.host.slots.remove(digest)
             self.host.slots.evictions[EvictionReason.UNLOAD] += 1
 
+    def mark_ready(self, digests: Iterable[str]) -> None:
+        """Adds to what `pop_ready` returns."""
+        self._ready += digests
+
     def pop_changes(self) -> tuple[ResidencyChange, ...]:
-        """What takes effect with the next batch."""
-        return self._changes.take(None if self.host is None else self.host.step_copy_bytes)
+        """Returns what takes effect with the next batch."""
+        return self._changes.pop(None if self.host is None else self.host.step_copy_bytes)
 
     def pop_ready(self) -> list[str]:
-        """`news` since the last call."""
-        news, self.news = self.news, []
-        return news
+        """Returns the adapters that were published, evicted or marked since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
 
-    def _on_evict(self, resident: Resident) -> None:
-        log.debug("evicted", extra={"digest": resident.digest})
-        self.times.left_device(resident)
-        self._changes.append(TableClear(resident.slot))
-        self.news.append(resident.digest)
+    def check_integrity(self, loads: Loads) -> None:
+        """Asserts that images, copies and `loads` agree."""
+        self.device.check_integrity()
+        for resident in self.device.residents():
+            is_loading = resident.digest in loads or resident.digest in self.copies
+            assert resident.ready != is_loading, "a half-loaded image"
+        pins = dict.fromkeys(self.copies, 1)
+        for digest, load in loads.by_digest.items():
+            if load.state is LoadState.NEEDS_DEVICE_ROOM:
+                pins[digest] = pins.get(digest, 0) + 1
         if self.host is None:
-            self.on_left(resident.digest)
-
-    def _on_host_evict(self, resident: Resident) -> None:
-        self.times.left_host(resident)
-        self.on_left(resident.digest)
+            assert not pins
+            return
+        self.host.slots.check_integrity()
+        for resident in self.host.slots.residents():
+            assert resident.users == pins.get(resident.digest, 0), "a host image pinned for nothing"
+            assert resident.ready or resident.digest in loads, "a half-pulled image"

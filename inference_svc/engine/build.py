@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout, build_layout
-from inference_svc.adapters.prefetch import Prefetch
+from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostTier
 from inference_svc.backends.select import build_model, native_library
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
@@ -83,16 +83,20 @@ def build_engine(
     arena = Arena(layout, config.arena_bytes, config.max_loras, config.max_lora_rank, device, slab)
     model, weights_bytes = build_model(config, geometry, layout, kv_cache, arena, library)
     return_freed()
-    pulled_into = arena.memory if host is None else host.memory
     largest = layout.largest_image(config.max_lora_rank)
     slots = Slots(config.arena_bytes, config.max_loras, largest)
     num_pages = kv_cache.num_pages - padding_pages(device.type)
     pages = PagePool(num_pages, config.page_size, config.prefix_cache)
     # One more, so that prefetching takes no thread from what requests wait for.
     puller = Puller(store, config.pull_workers + config.prefetch, post, layout.check_header)
-    prefetch = Prefetch() if config.prefetch else None
-    residency = Residency(
-        slots, host, pulled_into, puller, config.max_lora_rank, config.adapter_wait_s, prefetch
+    residency = build_residency(
+        slots,
+        host,
+        arena.memory if host is None else host.memory,
+        puller,
+        max_rank=config.max_lora_rank,
+        stall_s=config.adapter_wait_s,
+        policy=PrefetchPolicy() if config.prefetch else None,
     )
     scheduler = Scheduler(_limits(config), pages, residency)
     profiler = StepProfiler(config.device)

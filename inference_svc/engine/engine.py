@@ -180,7 +180,7 @@ class Engine:
         self._end_expired(now_s)
         self.admission.look(now_s)
         with self.times.loading():
-            self.residency.advance(now_s, lambda: self.scheduler.queue.in_order(now_s))
+            self.residency.advance(now_s, self.scheduler.queue.in_order(now_s))
 
     def _end_expired(self, now_s: float) -> None:
         for sequence in self._deadlines.due(now_s):

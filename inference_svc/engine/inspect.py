@@ -40,7 +40,7 @@ class Examine:
         memories = {"device": _memory(residency.device, limit)}
         if residency.host is not None:
             memories["host"] = _memory(residency.host.slots, limit)
-        loads = residency.loads_by_digest
+        loads = residency.loads.by_digest
         return EngineDetails(
             memories=memories,
             running=tuple(_sequence(each, now_s) for each in _first(scheduler.running, limit)),
@@ -48,7 +48,7 @@ class Examine:
             waiting=tuple(_sequence(each, now_s) for each in _first(scheduler.queue, limit)),
             num_loads=len(loads),
             loads=tuple(
-                _load(digest, load, residency.num_waiters(digest), now_s)
+                _load(digest, load, residency.waiters[digest], now_s)
                 for digest, load in _first(loads.items(), limit)
             ),
             device=device_facts(self.device),

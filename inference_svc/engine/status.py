@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from inference_svc.adapters.prefetch import PrefetchCounters
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import EvictionReason, Slots
 from inference_svc.engine.memory_budget import Budget
@@ -48,7 +47,9 @@ class Describe:
             phases=self._phases(),
             gauges=self._gauges(),
             tiers=self._tiers(),
-            loads={state.value: count for state, count in self.residency.num_loads.items()},
+            loads={
+                state.value: count for state, count in self.residency.loads.num_by_state.items()
+            },
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
@@ -72,18 +73,17 @@ class Describe:
 
     def _counters(self) -> dict[str, float]:
         counters = self.residency.counters
-        prefetch = self.residency.prefetch
-        ahead = PrefetchCounters() if prefetch is None else prefetch.counters
+        prefetch = self.residency.prefetcher.counters
         return {
             "sampled_tokens": self.settler.num_sampled,
             "pulls": counters.pulls_done,
             "pull_failures": counters.pulls_failed,
             "corrupt_pulls": counters.pulls_corrupt,
             "pulled_bytes": counters.pulled_bytes,
-            "prefetch_images": ahead.prefetched,
-            "prefetch_bytes": ahead.prefetched_bytes,
-            "prefetch_hits": ahead.hits,
-            "prefetch_wasted_bytes": ahead.wasted_bytes,
+            "prefetch_images": prefetch.prefetched,
+            "prefetch_bytes": prefetch.prefetched_bytes,
+            "prefetch_hits": prefetch.hits,
+            "prefetch_wasted_bytes": prefetch.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
             "lora_steps": self.runner.model.num_lora_steps,
             "kv_page_evictions": self.scheduler.pages.num_evictions,
@@ -117,8 +117,12 @@ class Describe:
             idle["host"] = times.host_idle.state
         return {
             "step_phase_seconds": self.times.phase_states,
-            "load_seconds": times.load_states,
-            "load_phase_seconds": times.phase_states,
+            "load_seconds": {source.value: each.state for source, each in times.load.items()},
+            "load_phase_seconds": {
+                "wait": times.wait.state,
+                "pull": times.pull.state,
+                "copy": times.copy.state,
+            },
             "tier_evicted_idle_seconds": idle,
         }
 

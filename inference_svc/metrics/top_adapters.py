@@ -67,7 +67,7 @@ class BusiestAdapters:
     def _row(self, adapter: str) -> AdapterCounts:
         if not adapter:
             return self._base
-        self._popularity.note(adapter, self._clock())
+        self._popularity.record(adapter, self._clock())
         if adapter not in self._named and len(self._named) < self._max_named:
             self._named[adapter] = AdapterCounts()
         return self._named.get(adapter, self._other)

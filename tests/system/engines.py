@@ -183,11 +183,11 @@ class Running:
         """Asserts that nothing is held: no page, no pin, no waiter, no load."""
         built = self.engine.built
         deadline = time.monotonic() + 10
-        while built.residency.num_loading and time.monotonic() < deadline:
+        while built.residency.loads.num_jobs and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert built.residency.num_loading == 0
+        assert built.residency.loads.num_jobs == 0
         built.engine.check_integrity()
         assert built.engine.scheduler.pages.num_used == 0
         assert not built.engine.sequences
         assert all(r.users == 0 for r in built.residency.device.residents())
-        assert not built.residency._waiters
+        assert not built.residency.waiters

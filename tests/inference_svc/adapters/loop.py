@@ -9,11 +9,11 @@ import time
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.puller import Puller, PullEvent
-from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostTier
 
 LAYOUT_ID = "sha256:layout"
 
@@ -28,7 +28,9 @@ class Loop:
         slab = None if host is None else host.slab
         self.arena = Arena(layout, arena_bytes, 4, 64, torch.device("cpu"), slab)
         memory = self.arena.memory if host is None else host.memory
-        self.residency = Residency(Slots(arena_bytes, 4), host, memory, self.puller, 64, 10.0)
+        self.residency = build_residency(
+            Slots(arena_bytes, 4), host, memory, self.puller, max_rank=64, stall_s=10.0
+        )
         self.residency.set_layout(LAYOUT_ID)
         self.failures: list[tuple[str, Exception]] = []
         self.queue: list[str] = []
@@ -36,11 +38,11 @@ class Loop:
     def turn(self, timeout_s: float = 0.02) -> None:
         with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
-        self.residency.advance(time.monotonic(), lambda: [(digest, True) for digest in self.queue])
+        self.residency.advance(time.monotonic(), [(digest, True) for digest in self.queue])
         self.failures += self.residency.pop_failures()
         self.arena.apply(self.residency.pop_changes())
         self.residency.finish_copies(self.arena.pop_completed_copies(), time.monotonic())
-        self.residency.check_integrity(self.residency._waiters)
+        self.residency.check_integrity(self.residency.waiters)
 
     def until(self, condition) -> None:
         deadline = time.monotonic() + 10

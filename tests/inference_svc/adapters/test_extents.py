@@ -64,9 +64,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check_integrity([extent for extents in self.held for extent in extents])
 
     @invariant()
-    def one_made_around_what_is_held_is_equal(self) -> None:
+    def with_used_is_equal(self) -> None:
         held = [extent for extents in self.held for extent in extents]
-        made = ExtentAllocator.around(GRANULES * GRANULE_BYTES + 17, reversed(held))
+        made = ExtentAllocator.with_used(GRANULES * GRANULE_BYTES + 17, reversed(held))
         made.check_integrity(held)
         assert made.free_bytes == self.allocator.free_bytes
         assert made.num_free_ranges == self.allocator.num_free_ranges

@@ -55,7 +55,7 @@ def failure_of(loop: Loop, digest: str) -> InferenceError:
     assert failed == digest
     loop.residency.remove_waiter(digest)
     assert used_bytes(loop) == before
-    assert loop.residency.num_loading == 0
+    assert loop.residency.loads.num_jobs == 0
     assert isinstance(error, InferenceError)
     return error
 
@@ -244,7 +244,7 @@ def test_giving_up_a_stalled_stream_frees_what_it_held(site: Site, loop: Loop) -
     loop.until(stop.reached.is_set)
     assert used_bytes(loop) > before
     loop.residency.remove_waiter("aaaa")
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert used_bytes(loop) == before
     stop.go.set()
     until(lambda: sum(sum(s.pulls.values()) for s in site.replicas.statuses()) == 1)

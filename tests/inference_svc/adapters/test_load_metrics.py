@@ -25,16 +25,16 @@ def turns(world: World, count: int) -> None:
 def test_without_a_host_tier_a_load_waits_and_is_pulled() -> None:
     world = World(0)
     world.load("a")
-    assert world.residency.num_loads[LoadState.NEEDS_TURN] == 1
+    assert world.residency.loads.num_by_state[LoadState.QUEUED] == 1
     world.turn()  # its pull begins
-    assert world.residency.num_loads[LoadState.PULLING] == 1
+    assert world.residency.loads.num_by_state[LoadState.PULLING] == 1
     turns(world, 2)  # it opens and gets room; it is done
     times = world.residency.times
     assert total(times.wait.state) == (1, 1.0)
     assert total(times.pull.state) == (1, 2.0)
     assert total(times.load[LoadSource.STORE].state) == (1, 3.0)
     assert total(times.copy.state) == (0, 0.0)
-    assert sum(world.residency.num_loads.values()) == 0
+    assert sum(world.residency.loads.num_by_state.values()) == 0
 
 
 def test_with_a_host_tier_the_copy_is_part_of_it() -> None:
@@ -104,6 +104,6 @@ def test_what_was_never_used_has_not_been_idle(
     used_s = 0.0 if last_used_ago_s is None else time.time() - last_used_ago_s
     resident.last_used_time_s = used_s
     idle = world.residency.times.device_idle
-    world.residency.times.left_device(resident)
+    world.residency.times.observe_device_eviction(resident)
     assert total(idle.state)[0] == expected
     assert expected == 0 or total(idle.state)[1] == pytest.approx(100.0, abs=5.0)

@@ -20,7 +20,7 @@ def observed(traffic: list[tuple[str, float]], **options: int) -> tuple[Populari
     popularity, now_s = Popularity(HALF_LIFE_S, **options), 1e6
     for digest, gap_s in traffic:
         now_s += gap_s
-        popularity.note(digest, now_s)
+        popularity.record(digest, now_s)
     return popularity, now_s
 
 
@@ -67,9 +67,9 @@ def test_a_search_asks_only_about_those_that_would_lead() -> None:
     """Asking is what costs: a search is in the engine's thread, up to four times a second."""
     popularity = Popularity(HALF_LIFE_S)
     for number in range(4000):
-        popularity.note(str(number), number // 40 * 0.01)
-    popularity.note("hot", 1.0)
-    popularity.note("hot", 1.0)
+        popularity.record(str(number), number // 40 * 0.01)
+    popularity.record("hot", 1.0)
+    popularity.record("hot", 1.0)
     asked: list[str] = []
     found = popularity.hottest(1.0, lambda digest: bool(asked.append(digest) or digest != "hot"))
     assert found is not None
@@ -84,7 +84,7 @@ def test_the_least_popular_are_forgotten() -> None:
     popularity = Popularity(HALF_LIFE_S, max_tracked=8)
     for number in range(100):
         for _ in range(1 + (number < 4)):
-            popularity.note(str(number), 0.0)
+            popularity.record(str(number), 0.0)
     assert len(popularity) <= 8
     assert all(popularity.score(str(number), 0.0) == 2.0 for number in range(4))
 

@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.adapters.prefetch import (
+    BACKOFF_S,
     BURST_S,
-    FIRST_RATE,
-    LOOK_S,
+    CHECK_INTERVAL_S,
+    INITIAL_RATE,
     MARGIN,
-    REST_S,
     SHARE,
     ByteBudget,
-    Prefetch,
+    PrefetchPolicy,
 )
 
 MB = 1_000_000
 
 
-def ask(prefetch: Prefetch, digest: str, times: int, now_s: float = 0.0) -> None:
+def ask(prefetch: PrefetchPolicy, digest: str, times: int, now_s: float = 0.0) -> None:
     for _ in range(times):
-        prefetch.wanted(digest, now_s)
+        prefetch.on_request(digest, now_s)
 
 
 def nothing_is_here(digest: str) -> bool:
@@ -63,12 +63,12 @@ def test_a_debt_is_waited_for() -> None:
 
 def test_the_rate_follows_what_is_measured() -> None:
     budget = ByteBudget()
-    assert budget.rate == FIRST_RATE
+    assert budget.rate == INITIAL_RATE
     for _ in range(50):
-        budget.measured(10 * MB, 0.01)
+        budget.record_pull(10 * MB, 0.01)
     assert budget.rate == pytest.approx(1e9, rel=0.01)
-    budget.measured(0, 1.0)
-    budget.measured(5, 0.0)
+    budget.record_pull(0, 1.0)
+    budget.record_pull(5, 0.0)
     assert budget.rate == pytest.approx(1e9, rel=0.01)
 
 
@@ -80,10 +80,10 @@ def test_the_rate_follows_what_is_measured() -> None:
 def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popular(
     counts: dict[str, int], here: set[str], coldest: str
 ) -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     for digest, count in counts.items():
         ask(prefetch, digest, count)
-    chosen = prefetch.choose(LOOK_S, here.__contains__, lambda: {coldest})
+    chosen = prefetch.choose(CHECK_INTERVAL_S, here.__contains__, lambda: {coldest})
     absent = {digest: count for digest, count in counts.items() if digest not in here}
     best = max(absent.values(), default=0)
     # Just at the margin rounding may decide.
@@ -101,7 +101,7 @@ def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popula
 def test_what_is_kept_is_all_that_is_not_clearly_less_popular(
     counts: dict[str, int], digest: str
 ) -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     for other, count in counts.items():
         ask(prefetch, other, count)
     kept = prefetch.hotter_than(digest, set("abcdefgh"), 1.0)
@@ -112,56 +112,56 @@ def test_what_is_kept_is_all_that_is_not_clearly_less_popular(
 
 
 def test_one_at_a_time_and_within_the_budget() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     ask(prefetch, "b", 2)
-    now_s = LOOK_S
+    now_s = CHECK_INTERVAL_S
     assert prefetch.choose(0.0, nothing_is_here, free_room) is None, "not at every request"
-    assert prefetch.next_look_s() == now_s
+    assert prefetch.next_check_s() == now_s
     assert prefetch.choose(now_s, nothing_is_here, free_room) == "a"
     assert prefetch.choose(now_s, nothing_is_here, free_room) is None
-    assert prefetch.next_look_s() is None
-    size = int(SHARE * FIRST_RATE * (BURST_S + 2))
-    prefetch.opened(size, now_s)
-    prefetch.arrived(now_s)
+    assert prefetch.next_check_s() is None
+    size = int(SHARE * INITIAL_RATE * (BURST_S + 2))
+    prefetch.on_opened(size, now_s)
+    prefetch.on_pulled(now_s)
     assert prefetch.choose(now_s, {"a"}.__contains__, free_room) is None, "the share is used up"
-    later_s = prefetch.next_look_s()
+    later_s = prefetch.next_check_s()
     assert later_s is not None
     assert prefetch.choose(later_s + 0.001, {"a"}.__contains__, free_room) == "b"
 
 
 def test_traffic_that_has_faded_is_not_brought_back() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "a", 1)
     assert prefetch.choose(3600.0, nothing_is_here, free_room) is None
-    assert prefetch.next_look_s() is None
+    assert prefetch.next_check_s() is None
 
 
 def test_what_found_no_room_rests() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
-    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) == "a"
-    prefetch.refused(LOOK_S)
-    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) is None
-    assert prefetch.next_look_s() == LOOK_S + REST_S
-    assert prefetch.choose(LOOK_S + REST_S, nothing_is_here, free_room) == "a"
+    assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, free_room) == "a"
+    prefetch.on_refused(CHECK_INTERVAL_S)
+    assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, free_room) is None
+    assert prefetch.next_check_s() == CHECK_INTERVAL_S + BACKOFF_S
+    assert prefetch.choose(CHECK_INTERVAL_S + BACKOFF_S, nothing_is_here, free_room) == "a"
 
 
 def test_what_an_operator_unloads_is_not_brought_back() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     prefetch.forget("a")
-    assert prefetch.choose(LOOK_S, nothing_is_here, free_room) is None
+    assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, free_room) is None
 
 
 def test_nothing_comes_where_nothing_may_leave() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
-    assert prefetch.choose(LOOK_S, nothing_is_here, frozenset) is None
+    assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, frozenset) is None
 
 
 def test_what_is_counted() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     counters = prefetch.counters
     for digest in ("found", "left", "failed", "late", "early"):
         ask(prefetch, digest, 3)
@@ -173,32 +173,32 @@ def test_what_is_counted() -> None:
         assert digest is not None
         brought.append(digest)
         if digest == "early":
-            prefetch.wanted(digest, now_s)  # before a byte came: an ordinary pull
+            prefetch.on_request(digest, now_s)  # before a byte came: an ordinary pull
             continue
-        prefetch.opened(10, now_s)
+        prefetch.on_opened(10, now_s)
         if digest == "late":
-            prefetch.wanted(digest, now_s)
+            prefetch.on_request(digest, now_s)
         elif digest == "failed":
-            prefetch.refused(now_s)
+            prefetch.on_refused(now_s)
         else:
-            prefetch.arrived(now_s)
+            prefetch.on_pulled(now_s)
     ask(prefetch, "found", 2)
-    prefetch.left("left")
-    prefetch.left("found")
+    prefetch.on_evicted("left")
+    prefetch.on_evicted("found")
     assert (counters.prefetched, counters.prefetched_bytes) == (4, 40)
     assert counters.hits == 2
     assert counters.wasted_bytes == 20
-    assert prefetch.brought == {}
+    assert prefetch.unused == {}
 
 
 def test_a_new_version_is_brought_before_anybody_asks() -> None:
-    prefetch = Prefetch()
+    prefetch = PrefetchPolicy()
     ask(prefetch, "v1", 3)
-    assert prefetch.choose(LOOK_S, {"v1"}.__contains__, free_room) is None
-    assert prefetch.next_look_s() is None
+    assert prefetch.choose(CHECK_INTERVAL_S, {"v1"}.__contains__, free_room) is None
+    assert prefetch.next_check_s() is None
     prefetch.on_repointed("v1", "v2", 1.0)
-    assert prefetch.choose(1.0 + LOOK_S, {"v1"}.__contains__, lambda: {"v1"}) is None, (
+    assert prefetch.choose(1.0 + CHECK_INTERVAL_S, {"v1"}.__contains__, lambda: {"v1"}) is None, (
         "as popular as v1"
     )
     prefetch.on_repointed("v1", "v2", 2.0)
-    assert prefetch.choose(2.0 + LOOK_S, {"v1"}.__contains__, free_room) == "v2"
+    assert prefetch.choose(2.0 + CHECK_INTERVAL_S, {"v1"}.__contains__, free_room) == "v2"

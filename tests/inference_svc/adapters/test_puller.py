@@ -72,9 +72,9 @@ def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
     memory = memoryview(bytearray(1 << 16))
     while isinstance(event := events.get(timeout=10), PullOpened):
         slots = Slots(1 << 16, 1)
-        resident = slots.reserve(event.header)
-        assert resident is not None
-        if job.grant(ImageSink(memory, resident.extents)):
+        reservation = slots.reserve(event.header)
+        assert reservation is not None
+        if job.grant(ImageSink(memory, reservation.resident.extents)):
             puller.start(job)
     puller.close()
     return event
@@ -273,17 +273,17 @@ def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
     residency = loop.residency
     for _ in range(2):  # whoever goes before that blames nobody, however long this machine takes
         residency.add_waiter("aaaa", time.monotonic())
-        loop.until(lambda: loop.puller._active and residency._loads["aaaa"].job._stream is not None)
+        loop.until(lambda: loop.puller._active and residency.loads["aaaa"].job._stream is not None)
         residency.remove_waiter("aaaa")
-        loop.until(lambda: residency.num_loading == 0)
+        loop.until(lambda: residency.loads.num_jobs == 0)
     assert store.asked == ["one", "one"]
-    residency.stall_s = 0.3
+    residency.loader.stall_s = 0.3
     residency.add_waiter("aaaa", time.monotonic())
     loop.until(lambda: len(store.asked) == 3 and store.silent.fell_silent.is_set())
-    expires_s = time.monotonic() + residency.stall_s
+    expires_s = time.monotonic() + residency.loader.stall_s
     loop.until(lambda: time.monotonic() > expires_s)
     residency.remove_waiter("aaaa", expired=True)
-    loop.until(lambda: residency.num_loading == 0)
+    loop.until(lambda: residency.loads.num_jobs == 0)
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
     residency.release("aaaa")
     residency.unload("aaaa")
@@ -299,13 +299,13 @@ def test_who_was_silent_is_forgiven_after_a_while(monkeypatch) -> None:
     stream = Silent([])
     stream.source = "two"
     job.attach(stream)
-    silent.given_up(job, 60.0)
-    assert silent.of("aaaa") == {"one"}
-    silent.given_up(job, 0.0)
-    assert silent.of("aaaa") == {"one", "two"}
-    assert silent.of("bbbb") == frozenset()
+    silent.record_abandoned(job, 60.0)
+    assert silent.avoided_for("aaaa") == {"one"}
+    silent.record_abandoned(job, 0.0)
+    assert silent.avoided_for("aaaa") == {"one", "two"}
+    assert silent.avoided_for("bbbb") == frozenset()
     time.sleep(0.1)
-    assert silent.of("aaaa") == frozenset()
+    assert silent.avoided_for("aaaa") == frozenset()
 
 
 def test_once_all_were_silent_they_are_asked_in_turn_again() -> None:

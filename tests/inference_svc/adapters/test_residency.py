@@ -40,7 +40,7 @@ def assert_computes(loop: Loop, store, digest: str, slot: int) -> None:
 
 
 def needing_room(loop: Loop) -> list[str]:
-    return [d for d, load in loop.residency._loads.by_digest.items() if load.needs_room]
+    return [d for d, load in loop.residency.loads.by_digest.items() if load.needs_room]
 
 
 def test_a_pull_becomes_a_row(loop: Loop, store) -> None:
@@ -98,7 +98,7 @@ def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
     memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
     loop.until(lambda: "aaaa" in memory)
     loop.residency.remove_waiter("aaaa")
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert memory.used_bytes == 0
     store.gate.set()
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
@@ -161,7 +161,7 @@ def test_larger_than_the_arena_is_refused(loop: Loop, store) -> None:
     loop.until(lambda: loop.failures)
     assert isinstance(loop.failures[0][1], AdapterUnusable)
     loop.residency.remove_waiter("huge")
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
 
 
 def test_unload_drains_then_frees(loop: Loop, store) -> None:
@@ -208,10 +208,10 @@ def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
     loop.until(lambda: loop.failures)
     loop.residency.remove_waiter("missing")
     if loop.residency.host is None:
-        assert loop.residency.num_loading <= 4
+        assert loop.residency.loads.num_jobs <= 4
     for digest in waiting:
         loop.residency.remove_waiter(digest)
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
 
 
 def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None:
@@ -219,22 +219,22 @@ def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
-    loop.until(lambda: loop.residency._loads["aaaa"].header is not None)
+    loop.until(lambda: loop.residency.loads["aaaa"].header is not None)
     loop.turn()
     loop.residency.remove_waiter("aaaa", expired=True)
     loop.turn()
-    assert loop.residency.num_loading == 1
+    assert loop.residency.loads.num_jobs == 1
     store.gate.set()
     memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert "aaaa" in memory
 
     store.add("bbbb")
     store.gate.clear()
-    loop.residency.stall_s = 0.1
+    loop.residency.loader.stall_s = 0.1
     loop.residency.add_waiter("bbbb", 0.0)
-    loop.until(lambda: loop.residency._loads["bbbb"].header is not None)
+    loop.until(lambda: loop.residency.loads["bbbb"].header is not None)
     loop.turn()
     loop.residency.remove_waiter("bbbb", expired=True)
-    loop.until(lambda: loop.residency.num_loading == 0)
+    loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert "bbbb" not in memory

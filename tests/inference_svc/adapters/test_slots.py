@@ -38,18 +38,19 @@ class SlotsMachine(RuleBasedStateMachine):
             return
         before = {r.digest: r for r in self.slots.residents()}
         could_fit = self.slots.admits(header(digest, kib))
-        resident = self.slots.reserve(header(digest, kib), keep)
+        reservation = self.slots.reserve(header(digest, kib), keep)
         gone = set(before) - {r.digest for r in self.slots.residents()}
         for lost in gone:
             assert before[lost].ready
             assert not before[lost].pinned
             assert not self.users.get(lost)
             assert lost not in keep
-        if resident is None:
+        if reservation is None:
             assert not gone, "evicted in vain"
             return
         assert could_fit
-        assert resident.num_bytes == kib * KIB
+        assert {r.digest for r in reservation.evicted} == gone
+        assert reservation.resident.num_bytes == kib * KIB
         self.users[digest] = 0
 
     @rule(digest=digests)
@@ -98,9 +99,9 @@ TestSlots = SlotsMachine.TestCase
 
 
 def ready(slots: Slots, digest: str, kib: int) -> None:
-    resident = slots.reserve(header(digest, kib))
-    assert resident is not None
-    resident.ready = True
+    reservation = slots.reserve(header(digest, kib))
+    assert reservation is not None
+    reservation.resident.ready = True
 
 
 def test_evicts_the_least_recently_used() -> None:
@@ -148,7 +149,7 @@ def test_what_nobody_waits_for_goes_first() -> None:
     slots = Slots(4 * KIB, 8)
     for digest in "abcd":
         ready(slots, digest, 1)
-    slots.reserve(header("e", 1), wanted={"a", "b"})
+    slots.reserve(header("e", 1), waited_for={"a", "b"})
     assert "c" not in slots
     assert "a" in slots
 
@@ -156,9 +157,7 @@ def test_what_nobody_waits_for_goes_first() -> None:
 def test_what_is_said_of_a_memory() -> None:
     slots = Slots(16 * KIB, 8)
     for digest, kib in (("a", 4), ("b", 4), ("c", 4)):
-        resident = slots.reserve(header(digest, kib))
-        assert resident is not None
-        resident.ready = True
+        ready(slots, digest, kib)
     slots.pin("a")
     slots.remove("b")
     assert (slots.pinned_bytes, slots.used_bytes) == (4 * KIB, 8 * KIB)
@@ -173,19 +172,17 @@ class Counting(Slots):
 
     num_looked_at = 0
 
-    def may_evict(self, resident: Resident, keep: Collection[str]) -> bool:
+    def can_evict(self, resident: Resident, keep: Collection[str]) -> bool:
         self.num_looked_at += 1
-        return super().may_evict(resident, keep)
+        return super().can_evict(resident, keep)
 
 
 def test_of_many_images_only_those_are_looked_at_that_leave() -> None:
     num_images = 2_000
     slots = Counting(num_images * 2 * KIB, num_images)
     for number in range(num_images):
-        resident = slots.reserve(header(f"d{number}", 2))
-        assert resident is not None
-        resident.ready = True
+        ready(slots, f"d{number}", 2)
     assert slots.num_looked_at == 0
-    assert slots.reserve(header("large", 5), wanted={"d1"}) is not None
+    assert slots.reserve(header("large", 5), waited_for={"d1"}) is not None
     assert [d for d in ("d0", "d1", "d2", "d3", "d4") if d not in slots] == ["d0", "d2", "d3"]
     assert slots.num_looked_at == 3

@@ -28,7 +28,7 @@ def test_who_runs_waits_and_lies_where() -> None:
     assert len(device.images) == device.num_images == len(world.residency.device)
     held = [extent for image in device.images for extent in image.extents]
     assert sum(size for _, size in [*held, *device.free_ranges]) == device.capacity_bytes
-    assert {load.digest for load in details.loads} == set(world.residency.loads_by_digest)
+    assert {load.digest for load in details.loads} == set(world.residency.loads.by_digest)
     bounded = Examine(world.scheduler, world.residency, "cpu")(1)
     assert len(bounded.running) + len(bounded.waiting) <= 2
     assert bounded.num_waiting == details.num_waiting

@@ -19,7 +19,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def num_open(world: World) -> int:
-    return sum(load.job is not None for load in world.residency._loads.by_digest.values())
+    return sum(load.job is not None for load in world.residency.loads.by_digest.values())
 
 
 def test_pulls_begin_in_order_of_service_and_few_wait_for_room(world: World) -> None:
@@ -54,8 +54,8 @@ def test_the_wait_for_a_turn_behind_a_full_memory_is_no_wait_for_the_store(world
     assert world.residency.store_wait_since_s(DIGESTS[-1]) == 0.0
     for _ in range(12):
         world.turn()
-    loads = world.residency._loads
-    assert loads[DIGESTS[-1]].state is LoadState.NEEDS_TURN
+    loads = world.residency.loads
+    assert loads[DIGESTS[-1]].state is LoadState.QUEUED
     assert loads.short[LoadState.NEEDS_PULL_ROOM]
     assert world.residency.store_wait_since_s(DIGESTS[-1]) is None
     for digest in list(loads.short[LoadState.NEEDS_PULL_ROOM]):

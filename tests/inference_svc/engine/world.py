@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from contextlib import suppress
 
-from inference_svc.adapters.changes import HostCopy
-from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
-from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Shape, Slots
+from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence, SequenceState
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.scheduler import Limits, Scheduler
@@ -83,7 +82,7 @@ class World:
             host.step_copy_bytes = 4 * KIB  # so that some copies wait for another step
         slots = Slots(10 * KIB, 3, Shape.of(header("d")))
         memory = memoryview(bytearray(16 * KIB))
-        self.residency = Residency(slots, host, memory, self.puller, 64, 1e9)
+        self.residency = build_residency(slots, host, memory, self.puller, max_rank=64, stall_s=1e9)
         self.residency.set_layout("layout")
         limits = Limits(2, 16, 16, 32, ageing_s)
         self.scheduler = Scheduler(limits, PagePool(num_pages, 4), self.residency)
@@ -128,7 +127,7 @@ class World:
         assert not self.residency.pop_failures()
         self.residency.finish_copies(self.copying, self.now_s)
         self.copying = []
-        self.residency.advance(self.now_s, lambda: self.scheduler.queue.in_order(self.now_s))
+        self.residency.advance(self.now_s, self.scheduler.queue.in_order(self.now_s))
         num_preemptions = self.scheduler.num_preemptions
         batch = self.scheduler.schedule(self.now_s)
         if self.scheduler.num_preemptions == num_preemptions and not self.scheduler.is_short:

@@ -50,7 +50,7 @@ STATUS = EngineStatus(
     },
     gauges={"kv_pages_used": 25.0},
     tiers={"device": TIER},
-    loads={"pulling": 1, "needs_turn": 0},
+    loads={"pulling": 1, "queued": 0},
 )
 SNAPSHOT = Snapshot(
     STATUS,

@@ -12,14 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_svc.adapters.changes import HostCopy
-from inference_svc.adapters.host_tier import HostTier
 from inference_svc.adapters.loads import LoadState
-from inference_svc.adapters.prefetch import LOOK_S, MARGIN, Prefetch
+from inference_svc.adapters.prefetch import CHECK_INTERVAL_S, MARGIN, PrefetchPolicy
 from inference_svc.adapters.pull import PullDone, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.puller import Puller
-from inference_svc.adapters.residency import Residency
+from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.errors import AdapterNotFound, NoRoom
 from tests.inference_svc.adapters.conftest import make_image
 
@@ -57,9 +56,11 @@ class World:
         host = HostTier(num_bytes, pin_memory=False) if num_bytes else None
         memory = memoryview(bytearray(2 * IMAGE_BYTES)) if host is None else host.memory
         slots = Slots(2 * IMAGE_BYTES, 4)
-        self.prefetch = Prefetch()
+        self.prefetch = PrefetchPolicy()
         puller = cast(Puller, self.desk)
-        self.residency = Residency(slots, host, memory, puller, 64, 60.0, self.prefetch)
+        self.residency = build_residency(
+            slots, host, memory, puller, max_rank=64, stall_s=60.0, policy=self.prefetch
+        )
         self.residency.set_layout("layout")
 
     @property
@@ -69,7 +70,7 @@ class World:
 
     def turn(self, seconds: float = 0.01) -> None:
         self.now_s += seconds
-        self.residency.advance(self.now_s, lambda: [(digest, False) for digest in self.waiting])
+        self.residency.advance(self.now_s, [(digest, False) for digest in self.waiting])
         for digest in list(self.waiting):
             if self.residency.is_schedulable(digest):
                 self.residency.acquire(digest)
@@ -92,7 +93,7 @@ class World:
     def pull_on(self, *, fails: bool = False) -> None:
         """The oldest pull takes its next step."""
         job = self.desk.jobs[0]
-        load = self.residency._loads[job.digest]
+        load = self.residency.loads[job.digest]
         if job.is_cancelled or fails:
             self.desk.jobs.pop(0)
             error = None if job.is_cancelled else AdapterNotFound("gone")
@@ -131,7 +132,7 @@ def test_what_was_asked_for_often_comes_back_before_it_is_asked_for(world: World
     world.use("cold")
     world.use("lukewarm")
     assert "hot" not in world.pull_slots
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.settle()
     assert "hot" in world.pull_slots
     assert "cold" not in world.pull_slots, "of those that may leave the one that was used first"
@@ -151,7 +152,7 @@ def test_it_takes_the_place_of_what_is_less_popular_also_if_that_was_used_last(
     world.use("hot", 8)
     world.use("cold")
     assert "warm" not in world.pull_slots
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.settle()
     assert {resident.digest for resident in world.pull_slots.residents()} == {"hot", "warm"}
 
@@ -161,7 +162,7 @@ def test_nothing_comes_while_requests_wait_for_pulls(world: World) -> None:
     world.use("cold")
     world.use("lukewarm")
     world.request("new")
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     assert [job.digest for job in world.desk.jobs] == ["new"]
     assert world.residency.next_expiry_s() is None, "there is nothing to wake up for"
 
@@ -178,7 +179,7 @@ def test_what_is_used_pinned_or_as_popular_stays(world: World) -> None:
     device = world.residency.device
     before = {resident.digest for resident in device.residents()}
     assert "pinned" in before
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.settle()
     assert {resident.digest for resident in device.residents()} == before
     if world.residency.host is not None:
@@ -191,7 +192,7 @@ def test_from_a_host_tier_nothing_leaves_the_arena_for_what_nobody_asked_for() -
     world.use("idle")
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.settle()
     assert "v2" in world.pull_slots
     assert {r.digest for r in world.residency.device.residents()} == {"idle", "v1"}
@@ -200,7 +201,7 @@ def test_from_a_host_tier_nothing_leaves_the_arena_for_what_nobody_asked_for() -
 def test_a_new_version_is_there_before_it_is_asked_for(world: World) -> None:
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.settle()
     assert "v2" in world.pull_slots
     assert world.residency.is_resident("v2"), "and in the arena, where room is free"
@@ -209,12 +210,12 @@ def test_a_new_version_is_there_before_it_is_asked_for(world: World) -> None:
 def test_what_is_unloaded_or_gone_is_not_brought_back(world: World) -> None:
     world.use("hot", 5)
     world.residency.unload("hot")
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     assert not world.desk.jobs
     world.use("hot", 5)
     world.use("cold")
     world.use("lukewarm")
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     world.pull_on(fails=True)
     world.turn(3600.0)
     assert not world.desk.jobs
@@ -223,7 +224,7 @@ def test_what_is_unloaded_or_gone_is_not_brought_back(world: World) -> None:
 def test_an_operator_who_loads_what_is_on_its_way_takes_it_over(world: World) -> None:
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(LOOK_S)
+    world.turn(CHECK_INTERVAL_S)
     assert world.prefetch.current == "v2"
     world.residency.add_waiter("v2", world.now_s, count=False)
     world.settle()
@@ -271,7 +272,7 @@ class Traffic(RuleBasedStateMachine):
     def repoint(self, old: str, new: str) -> None:
         self.world.residency.on_repointed(old, new, self.world.now_s)
 
-    @rule(seconds=st.sampled_from([0.01, LOOK_S, 5.0, 400.0]))
+    @rule(seconds=st.sampled_from([0.01, CHECK_INTERVAL_S, 5.0, 400.0]))
     def turn(self, seconds: float) -> None:
         self.world.turn(seconds)
 
@@ -282,7 +283,7 @@ class Traffic(RuleBasedStateMachine):
         ahead = world.prefetch.current == world.desk.jobs[0].digest
         before = {r.digest: (r.users, r.pinned) for r in world.pull_slots.residents()}
         brought = world.prefetch.current
-        wanted = set(world.residency._waiters)
+        wanted = set(world.residency.waiters)
         world.pull_on(fails=fails == 0)
         if not ahead:
             return
@@ -301,12 +302,12 @@ class Traffic(RuleBasedStateMachine):
         world = self.world
         world.residency.check_integrity(Counter(world.waiting))
         counters, prefetch = world.prefetch.counters, world.prefetch
-        assert counters.wasted_bytes + sum(prefetch.brought.values()) <= counters.prefetched_bytes
+        assert counters.wasted_bytes + sum(prefetch.unused.values()) <= counters.prefetched_bytes
         assert counters.hits <= counters.prefetched
-        assert prefetch.brought.keys() <= {r.digest for r in world.pull_slots.residents()}
+        assert prefetch.unused.keys() <= {r.digest for r in world.pull_slots.residents()}
         if prefetch.current:
-            assert prefetch.current in world.residency._loads
-            assert prefetch.current not in world.residency._waiters
+            assert prefetch.current in world.residency.loads
+            assert prefetch.current not in world.residency.waiters
 
 
 class TrafficWithHostTier(Traffic):

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.changes import HostCopy, PendingChanges, TableClear, TableWrite
-from inference_svc.adapters.host_tier import HostTier
-from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.slots import Resident, Slots
+from inference_svc.adapters.tiers import (
+    HostCopy,
+    HostTier,
+    PendingChanges,
+    TableClear,
+    TableWrite,
+)
 from inference_svc.errors import AdapterUnusable
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 
@@ -23,6 +29,12 @@ GPU = pytest.param(
 )
 
 
+def reserve(slots: Slots, header: ImageHeader) -> Resident:
+    reservation = slots.reserve(header)
+    assert reservation is not None
+    return reservation.resident
+
+
 @pytest.mark.parametrize("device_name", ["cpu", GPU])
 def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
     device = torch.device(device_name)
@@ -30,9 +42,7 @@ def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
     host = HostTier(1 << 20, pin_memory=device.type == "cuda")
     arena = Arena(layout, 16384, 4, 64, device, host.slab)
     slots = Slots(16384, 4)
-    hosted, resident = host.slots.reserve(image.header), slots.reserve(image.header)
-    assert hosted is not None
-    assert resident is not None
+    hosted, resident = reserve(host.slots, image.header), reserve(slots, image.header)
     start = hosted.extents[0].start
     host.memory[start : start + len(image.data)] = image.data
     arena.apply([HostCopy(hosted, resident)])
@@ -64,13 +74,13 @@ def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
     host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
     for digest in ("cold", "aaaa"):
         residency.add_waiter(digest, 0.0)
-    residency.advance(0.0, lambda: [("cold", False), ("aaaa", False)])
+    residency.advance(0.0, [("cold", False), ("aaaa", False)])
     for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
         changes = residency.pop_changes()
         copies = [change for change in changes if isinstance(change, HostCopy)]
         assert [copy.resident.digest for copy in copies] == [copied]
         loop.arena.apply(changes)
-        residency.check_integrity(residency._waiters)
+        residency.check_integrity(residency.waiters)
         residency.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
         assert residency.is_resident(copied)
         if waiting:
@@ -87,19 +97,18 @@ def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
 
 def test_what_runs_beside_the_steps_is_not_held_back(store, layout) -> None:
     image = store.add("aaaa")
-    resident = Slots(16384, 4).reserve(image.header)
-    assert resident is not None
+    resident = reserve(Slots(16384, 4), image.header)
     pending = PendingChanges()
     copies = [HostCopy(resident, resident)] * 3
     for change in (*copies, TableClear(0)):
         pending.append(change)
-    assert pending.take(None) == (*copies, TableClear(0))
+    assert pending.pop(None) == (*copies, TableClear(0))
     for change in (*copies, TableClear(0)):
         pending.append(change)
-    assert pending.take(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
-    assert pending.take(1) == (copies[1],)
-    assert pending.take(1) == (copies[2],)
-    assert pending.take(1) == ()
+    assert pending.pop(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
+    assert pending.pop(1) == (copies[1],)
+    assert pending.pop(1) == (copies[2],)
+    assert pending.pop(1) == ()
 
 
 @pytest.mark.gpu
@@ -109,9 +118,7 @@ def test_a_copy_waits_for_the_steps_before_it(store, layout) -> None:
     image = store.add("aaaa")
     host = HostTier(1 << 20, pin_memory=True)
     arena = Arena(layout, 16384, 4, 64, torch.device("cuda"), host.slab)
-    hosted, resident = host.slots.reserve(image.header), Slots(16384, 4).reserve(image.header)
-    assert hosted is not None
-    assert resident is not None
+    hosted, resident = reserve(host.slots, image.header), reserve(Slots(16384, 4), image.header)
     host.slab.fill_(1)
     before = arena.flat.view(torch.uint8).clone()
     torch.cuda.synchronize()

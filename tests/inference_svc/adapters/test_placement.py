@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inference_svc.adapters.drains import Drains
 from inference_svc.adapters.image_source import ImageHeader, Segment
+from inference_svc.adapters.placement import Drains
 from inference_svc.adapters.slots import Slots
 
 KIB = 1024
@@ -19,9 +19,9 @@ def in_use(**users: int) -> Slots:
     """Ten KiB with images of three, used by so many."""
     slots = Slots(10 * KIB, 4)
     for digest, count in users.items():
-        resident = slots.reserve(header(digest, 3))
-        assert resident is not None
-        resident.ready = True
+        reservation = slots.reserve(header(digest, 3))
+        assert reservation is not None
+        reservation.resident.ready = True
         for _ in range(count):
             slots.acquire(digest, 0.0)
     return slots
@@ -33,9 +33,9 @@ def picked(drains: Drains) -> set[str]:
 
 def test_as_few_as_make_room_and_those_of_few_users_first() -> None:
     drains = Drains(in_use(a=3, b=1, c=2))
-    drains.start("small", header("small", 3), ahead=())
+    drains.start("small", header("small", 3), keep=())
     assert picked(drains) == {"b"}
-    drains.start("large", header("large", 5), ahead=())
+    drains.start("large", header("large", 5), keep=())
     assert picked(drains) == {"a", "b", "c"}, "not those that drain already"
 
 
@@ -43,10 +43,10 @@ def test_neither_what_is_due_before_nor_what_is_pinned() -> None:
     slots = in_use(a=3, b=1, c=2)
     slots.pin("c")
     drains = Drains(slots)
-    drains.start("x", header("x", 3), ahead={"b"})
+    drains.start("x", header("x", 3), keep={"b"})
     assert picked(drains) == {"a"}
     drains = Drains(slots)
-    drains.start("x", header("x", 3), ahead={"a", "b"})
+    drains.start("x", header("x", 3), keep={"a", "b"})
     assert picked(drains) == set()
 
 
@@ -54,22 +54,22 @@ def test_a_choice_holds_until_it_is_drained() -> None:
     """However the numbers of users change: or none would ever be given up."""
     slots = in_use(a=2, b=1)
     drains = Drains(slots)
-    drains.start("x", header("x", 5), ahead=())
+    drains.start("x", header("x", 5), keep=())
     assert picked(drains) == {"b"}
     slots.release("a")
     slots.release("a")
-    assert drains.start("x", header("x", 5), ahead=()) == []
+    assert drains.start("x", header("x", 5), keep=()) == []
     assert picked(drains) == {"b"}
     slots.release("b")
     slots.acquire("a", 0.0)
     slots.pin("b")
-    assert drains.start("x", header("x", 5), ahead=()) == ["b"], "it can no longer be evicted"
+    assert drains.start("x", header("x", 5), keep=()) == ["b"], "it can no longer be evicted"
     assert picked(drains) == {"a"}
 
 
 def test_what_drained_for_one_that_has_room_is_free_again() -> None:
     drains = Drains(in_use(a=1, b=1, c=1))
-    drains.start("x", header("x", 3), ahead=())
+    drains.start("x", header("x", 3), keep=())
     assert drains.end(lambda digest: False) == []
     assert drains.end(lambda digest: digest == "x") == ["a"]
     assert picked(drains) == set()

@@ -101,7 +101,7 @@ def test_what_was_on_its_way_unasked_begins_with_who_asks(loop: Loop, store) -> 
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", time.monotonic())
-    loop.until(lambda: loop.residency._loads["aaaa"].job is not None)
+    loop.until(lambda: loop.residency.loads["aaaa"].job is not None)
     who = asker()
     assert request(loop, "aaaa", who) is None
     store.gate.set()
@@ -125,9 +125,9 @@ def test_a_load_that_nobody_waits_for_any_more(loop: Loop, store) -> None:
     store.gate.clear()
     who = asker()
     request(loop, "aaaa", who)
-    loop.until(lambda: loop.residency._loads["aaaa"].job is not None)
+    loop.until(lambda: loop.residency.loads["aaaa"].job is not None)
     loop.residency.remove_waiter("aaaa")
-    loop.until(lambda: "aaaa" not in loop.residency._loads)
+    loop.until(lambda: "aaaa" not in loop.residency.loads)
     spans = list(loop.residency.pop_spans())
     top = check_tree(spans, who)
     assert top.attributes["loadout.cancelled"] is True
