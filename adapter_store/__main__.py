@@ -16,6 +16,7 @@ from adapter_store.config import StoreSettings, load_settings
 from adapter_store.errors import StoreError
 from adapter_store.log import setup_logging
 from adapter_store.tracing import standard_endpoint
+from servicekit.errors import ServiceError
 
 SWITCH_S = 5e-4
 """How long calls wait for the interpreter while a thread compiles: by default ten times as long."""
@@ -53,7 +54,7 @@ def _print_digest(arguments: list[str]) -> int:
 
     try:
         print(open_checkpoint(Path(arguments[0]), CheckpointLimits()).digest)
-    except (StoreError, OSError) as error:
+    except (ServiceError, OSError) as error:
         print(f"{arguments[0]}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -66,7 +67,7 @@ def _run(settings: StoreSettings) -> int:
     sys.setswitchinterval(SWITCH_S)
     try:
         asyncio.run(serve(settings))
-    except (StoreError, OSError) as error:
+    except (ServiceError, OSError) as error:
         print(f"the adapter store cannot run: {error}", file=sys.stderr)
         return 1
     return 0

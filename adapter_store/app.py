@@ -38,6 +38,7 @@ from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
+from servicekit.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Store:
 async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     """A store that works while the context lasts; then it finishes what it is writing.
 
-    Raises PreconditionFailed if another process uses the data folder or the policy is not valid,
+    Raises FailedPrecondition if another process uses the data folder or the policy is not valid,
     CorruptData if the catalog is of another schema.
     """
     folder = settings.data_dir.absolute()
@@ -140,7 +141,7 @@ def _lock_folder(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
         os.close(fd)
-        raise PreconditionFailed(
+        raise FailedPrecondition(
             f"data_dir: another store is using {folder}", subject="data_dir"
         ) from exc
     return fd

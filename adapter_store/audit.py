@@ -18,7 +18,7 @@ from pathlib import Path
 
 from adapter_store.access import Principal
 from adapter_store.core import AdapterRecord
-from adapter_store.errors import StoreError
+from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class AuditLine:
         match error:
             case None:
                 self.result = "ok"
-            case StoreError(reason=reason):
+            case ServiceError(reason=reason):
                 self.result, self.reason = "refused", reason
             case asyncio.CancelledError() | GeneratorExit():
                 self.result = "cancelled"

@@ -28,8 +28,8 @@ from pydantic import (
 
 from adapter_store.access import OPEN, Principal, Role
 from adapter_store.core import Quota, Tenants
-from adapter_store.errors import PreconditionFailed, Unauthenticated
 from adapter_store.refs import DEFAULT_TENANT
+from servicekit.errors import FailedPrecondition, Unauthenticated
 
 ALL = "*"
 """Stands for all tenants; as the name of a tenant's table, for the defaults."""
@@ -130,7 +130,7 @@ class _PolicyTables(_Table):
 
 
 def parse_policy(text: str) -> Policy:
-    """Raises PreconditionFailed naming the key, such as `tokens.trainer-a.roles`."""
+    """Raises FailedPrecondition naming the key, such as `tokens.trainer-a.roles`."""
     try:
         tables = _PolicyTables.model_validate(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as exc:
@@ -153,7 +153,7 @@ class PolicyFile:
     """The policy in force. Without a path it is open, and a reload changes nothing."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises PreconditionFailed naming the key, and OSError if the file cannot be read."""
+        """Raises FailedPrecondition naming the key, and OSError if the file cannot be read."""
         self._path = path
         self.policy = Policy()
         self.reload()
@@ -164,8 +164,8 @@ class PolicyFile:
             return
         try:
             self.policy = parse_policy(self._path.read_text(encoding="utf-8"))
-        except PreconditionFailed as error:
-            raise PreconditionFailed(
+        except FailedPrecondition as error:
+            raise FailedPrecondition(
                 f"policy_file {self._path}: {error.message}",
                 subject=error.subject,
                 reason=error.reason,
@@ -219,7 +219,7 @@ def _what(kind: str, message: str) -> str:
     return "unknown key" if kind == "extra_forbidden" else message.removeprefix("Value error, ")
 
 
-def _invalid(subject: str, message: str) -> PreconditionFailed:
-    return PreconditionFailed(
+def _invalid(subject: str, message: str) -> FailedPrecondition:
+    return FailedPrecondition(
         f"{subject}: {message}" if subject else message, subject=subject, reason="POLICY_INVALID"
     )

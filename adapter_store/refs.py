@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from adapter_store.core import AdapterName, AdapterRef
-from adapter_store.errors import InvalidArgument
+from servicekit.errors import InvalidArgument
 
 DEFAULT_TENANT = "default"
 

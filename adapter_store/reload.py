@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from adapter_store.audit import Audit, AuditLine
-from adapter_store.errors import StoreError
 from adapter_store.policy import PolicyFile
 from adapter_store.tls import CertificateFiles
+from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Reload:
     def _attempt(self, setting: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except (StoreError, OSError) as error:
+        except (ServiceError, OSError) as error:
             logger.error("not reloaded", extra={"setting": setting, "why": str(error)})
         else:
             logger.info("reloaded", extra={"setting": setting})

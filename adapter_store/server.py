@@ -26,7 +26,7 @@ from adapter_store.blobs.fsync import write_atomically
 from adapter_store.config import StoreSettings
 from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
-from adapter_store.errors import CatalogUnavailable, PreconditionFailed
+from adapter_store.errors import CatalogUnavailable
 from adapter_store.gate import Gate
 from adapter_store.images.compile import COMPILER_REVISION
 from adapter_store.metrics.metrics import Sample
@@ -142,7 +142,7 @@ def _open_tracing(settings: StoreSettings) -> Tracing | None:
     try:
         return open_tracing(wanted)
     except ValueError as error:
-        raise PreconditionFailed(str(error), subject="otlp_endpoint") from error
+        raise FailedPrecondition(str(error), subject="otlp_endpoint") from error
 
 
 @contextmanager

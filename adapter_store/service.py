@@ -30,7 +30,7 @@ from adapter_store.core import (
     ImageState,
     Layout,
 )
-from adapter_store.errors import LimitExceeded, PreconditionFailed, StoreError, UploadStalled
+from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import Images
 from adapter_store.images.compile import IMAGE_FORMATS
@@ -44,6 +44,7 @@ from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
+from servicekit.errors import FailedPrecondition, ServiceError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -180,7 +181,7 @@ class Registry:
         """Gives the layout's id and the newest image format common to both sides."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
-            raise PreconditionFailed(
+            raise FailedPrecondition(
                 f"layout.image_formats: {sorted(image_formats)} has none of this store's "
                 f"{list(IMAGE_FORMATS)}",
                 subject="layout.image_formats",
@@ -254,7 +255,7 @@ class Registry:
             await self._call(self._registrar.check, asked)
             yield
             result = "ok"
-        except StoreError as error:
+        except ServiceError as error:
             result = error.reason.lower()
             raise
         finally:

@@ -86,5 +86,5 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _invalid(setting: str, message: str) -> PreconditionFailed:
-    return PreconditionFailed(f"{setting}: {message}", subject=setting, reason="SETTING_INVALID")
+def _invalid(setting: str, message: str) -> FailedPrecondition:
+    return FailedPrecondition(f"{setting}: {message}", subject=setting, reason="SETTING_INVALID")

@@ -22,16 +22,11 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.core import AdapterName
-from adapter_store.errors import (
-    InvalidAdapter,
-    InvalidArgument,
-    LimitExceeded,
-    PreconditionFailed,
-    StoreError,
-)
+from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.policy import parse_policy
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.sources import Sources, hub, local, s3
+from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
 
 LIMITS = CheckpointLimits(
     max_config_bytes=1 << 16,
@@ -46,7 +41,7 @@ MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.experts.1.up_
 
 
 @contextmanager
-def _refused(*kinds: type[StoreError]) -> Iterator[None]:
+def _refused(*kinds: type[ServiceError]) -> Iterator[None]:
     """Lets refusals of these kinds pass, if they can be answered."""
     try:
         yield
@@ -54,8 +49,8 @@ def _refused(*kinds: type[StoreError]) -> Iterator[None]:
         _check_answer(error)
 
 
-def _check_answer(error: StoreError) -> None:
-    assert error.subject or isinstance(error, PreconditionFailed), "names no culprit"
+def _check_answer(error: ServiceError) -> None:
+    assert error.subject or isinstance(error, FailedPrecondition), "names no culprit"
     for text in (error.message, error.subject, error.reason):
         assert len(text.encode()) < 16_384
 
@@ -169,7 +164,7 @@ def _read_uri(text: str) -> object:
 
 def fuzz_policy(data: bytes) -> None:
     """The policy file: it is the operator's own, and still it must say what is wrong."""
-    with _refused(PreconditionFailed):
+    with _refused(FailedPrecondition):
         parse_policy(data.decode("utf-8", "replace"))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from inference_svc.errors import PermissionDenied
 from inference_svc.refs import DEFAULT_TENANT
+from servicekit.errors import PermissionDenied
 
 
 class Role(enum.Enum):

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from inference_svc.access import Principal
-from inference_svc.errors import InferenceError, InvalidSetting
+from servicekit.errors import InvalidSetting, ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class AuditLine:
         match error:
             case None:
                 self.result = "ok"
-            case InferenceError(reason=reason):
+            case ServiceError(reason=reason):
                 self.result, self.reason = "refused", reason
             case InvalidSetting():
                 self.result, self.reason = "refused", "SETTING_INVALID"
@@ -116,7 +116,7 @@ class Audit:
         except OSError as error:
             log.error("an audit line is lost from the file: %s", error)
 
-    def refuse(self, what: str, peer: str, error: InferenceError) -> None:
+    def refuse(self, what: str, peer: str, error: ServiceError) -> None:
         """Writes down who was refused before anything of the call was read."""
         if what in AUDITED:
             line = AuditLine(peer, what)

@@ -1,117 +1,86 @@
-"""What can go wrong in the inference service, without a word about transport.
+"""The inference service's own errors, below the general kinds whose status code they have.
 
-InferenceError
- ├─ Unauthenticated      no token, or one that this server does not know
- ├─ PermissionDenied     the token's roles may not do this
- ├─ InvalidRequest       the caller's argument, named by `subject`
- ├─ DuplicateRequest     a running request has this id
- ├─ AdapterNotFound      the reference resolves to nothing
+NotFound
+ └─ AdapterNotFound      the reference resolves to nothing
+AlreadyExists
+ └─ DuplicateRequest     a running request has this id
+FailedPrecondition
  ├─ AdapterUnusable      the adapter exists, and this model cannot serve it
- ├─ AdapterUnavailable   it did not become resident in time
- ├─ StoreUnavailable     the adapter store does not answer
- ├─ CorruptImage         pulled bytes fail their hash
- ├─ QueueFull            too many requests wait; `retry_after_s` says when to come back
  ├─ NoRoom               what is asked for would pin or occupy more than there is
- ├─ ProfileRunning       steps are being traced for somebody else
- ├─ NoSteps              no step ran that could be traced
- ├─ Draining             the server drains
+ └─ ProfileRunning       steps are being traced for somebody else
+ResourceExhausted
+ └─ QueueFull            too many requests wait; `retry_after_s` says when to come back
+DeadlineExceeded
+ └─ NoSteps              no step ran that could be traced
+Unavailable
+ ├─ AdapterUnavailable   it did not become resident in time
+ └─ StoreUnavailable     the adapter store does not answer
+DataLoss
+ └─ CorruptImage         pulled bytes fail their hash
+Internal
  └─ EngineFailed         our bug: the step raised
 
-UnsupportedModel         at start: a config that changes the maths in a way we do not compute
-InvalidSetting           at start or reload: a setting, or the file it names, cannot be used
-
-All of them cross process borders by pickle.
+UnsupportedModel, a FailedPrecondition, is raised at start only: the model directory holds something
+that this decoder does not compute.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from servicekit.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 
 
-class InferenceError(Exception):
-    """An error to be reported to the caller; `subject` names the culprit."""
-
-    reason = "INFERENCE_ERROR"
-
-    def __init__(self, message: str, *, subject: str = "", retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.message = message
-        self.subject = subject
-        self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.subject, self.retry_after_s)
-
-
-def _rebuild(
-    kind: type[InferenceError], message: str, subject: str, retry_after_s: float
-) -> InferenceError:
-    return kind(message, subject=subject, retry_after_s=retry_after_s)
-
-
-class Unauthenticated(InferenceError):
-    reason = "UNAUTHENTICATED"
-
-
-class PermissionDenied(InferenceError):
-    reason = "PERMISSION_DENIED"
-
-
-class InvalidRequest(InferenceError):
-    reason = "INVALID_ARGUMENT"
-
-
-class DuplicateRequest(InferenceError):
-    reason = "DUPLICATE_REQUEST_ID"
-
-
-class AdapterNotFound(InferenceError):
+class AdapterNotFound(NotFound):
     reason = "ADAPTER_NOT_FOUND"
 
 
-class AdapterUnusable(InferenceError):
+class DuplicateRequest(AlreadyExists):
+    reason = "DUPLICATE_REQUEST_ID"
+
+
+class AdapterUnusable(FailedPrecondition):
     reason = "ADAPTER_UNUSABLE"
 
 
-class AdapterUnavailable(InferenceError):
-    reason = "ADAPTER_UNAVAILABLE"
-
-
-class StoreUnavailable(InferenceError):
-    reason = "STORE_UNAVAILABLE"
-
-
-class CorruptImage(InferenceError):
-    reason = "CORRUPT_IMAGE"
-
-
-class QueueFull(InferenceError):
-    reason = "QUEUE_FULL"
-
-
-class NoRoom(InferenceError):
+class NoRoom(FailedPrecondition):
     reason = "NO_ROOM"
 
 
-class ProfileRunning(InferenceError):
+class ProfileRunning(FailedPrecondition):
     reason = "PROFILE_RUNNING"
 
 
-class NoSteps(InferenceError):
+class QueueFull(ResourceExhausted):
+    reason = "QUEUE_FULL"
+
+
+class NoSteps(DeadlineExceeded):
     reason = "NO_STEPS"
 
 
-class Draining(InferenceError):
-    reason = "DRAINING"
+class AdapterUnavailable(Unavailable):
+    reason = "ADAPTER_UNAVAILABLE"
 
 
-class EngineFailed(InferenceError):
+class StoreUnavailable(Unavailable):
+    reason = "STORE_UNAVAILABLE"
+
+
+class CorruptImage(DataLoss):
+    reason = "CORRUPT_IMAGE"
+
+
+class EngineFailed(Internal):
     reason = "ENGINE_FAILED"
 
 
-class UnsupportedModel(Exception):
-    """The model directory holds something this decoder does not compute; the message names it."""
-
-
-class InvalidSetting(ValueError):
-    """A setting, or the file that it names, cannot be used; the message names setting and key."""
+class UnsupportedModel(FailedPrecondition):
+    reason = "UNSUPPORTED_MODEL"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from inference_svc.errors import InvalidRequest
+from servicekit.errors import InvalidArgument
 
 DEFAULT_TENANT = "default"
 
@@ -30,13 +30,13 @@ class AdapterRef:
 
 
 def parse_ref(text: str, subject: str = "adapter", home: str = DEFAULT_TENANT) -> AdapterRef:
-    """A name without a tenant is one of tenant `home`. Raises InvalidRequest, naming the field
+    """A name without a tenant is one of tenant `home`. Raises InvalidArgument, naming the field
     `subject`."""
     if _DIGEST.fullmatch(text):
         return AdapterRef(digest=text)
     match = _NAME.fullmatch(text)
     if match is None:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{subject} {text[:200]!r} is neither [tenant/]name[@version] nor sha256:<hex>",
             subject=subject,
         )

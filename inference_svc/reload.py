@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 
 from inference_svc.audit import Audit, AuditLine
-from inference_svc.errors import InvalidSetting
 from inference_svc.policy import PolicyFile
 from inference_svc.tls import CertificateFiles
+from servicekit.errors import InvalidSetting
 
 log = logging.getLogger(__name__)
 

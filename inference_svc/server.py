@@ -24,7 +24,6 @@ from inference_svc.config import InferenceSettings
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
-from inference_svc.errors import InferenceError
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
 from inference_svc.frontend.watchdog import follow_engine
 from inference_svc.gate import Gate
@@ -216,7 +215,7 @@ class InferenceServer:
         self._metrics.count_http(end.method, end.code, end.reason)
         self._errors.note(end)
 
-    def _note_refusal(self, method: str, peer: str, error: InferenceError) -> None:
+    def _note_refusal(self, method: str, peer: str, error: ServiceError) -> None:
         """Of a call of which nothing was read."""
         facts = {"method": method, "peer": peer, "reason": error.reason}
         log.info("call refused", extra=facts)

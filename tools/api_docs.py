@@ -13,7 +13,8 @@ from pathlib import Path
 from google.protobuf import descriptor_pb2 as pb
 from grpc_tools import protoc
 
-from tools.api_facts import SERVICES, Service, code_name, exact_reasons, meanings, roles_of
+from servicekit.rpc.status import code_for
+from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
 from tools.proto_comments import ENUMS, MEMBERS, MESSAGES, RPC_SERVICES, Comments
 
 ROOT = Path(__file__).parent.parent
@@ -130,9 +131,8 @@ class _Page:
     def _errors(self) -> Iterator[str]:
         yield f"### Errors of the {self._service.title.lower()}\n"
         yield "| status | reason | meaning |\n|---|---|---|"
-        for kind, meaning in meanings(self._service.errors):
-            code = code_name(kind, self._service.codes)
-            yield f"| {code} | `{kind.reason}` | {_cell(meaning)} |"
+        for kind, meaning in meanings(self._service):
+            yield f"| {code_for(kind).name} | `{kind.reason}` | {_cell(meaning)} |"
         yield ""
         exact = ", ".join(f"`{reason}`" for reason in exact_reasons(self._service.folder))
         if exact:

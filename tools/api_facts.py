@@ -11,11 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from google.rpc import code_pb2
-
 from adapter_store import access as store_access
 from adapter_store import errors as store_errors
-from adapter_store.api import status as store_status
 from inference_svc import access as inference_access
 from inference_svc import errors as inference_errors
 from inference_svc.api.grpc import status as inference_status
@@ -36,7 +33,6 @@ class Service:
     again: Mapping[str, str]
     access: ModuleType
     errors: ModuleType
-    codes: Mapping[Any, int]
 
 
 def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
@@ -86,7 +82,6 @@ SERVICES = (
         ),
         store_access,
         store_errors,
-        store_status.CODES,
     ),
     Service(
         "loadout/inference/v1/inference.proto",
@@ -116,7 +111,6 @@ SERVICES = (
         ),
         inference_access,
         inference_errors,
-        {kind: code.value[0] for kind, code in inference_status.CODES.items()},
     ),
 )
 
@@ -131,26 +125,31 @@ def roles_of(access: ModuleType, action: enum.Enum) -> list[str]:
     ]
 
 
-def meanings(errors: ModuleType) -> Iterator[tuple[Any, str]]:
-    """The errors that calls end with, in the order of the tree in the module's docstring, and
-    what that says of them."""
-    for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"[ │]+[├└]─ (\w+)\s+(.+)", line)
-        if match:
-            yield getattr(errors, match[1]), match[2]
-
-
-def code_name(kind: type[Exception], codes: Mapping[Any, int]) -> str:
-    return code_pb2.Code.Name(next(codes[base] for base in kind.__mro__ if base in codes))
+def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:
+    """The errors that calls end with, and what that says of them: the general ones that the service
+    raises, then its own. Both in the order of the trees in the docstrings."""
+    folders = service.folder, Path(general_errors.__file__).parent
+    raised = {name for folder in folders for name, _ in _calls(folder)}
+    for module in (general_errors, service.errors):
+        for line in (module.__doc__ or "").splitlines():
+            match = re.match(r"[ │]+[├└]─ (\w+)\s+(.+)", line)
+            if match and (module is service.errors or match[1] in raised):
+                yield getattr(module, match[1]), match[2]
 
 
 def exact_reasons(folder: Path) -> list[str]:
     """The reasons that errors are given where they are made, in place of their class's own."""
     found: set[str] = set()
+    for _, call in _calls(folder):
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        texts = [value.value for value in values if isinstance(value, ast.Constant)]
+        found.update(filter(_REASON.fullmatch, (t for t in texts if isinstance(t, str))))
+    return sorted(found)
+
+
+def _calls(folder: Path) -> Iterator[tuple[str, ast.Call]]:
+    """What is called by a plain name in the modules under `folder`."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                values = [*node.args, *(keyword.value for keyword in node.keywords)]
-                texts = [value.value for value in values if isinstance(value, ast.Constant)]
-                found.update(filter(_REASON.fullmatch, (t for t in texts if isinstance(t, str))))
-    return sorted(found)
+                yield node.func.id, node

@@ -23,7 +23,6 @@ from adapter_store.core import (
     Target,
     TargetKind,
 )
-from adapter_store.errors import InvalidArgument
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
 from adapter_store.refs import DEFAULT_TENANT, parse_name, parse_sha256
@@ -31,6 +30,7 @@ from adapter_store.registration.registrar import Registration
 from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import InvalidArgument
 
 _STATES = {
     ImageState.PENDING: pb.IMAGE_STATE_PENDING,

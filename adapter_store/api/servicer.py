@@ -14,12 +14,13 @@ from adapter_store.access import Action, Principal
 from adapter_store.api import call_context, convert
 from adapter_store.audit import Audit, AuditLine
 from adapter_store.debug.info import DebugInfo
-from adapter_store.errors import PullStalled, StoreError
+from adapter_store.errors import PullStalled
 from adapter_store.gate import Gate
 from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.service import Registry
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+from servicekit.errors import ServiceError
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -36,7 +37,7 @@ AUDITED = frozenset(
 )
 
 
-def audit_refusal(audit: Audit, method: str, peer: str, error: StoreError) -> None:
+def audit_refusal(audit: Audit, method: str, peer: str, error: ServiceError) -> None:
     """Writes down who was refused before anything of the call was read."""
     if method in AUDITED:
         line = AuditLine(method, peer=peer)

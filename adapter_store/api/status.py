@@ -1,15 +1,10 @@
-"""Errors as gRPC statuses: one table, one interceptor.
-
-Every answer that is not OK carries a google.rpc.Status with an ErrorInfo (a stable reason and the
-culprit), and for the caller's own mistakes a BadRequest naming the field, file or tensor.
-"""
+"""The interceptors of the store's calls: errors as statuses, metrics, log lines and spans."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -17,16 +12,16 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
-from adapter_store import errors
 from adapter_store.api import call_context
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.tracing import Tracing, begin_call, end_call
+from servicekit import errors
+from servicekit.rpc.status import to_status
 
 logger = logging.getLogger(__name__)
 
@@ -44,78 +39,6 @@ HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 ABORT_SECONDS = 5.0
-UNKNOWN_ERROR_TEXT = "internal error; the store's log has the details"
-
-CODES: dict[type[errors.StoreError], int] = {
-    errors.InvalidArgument: code_pb2.INVALID_ARGUMENT,
-    errors.InvalidAdapter: code_pb2.INVALID_ARGUMENT,
-    errors.IncompatibleAdapter: code_pb2.FAILED_PRECONDITION,
-    errors.PreconditionFailed: code_pb2.FAILED_PRECONDITION,
-    errors.Unauthenticated: code_pb2.UNAUTHENTICATED,
-    errors.PermissionDenied: code_pb2.PERMISSION_DENIED,
-    errors.NotFound: code_pb2.NOT_FOUND,
-    errors.Conflict: code_pb2.ABORTED,
-    errors.LimitExceeded: code_pb2.RESOURCE_EXHAUSTED,
-    errors.QuotaExceeded: code_pb2.RESOURCE_EXHAUSTED,
-    errors.Overloaded: code_pb2.RESOURCE_EXHAUSTED,
-    errors.PullStalled: code_pb2.DEADLINE_EXCEEDED,
-    errors.UploadStalled: code_pb2.DEADLINE_EXCEEDED,
-    errors.RevisionTooOld: code_pb2.OUT_OF_RANGE,
-    errors.SourceUnavailable: code_pb2.UNAVAILABLE,
-    errors.CatalogUnavailable: code_pb2.UNAVAILABLE,
-    errors.BlobLost: code_pb2.UNAVAILABLE,
-    errors.Draining: code_pb2.UNAVAILABLE,
-    errors.CorruptData: code_pb2.DATA_LOSS,
-}
-
-
-def to_status(error: errors.StoreError) -> status_pb2.Status:
-    """The status of an error, with its details."""
-    code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
-    details: list[Any] = [
-        error_details_pb2.ErrorInfo(
-            reason=error.reason,
-            domain=ERROR_DOMAIN,
-            metadata={"subject": error.subject} if error.subject else {},
-        )
-    ]
-    if code == code_pb2.INVALID_ARGUMENT:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.subject, description=error.message, reason=error.reason
-        )
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, errors.QuotaExceeded):
-        details += _quota_details(error)
-    if isinstance(error, errors.QuotaExceeded | errors.Overloaded):
-        details += _retry_details(error.retry_after_seconds)
-    return status_pb2.Status(code=code, message=error.message, details=[_pack(d) for d in details])
-
-
-def _quota_details(error: errors.QuotaExceeded) -> list[Any]:
-    """Which quota."""
-    failure = error_details_pb2.QuotaFailure.Violation(
-        subject=error.subject, description=error.message
-    )
-    return [error_details_pb2.QuotaFailure(violations=[failure])]
-
-
-def _retry_details(retry_after_seconds: float) -> list[Any]:
-    """Where waiting helps, how long."""
-    if retry_after_seconds <= 0:
-        return []
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromNanoseconds(math.ceil(retry_after_seconds * 1e9))
-    return [retry]
-
-
-def _pack(detail: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
-
-
-def _unknown() -> status_pb2.Status:
-    return status_pb2.Status(code=code_pb2.INTERNAL, message=UNKNOWN_ERROR_TEXT)
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -208,8 +131,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except (asyncio.CancelledError, GeneratorExit):
             code = "CANCELLED"
             raise
-        except errors.StoreError as error:
-            status = to_status(error)
+        except errors.ServiceError as error:
+            status = to_status(error, ERROR_DOMAIN)
             code = code_pb2.Code.Name(status.code)
             call_context.note(reason=error.reason, why=str(error))
             await abort(context, status)
@@ -220,7 +143,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             code = "INTERNAL"
             call_context.note(reason=code, why=where(error))
             logger.exception("call failed", extra={"method": method})
-            await abort(context, _unknown())
+            await abort(context, to_status(error, ERROR_DOMAIN))
         finally:
             self._running -= 1
             self._last_end = time.monotonic()
@@ -265,7 +188,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, gate: Gate, on_refused: Callable[[str, str, errors.StoreError], None]
+        self, gate: Gate, on_refused: Callable[[str, str, errors.ServiceError], None]
     ) -> None:
         self._gate = gate
         self._on_refused = on_refused
@@ -285,7 +208,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             return self._refusing(path, error)
         return handler
 
-    def _refusing(self, path: str, error: errors.StoreError) -> grpc.RpcMethodHandler:
+    def _refusing(self, path: str, error: errors.ServiceError) -> grpc.RpcMethodHandler:
         """As a stream: of one nothing is read that is not asked for."""
 
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
@@ -294,7 +217,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             call_context.note(reason=error.reason)
             if path.startswith(GRPC_PREFIX):  # which nobody else watches
                 logger.info("call refused", extra={"path": path, "reason": error.reason})
-            await abort(context, to_status(error))
+            await abort(context, to_status(error, ERROR_DOMAIN))
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 

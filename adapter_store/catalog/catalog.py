@@ -60,7 +60,7 @@ from adapter_store.core import (
     Quota,
     Tenants,
 )
-from adapter_store.errors import NotFound
+from servicekit.errors import NotFound
 
 __all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing", "VersionsPage"]
 

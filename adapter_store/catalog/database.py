@@ -21,7 +21,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable, PreconditionFailed
+from adapter_store.errors import CatalogUnavailable
+from servicekit.errors import FailedPrecondition
 
 SQLITE_BUSY_SECONDS = 30
 CONNECT_SECONDS = 5
@@ -118,11 +119,11 @@ class PostgresDatabase:
     is_shared = True
 
     def __init__(self, dsn: str) -> None:
-        """Raises PreconditionFailed if the driver is not installed, or the address is not one."""
+        """Raises FailedPrecondition if the driver is not installed, or the address is not one."""
         try:
             self.engine = self._make_engine(dsn)
         except (ImportError, ArgumentError) as exc:
-            raise PreconditionFailed(
+            raise FailedPrecondition(
                 f"catalog_dsn: {type(exc).__name__}: it needs the extra loadout[postgres] and an "
                 "address postgresql+psycopg://USER:PASSWORD@HOST/NAME",
                 subject="catalog_dsn",

@@ -13,7 +13,7 @@ from sqlalchemy import JSON, ColumnElement, Select, cast, func, literal, true, t
 
 from adapter_store.catalog.schema import adapters, versions
 from adapter_store.core import AdapterName, Tenants
-from adapter_store.errors import InvalidArgument
+from servicekit.errors import InvalidArgument
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000

@@ -18,7 +18,8 @@ from adapter_store.core import (
     EventKind,
     Tenants,
 )
-from adapter_store.errors import Conflict, NotFound
+from adapter_store.errors import Conflict
+from servicekit.errors import NotFound
 
 
 def register(

@@ -21,7 +21,7 @@ from adapter_store.core import (
     SourceFile,
     Tenants,
 )
-from adapter_store.errors import NotFound
+from servicekit.errors import NotFound
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, func, select
 from adapter_store.catalog import events, layouts
 from adapter_store.catalog.schema import adapters, blobs, versions
 from adapter_store.core import AdapterName, Quota
-from adapter_store.errors import QuotaExceeded
+from servicekit.errors import QuotaExceeded
 
 
 @dataclass(frozen=True, slots=True)

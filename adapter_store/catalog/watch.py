@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterEvent, EventKind, Tenants
-from adapter_store.errors import Draining
+from servicekit.errors import Draining
 
 RECENT_EVENTS = 1024
 BATCH_EVENTS = 256

@@ -19,7 +19,7 @@ from adapter_store.catalog.catalog import Catalog, ImageKey
 from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
-from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter, NotFound
+from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import Image, ImagePlan, compile_parts, plan_image
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.file import open_image, read_parts, write_image
@@ -28,6 +28,7 @@ from adapter_store.images.partial_image import GrowingImage
 from adapter_store.images.shared_images import Claim, SharedImages
 from adapter_store.images.worker_pool import Turn
 from adapter_store.metrics.metrics import Metrics
+from servicekit.errors import NotFound
 
 logger = logging.getLogger(__name__)
 

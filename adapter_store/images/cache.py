@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from adapter_store.catalog.catalog import ImageKey
 from adapter_store.core import Tenants
-from adapter_store.errors import Draining, Overloaded, StoreError
+from adapter_store.errors import Overloaded
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.builder import Build, ImageBuilder, NotAhead
 from adapter_store.images.disk_tier import DiskTier, TierCounts
@@ -23,6 +23,7 @@ from adapter_store.images.memory_tier import MemoryEntry, MemoryTier, Room
 from adapter_store.images.partial_image import GrowingImage
 from adapter_store.images.worker_pool import Priority, Workers
 from adapter_store.spans import phase
+from servicekit.errors import Draining, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class Images:
             await asyncio.shield(flight.task)
         except NotAhead:
             logger.debug("not to be compiled ahead", extra={"digest": key[0]})
-        except StoreError as error:
+        except ServiceError as error:
             logger.info("not compiled ahead", extra={"digest": key[0], "why": str(error)})
         except Exception:
             logger.exception("compiling ahead failed", extra={"digest": key[0]})
@@ -252,7 +253,7 @@ class Images:
             spare = await self._workers.run(
                 key, Priority.KEEP, lambda _: resident_buffer(num_bytes)
             )
-        except StoreError:  # shutting down
+        except ServiceError:  # shutting down
             return
         except Exception:
             logger.warning("there is no memory for a spare buffer", exc_info=True)
@@ -283,7 +284,7 @@ def _no_room() -> Overloaded:
     return Overloaded(
         "the store's memory is full of images that are being pulled; try again",
         subject="memory",
-        retry_after_seconds=RETRY_SECONDS,
+        retry_after_s=RETRY_SECONDS,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.core import DataType, Layout, Target, TargetKind
-from adapter_store.errors import InvalidArgument
+from servicekit.errors import InvalidArgument
 
 MAX_TARGETS = 1 << 17
 MAX_ALIASES = 64

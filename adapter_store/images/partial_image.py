@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from adapter_store.core import ImagePart
-from adapter_store.errors import Draining
 from adapter_store.images.compile import Image
 from adapter_store.images.plan import ImagePlan
+from servicekit.errors import Draining
 
 
 class GrowingImage:

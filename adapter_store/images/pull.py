@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from adapter_store.catalog.catalog import ImageKey
 from adapter_store.core import ImagePart, Segment, Tenants
-from adapter_store.errors import InvalidArgument, StoreError
 from adapter_store.images.cache import Images
 from adapter_store.images.compile import ImagePlan
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.spans import Phases
+from servicekit.errors import InvalidArgument, ServiceError
 
 CHUNK_BYTES = 512 << 10
 """About this much: the pieces of a part are as long as each other, at most half more."""
@@ -127,7 +127,7 @@ class Pulls:
                 result = "complete"
         except BaseException as error:
             failure = error
-            if isinstance(error, StoreError):
+            if isinstance(error, ServiceError):
                 result = error.reason.lower()
             raise
         finally:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from adapter_store.errors import QuotaExceeded
+from servicekit.errors import QuotaExceeded
 
 _MAX_TENANTS = 10_000
 _MINUTE_SECONDS = 60.0
@@ -38,7 +38,7 @@ class Rates:
                     f"registrations_per_minute: tenant {tenant!r} may register {per_minute} times "
                     f"a minute; try again in {wait_seconds:.3g} seconds",
                     subject="registrations_per_minute",
-                    retry_after_seconds=wait_seconds,
+                    retry_after_s=wait_seconds,
                 )
             if len(self._full_at) >= _MAX_TENANTS:
                 self._forget_full(now)

@@ -27,11 +27,7 @@ from adapter_store.errors import (
     Conflict,
     CorruptData,
     InvalidAdapter,
-    InvalidArgument,
     LimitExceeded,
-    NotFound,
-    PreconditionFailed,
-    StoreError,
 )
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
@@ -39,6 +35,7 @@ from adapter_store.registration.signatures import Signature, check_signature, ve
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.spans import phase
+from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +117,7 @@ class Registrar:
     def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
         """Fetches and records. Gives the record and the revision at which it is current.
 
-        Raises what Source.fetch and open_checkpoint raise, PreconditionFailed if the content is
+        Raises what Source.fetch and open_checkpoint raise, FailedPrecondition if the content is
         not as expected or not what was signed, Conflict, and QuotaExceeded.
         """
         staging = self._stage()
@@ -217,7 +214,7 @@ class Registrar:
             except CatalogUnavailable:  # it may be recorded, or not
                 self._blobs.leave(kept)
                 raise
-            except StoreError:
+            except ServiceError:
                 self._blobs.settle(new.digest, kept, staged.folder)
                 raise
             self._blobs.settle(new.digest, kept, staged.folder)
@@ -234,7 +231,7 @@ class Registrar:
             return self._catalog.register(new, asked.if_current_digest, self._quota(asked))
         except CatalogUnavailable:
             raise
-        except StoreError:
+        except ServiceError:
             place = self._catalog.take_blob(new.digest)
             if place is not None:
                 self._blobs.remove(new.digest, place)
@@ -277,7 +274,7 @@ def _new_version(
             subject="base_model",
         )
     if asked.expected_digest and checkpoint.digest != asked.expected_digest:
-        raise PreconditionFailed(
+        raise FailedPrecondition(
             f"expected_digest: the content has digest {checkpoint.digest}",
             subject="expected_digest",
             reason="DIGEST_MISMATCH",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from adapter_store.errors import InvalidArgument, PreconditionFailed
 from adapter_store.policy import Policy, TrustedKey
+from servicekit.errors import FailedPrecondition, InvalidArgument
 
 SIGNATURE_BYTES = 64
 _SHOWN_CHARS = 64
@@ -29,12 +29,12 @@ class Signature:
 def check_signature(policy: Policy, tenant: str, signature: Signature | None) -> None:
     """What can be refused before the digest is known.
 
-    Raises PreconditionFailed (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
+    Raises FailedPrecondition (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
     for this tenant) and InvalidArgument (SIGNATURE_INVALID: it cannot be one).
     """
     if signature is None:
         if policy.tenant(tenant).require_signature:
-            raise PreconditionFailed(
+            raise FailedPrecondition(
                 f"signature: tenant {tenant} takes signed adapters only",
                 subject="signature",
                 reason="SIGNATURE_REQUIRED",
@@ -52,7 +52,7 @@ def check_signature(policy: Policy, tenant: str, signature: Signature | None) ->
 def verify_signature(policy: Policy, tenant: str, signature: Signature | None, digest: str) -> str:
     """The name of the key that signed `digest`, "" if nothing was given and nothing is required.
 
-    Raises as `check_signature`, and PreconditionFailed (SIGNATURE_INVALID): not of this digest, or
+    Raises as `check_signature`, and FailedPrecondition (SIGNATURE_INVALID): not of this digest, or
     not by this key.
     """
     check_signature(policy, tenant, signature)
@@ -62,7 +62,7 @@ def verify_signature(policy: Policy, tenant: str, signature: Signature | None, d
     try:
         Ed25519PublicKey.from_public_bytes(key.public_key).verify(signature.value, digest.encode())
     except InvalidSignature as exc:
-        raise PreconditionFailed(
+        raise FailedPrecondition(
             f"signature: it is not key {key.name}'s signature of {digest}",
             subject="signature",
             reason="SIGNATURE_INVALID",
@@ -81,7 +81,7 @@ def _trusted_key(policy: Policy, tenant: str, signature: Signature) -> TrustedKe
     """The same answer for no such key as for one of others: key names are theirs to know."""
     key = policy.keys.get(signature.key_id)
     if key is None or (key.tenants is not None and tenant not in key.tenants):
-        raise PreconditionFailed(
+        raise FailedPrecondition(
             f"signature.key_id: {signature.key_id[:_SHOWN_CHARS]!r} is no key that is trusted for "
             f"tenant {tenant}",
             subject="signature.key_id",

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterEvent
-from adapter_store.errors import StoreError
+from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Followed:
             try:
                 await self._refresh()
                 continue
-            except StoreError as error:
+            except ServiceError as error:
                 logger.warning("pins were not refreshed", extra={"why": str(error)})
             except Exception:
                 logger.exception("refreshing pins failed; it will be tried again")

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from adapter_store.errors import InvalidArgument
 from adapter_store.sources.staging import FetchLimits, Staging
+from servicekit.errors import InvalidArgument
 
 __all__ = ["FetchLimits", "Source", "Sources", "Staging"]
 
@@ -40,7 +40,7 @@ class Source(Protocol):
         the hub, ETags of S3; "" where there is none.
 
         Raises InvalidArgument (not a place this store may read), NotFound, InvalidAdapter (files
-        missing), LimitExceeded, PreconditionFailed (access denied), SourceUnavailable (no answer,
+        missing), LimitExceeded, FailedPrecondition (access denied), SourceUnavailable (no answer,
         or changed while it was read). Every message names the place.
         """
         ...

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapter_store.errors import InvalidArgument, NotFound, SourceUnavailable
+from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.hub_errors import changed, translated, unavailable
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.parallel import copy_all
 from adapter_store.sources.retry import Retry, RetryPolicy
 from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
+from servicekit.errors import InvalidArgument, NotFound
 
 API_TIMEOUT_S = 15
 READ_TIMEOUT_S = 30

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from adapter_store.errors import NotFound, PreconditionFailed, SourceUnavailable, StoreError
+from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.retry import CHANGED
+from servicekit.errors import FailedPrecondition, NotFound, ServiceError
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def unavailable(where: str, why: str) -> SourceUnavailable:
     return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
 
 
-def _of_status(where: str, error: Any) -> StoreError:
+def _of_status(where: str, error: Any) -> ServiceError:
     status = error.response.status_code
     if status in (401, 403):
         return _denied(where, str(status))
@@ -62,8 +63,8 @@ def _missing(where: str, how: str) -> NotFound:
     )
 
 
-def _denied(where: str, why: str) -> PreconditionFailed:
-    return PreconditionFailed(
+def _denied(where: str, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
         f"source_uri: this store may not read {where}: {why}",
         subject="source_uri",
         reason="SOURCE_ACCESS_DENIED",

@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from adapter_store.errors import (
-    InvalidArgument,
-    NotFound,
-    PreconditionFailed,
-    SourceUnavailable,
-)
+from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.staging import Staging
+from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,7 +158,7 @@ def _translated(uri: str) -> Iterator[None]:
     except NotADirectoryError as exc:
         raise InvalidArgument(f"source_uri: {uri} is not a folder", subject="source_uri") from exc
     except PermissionError as exc:
-        raise PreconditionFailed(
+        raise FailedPrecondition(
             f"source_uri: this store may not read {uri}",
             subject="source_uri",
             reason="SOURCE_ACCESS_DENIED",

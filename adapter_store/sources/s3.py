@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from adapter_store.errors import InvalidArgument, LimitExceeded, NotFound, SourceUnavailable
+from adapter_store.errors import LimitExceeded, SourceUnavailable
 from adapter_store.sources.parallel import copy_all
 from adapter_store.sources.retry import Retry, RetryPolicy
 from adapter_store.sources.s3_errors import changed, translated, unavailable
 from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
+from servicekit.errors import InvalidArgument, NotFound
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from adapter_store.errors import NotFound, PreconditionFailed, SourceUnavailable, StoreError
+from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.retry import CHANGED
+from servicekit.errors import FailedPrecondition, NotFound, ServiceError
 
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
 _DENIED = frozenset(
@@ -43,7 +44,7 @@ def unavailable(where: str, why: str) -> SourceUnavailable:
     return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
 
 
-def _of_code(where: str, code: str) -> StoreError:
+def _of_code(where: str, code: str) -> ServiceError:
     if code in _MISSING:
         return NotFound(
             f"source_uri: {where} does not exist ({code})",
@@ -57,8 +58,8 @@ def _of_code(where: str, code: str) -> StoreError:
     return unavailable(where, code)
 
 
-def _denied(where: str, why: str) -> PreconditionFailed:
-    return PreconditionFailed(
+def _denied(where: str, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
         f"source_uri: this store may not read {where}: {why}",
         subject="source_uri",
         reason="SOURCE_ACCESS_DENIED",

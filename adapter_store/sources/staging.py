@@ -15,7 +15,8 @@ from typing import Self
 
 from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
 from adapter_store.core import SourceFile
-from adapter_store.errors import Draining, InvalidAdapter, InvalidArgument, LimitExceeded
+from adapter_store.errors import InvalidAdapter, LimitExceeded
+from servicekit.errors import Draining, InvalidArgument
 
 READ_BYTES = 4 << 20
 """Sources are read in steps of this size."""

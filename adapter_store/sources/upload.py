@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from adapter_store.errors import InvalidArgument, LimitExceeded
+from adapter_store.errors import LimitExceeded
 from adapter_store.sources.staging import (
     MAX_FILES,
     StagedFile,
     Staging,
     check_file_name,
 )
+from servicekit.errors import InvalidArgument
 
 UPLOAD_URI = "upload://"
 """What is recorded as the source of an upload."""

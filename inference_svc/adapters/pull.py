@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader, PullStream
-from inference_svc.errors import InferenceError
 from inference_svc.spans import CANCELLED, OpenSpan, Span, using
+from servicekit.errors import ServiceError
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """As traces name it."""
@@ -184,7 +184,7 @@ class PullJob:
         except Parked:
             span.note(parked=True)
             raise
-        except InferenceError as error:
+        except ServiceError as error:
             span.fail(error)
             raise
         finally:
@@ -219,7 +219,7 @@ class PullFailed:
     """The job writes no more. `error` is None when it was cancelled."""
 
     job: PullJob
-    error: InferenceError | None
+    error: ServiceError | None
 
 
 PullEvent = PullOpened | PullDone | PullFailed

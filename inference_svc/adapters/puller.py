@@ -37,7 +37,8 @@ from inference_svc.adapters.pull import (
     PullJob,
     PullOpened,
 )
-from inference_svc.errors import CorruptImage, InferenceError, StoreUnavailable
+from inference_svc.errors import CorruptImage, StoreUnavailable
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +150,11 @@ class Puller:
                 job.progress.num_corrupt += 1
                 if job.progress.num_corrupt >= MAX_CORRUPT:
                     return PullFailed(job, error)
-            except InferenceError as error:
+            except ServiceError as error:
                 return PullFailed(job, error)
             except Exception as error:  # a bug here must not strand the requests that wait
                 log.exception("pull failed", extra={"digest": job.digest})
-                return PullFailed(job, InferenceError(f"pull failed: {error!r}"))
+                return PullFailed(job, ServiceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 
     def _stream(self, job: PullJob) -> None:

@@ -17,11 +17,12 @@ from inference_svc.access import Principal
 from inference_svc.api.request_trace import GenerationTrace
 from inference_svc.core import FinishReason, Request
 from inference_svc.engine.messages import Timings, Usage
-from inference_svc.errors import AdapterUnavailable, InferenceError
+from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
+from servicekit.errors import ServiceError
 
 log = logging.getLogger("inference_svc.requests")
 
@@ -174,7 +175,7 @@ class Accounts:
         if not log.isEnabledFor(logging.INFO):
             return
         facts = account.facts() | {"status": status}
-        if isinstance(error, InferenceError):
+        if isinstance(error, ServiceError):
             facts["reason"] = error.reason
         if self._log_prompts:
             facts["prompt"] = _shown(account.prompt)

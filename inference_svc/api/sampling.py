@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from inference_svc.core import SamplingParams
-from inference_svc.errors import InvalidRequest
+from servicekit.errors import InvalidArgument
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -30,7 +30,7 @@ def random_seed() -> int:
 
 def checked_sampling(given: SamplingParams, vocab_size: int, path: str = "") -> SamplingParams:
     """`given` as the engine takes it: in single precision, so that the same numbers give the same
-    tokens whether they came as text or as floats. Raises InvalidRequest naming the field, behind
+    tokens whether they came as text or as floats. Raises InvalidArgument naming the field, behind
     `path`."""
     check = _Fields(path)
     check.needs(given.max_tokens >= 1, "max_tokens", "at least 1")
@@ -71,7 +71,7 @@ class _Fields:
     def needs(self, holds: bool, name: str, requirement: str) -> None:
         if not holds:
             field = f"{self._path}{name}"
-            raise InvalidRequest(f"{field} must be {requirement}", subject=field)
+            raise InvalidArgument(f"{field} must be {requirement}", subject=field)
 
     def number(
         self, name: str, value: float, low: float, high: float, *, or_zero: bool = False

@@ -17,7 +17,7 @@ from inference_svc.api.request_trace import begin_generation
 from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.core import Request
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
-from inference_svc.errors import AdapterNotFound, InvalidRequest, Unauthenticated
+from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.gate import Gate, Metadata, bearer_token
@@ -26,6 +26,7 @@ from inference_svc.spans import phase
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
+from servicekit.errors import InvalidArgument, Unauthenticated
 
 TRACE_CHUNK_BYTES = 256 << 10
 
@@ -142,7 +143,7 @@ class Service:
         binding: Binding | None,
         remaining_s: float | None = None,
     ) -> Request:
-        """What `run` takes. Raises InvalidRequest for what is no prompt."""
+        """What `run` takes. Raises InvalidArgument for what is no prompt."""
         with phase("tokenize"):
             prompt = await self._prompts.encode(call.prompt)
         return call.to_request(
@@ -228,7 +229,7 @@ class Service:
 
     async def list_adapters(self, who: Principal, page_size: int, page_token: str) -> AdapterPage:
         """Of a page of the catalog what the caller can generate with here. Raises
-        StoreUnavailable, and InvalidRequest for a token of another list."""
+        StoreUnavailable, and InvalidArgument for a token of another list."""
         if self._registry is None:
             return AdapterPage([], "")
         tenants = () if who.tenants is None else who.tenants
@@ -243,7 +244,7 @@ class Service:
     ) -> int:
         ref = parse_ref(text, subject, who.home_tenant)
         if not ref.name or ref.version:
-            raise InvalidRequest(f"{subject} must be a name without a version", subject=subject)
+            raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)
         if self._registry is None:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
         return await self._registry.register(ref.name, source, bearer_token(caller.metadata))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from inference_svc.errors import InferenceError
+from servicekit.errors import ServiceError
 
 PER_KIND = 20
 """Errors kept of one method and reason: many of a kind push out no others."""
@@ -34,7 +34,7 @@ class CallEnd:
     def of(cls, method: str, code: str, error: Exception | None, request_id: str = "") -> CallEnd:
         """Now."""
         reason, message = "", ""
-        if isinstance(error, InferenceError):
+        if isinstance(error, ServiceError):
             quotes_prompt = error.subject in PROMPT_SUBJECTS
             reason, message = error.reason, "" if quotes_prompt else error.message
         elif error is not None:

@@ -11,7 +11,8 @@ from inference_svc.adapters.slots import Resident
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
-from inference_svc.errors import AdapterNotFound, AdapterUnavailable, InferenceError
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable
+from servicekit.errors import ServiceError
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,7 @@ class Commands:
                 self.profiler.start(call)
                 return None
             return Reply(call.call_id, self._answer(call))
-        except InferenceError as error:
+        except ServiceError as error:
             return Reply(call.call_id, error=error)
 
     def _answer(self, call: Call) -> object:
@@ -98,7 +99,7 @@ class Commands:
             device = self.residency.device
             try:
                 resident = device.pin(call.digest) if call.pin else device.get(call.digest)
-            except InferenceError as error:
+            except ServiceError as error:
                 return Reply(call.call_id, error=error)
             assert resident is not None
             return Reply(call.call_id, _view(resident, "device"))
@@ -115,7 +116,7 @@ class Commands:
         since_s = self.residency.last_progress_s(pending.call.digest)
         return None if since_s is None else max(since_s, pending.wanted_s) + self.adapter_wait_s
 
-    def fail(self, digest: str, error: InferenceError) -> list[Reply]:
+    def fail(self, digest: str, error: ServiceError) -> list[Reply]:
         """The replies to loads of an adapter that cannot be loaded."""
         failed = [pending for pending in self._loads if pending.call.digest == digest]
         for pending in failed:

@@ -32,12 +32,8 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
-from inference_svc.errors import (
-    AdapterUnavailable,
-    Draining,
-    DuplicateRequest,
-    InferenceError,
-)
+from inference_svc.errors import AdapterUnavailable, DuplicateRequest
+from servicekit.errors import Draining, ServiceError
 
 
 @dataclass
@@ -158,7 +154,7 @@ class Engine:
             self._adapter_waits.add(sequence, now_s + self.adapter_wait_s)
         self.scheduler.add(sequence, now_s)
 
-    def _refusal(self, request: Request, now_s: float) -> InferenceError | None:
+    def _refusal(self, request: Request, now_s: float) -> ServiceError | None:
         request_id = request.request_id
         if self.is_stopping:
             return Draining("the server is shutting down")
@@ -202,13 +198,13 @@ class Engine:
             return None
         return max(since_s, sequence.adapter_wanted_s) + self.adapter_wait_s
 
-    def _unavailable(self, sequence: Sequence) -> InferenceError:
+    def _unavailable(self, sequence: Sequence) -> ServiceError:
         return AdapterUnavailable(
             f"adapter {sequence.request.digest} was not resident after {self.adapter_wait_s:g} s",
             subject="adapter",
         )
 
-    def _fail_adapter(self, digest: str, error: InferenceError, now_s: float) -> None:
+    def _fail_adapter(self, digest: str, error: ServiceError, now_s: float) -> None:
         self._replies += self.commands.fail(digest, error)
         for sequence in self.scheduler.queue.of_digest(digest):
             self._end(sequence, now_s, error=error)

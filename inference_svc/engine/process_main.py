@@ -22,8 +22,9 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Stop, StoreNews
 from inference_svc.engine.thread import EngineThread
-from inference_svc.errors import InferenceError, UnsupportedModel
+from inference_svc.errors import UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Child:
 
 def _portable(error: Exception) -> Exception:
     """The error, or one that says the same and pickles."""
-    if not isinstance(error, InferenceError | UnsupportedModel | ValueError | OSError):
+    if not isinstance(error, ServiceError | UnsupportedModel | ValueError | OSError):
         log.error("the engine cannot be built", exc_info=error)
     try:
         if type(pickle.loads(encode(error))) is type(error):

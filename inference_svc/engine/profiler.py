@@ -24,7 +24,8 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from inference_svc.engine.messages import Call, Reply, StepTrace
-from inference_svc.errors import InferenceError, NoRoom, NoSteps, ProfileRunning
+from inference_svc.errors import NoRoom, NoSteps, ProfileRunning
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ def _write_trace(tracing: _Tracing, profiler: profile) -> None:
         path = _write_file(profiler, tracing.num_done, tracing.folder)
         tracing.answer = Reply(tracing.call_id, StepTrace(path, tracing.num_done))
     except Exception as error:
-        if not (tracing.is_abandoned or isinstance(error, InferenceError)):
+        if not (tracing.is_abandoned or isinstance(error, ServiceError)):
             log.exception("the trace cannot be written")
         tracing.answer = Reply(tracing.call_id, error=error)
     if tracing.folder is not None:

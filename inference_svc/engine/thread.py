@@ -17,8 +17,9 @@ from inference_svc.adapters.pull import PullEvent
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
-from inference_svc.errors import Draining, EngineFailed
+from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
+from servicekit.errors import Draining
 
 log = logging.getLogger(__name__)
 

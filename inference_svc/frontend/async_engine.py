@@ -30,10 +30,11 @@ from inference_svc.engine.messages import (
     Submit,
 )
 from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
-from inference_svc.errors import Draining, DuplicateRequest, EngineFailed
+from inference_svc.errors import DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import Delta, Generation
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
+from servicekit.errors import Draining
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from inference_svc.errors import InferenceError
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ HANG_SECONDS = 120.0
 async def follow_engine(
     ask: Callable[[], Awaitable[object]], on_change: Callable[[bool], Awaitable[None]]
 ) -> None:
-    """Calls `ask` now and then until it raises InferenceError: the engine has failed. `on_change`
+    """Calls `ask` now and then until it raises ServiceError: the engine has failed. `on_change`
     hears False once an answer has not come for HANG_SECONDS, and True when it has."""
     while True:
         asked = asyncio.ensure_future(ask())
@@ -30,7 +30,7 @@ async def follow_engine(
                 log.warning("the engine answers again")
                 await on_change(True)
             await asked
-        except InferenceError:
+        except ServiceError:
             return
         finally:
             asked.cancel()

@@ -9,11 +9,11 @@ from concurrent import futures
 from contextlib import suppress
 
 from inference_svc.access import OPEN
-from inference_svc.errors import InferenceError
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.metrics.engine import Snapshot
 from inference_svc.refs import short_name
 from inference_svc.store.directory import Directory
+from servicekit.errors import ServiceError
 
 ANSWER_SECONDS = 2.0
 """An engine in a longer step is shown as it was at the last scrape, with its age."""
@@ -64,7 +64,7 @@ class Snapshots:
             return self._asked if source is not None else None
 
     async def _renew(self, frontend: Frontend, directory: Directory) -> None:
-        with suppress(InferenceError):  # the engine has failed; the process is about to end
+        with suppress(ServiceError):  # the engine has failed; the process is about to end
             self._last = await _ask(frontend, directory, self._max_residents)
 
 

@@ -76,8 +76,8 @@ class Registry(Protocol):
         """Registers an adapter on behalf of the token's owner, whom the store authorises. Returns
         the revision from which the name points to it.
 
-        Raises PermissionDenied, InvalidRequest (naming the store's field), AdapterUnusable,
-        QueueFull for a quota, or another InferenceError.
+        Raises PermissionDenied, InvalidArgument (naming the store's field), AdapterUnusable,
+        QueueFull for a quota, or another ServiceError.
         """
         ...
 

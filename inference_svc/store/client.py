@@ -46,6 +46,7 @@ from inference_svc.store.convert import (
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import ServiceError
 
 CALL_SECONDS = 5.0
 """A store that takes longer for a catalog call counts as unreachable."""
@@ -155,7 +156,7 @@ class ReplicaSession:
     async def list_adapters(
         self, tenants: Collection[str], page_size: int, page_token: str, timeout_s: float
     ) -> AdapterPage:
-        """Raises InvalidRequest for a token of another list."""
+        """Raises InvalidArgument for a token of another list."""
         request = pb.ListAdaptersRequest(
             page_size=page_size, page_token=page_token, tenants=sorted(tenants)
         )

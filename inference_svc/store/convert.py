@@ -20,20 +20,17 @@ from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
     CorruptImage,
-    InferenceError,
-    InvalidRequest,
     NoRoom,
-    PermissionDenied,
     QueueFull,
     StoreUnavailable,
-    Unauthenticated,
 )
 from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 
-ERRORS: dict[grpc.StatusCode, type[InferenceError]] = {
+ERRORS: dict[grpc.StatusCode, type[ServiceError]] = {
     grpc.StatusCode.NOT_FOUND: AdapterNotFound,
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
     grpc.StatusCode.FAILED_PRECONDITION: AdapterUnusable,
     grpc.StatusCode.DATA_LOSS: CorruptImage,
 }

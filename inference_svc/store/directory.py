@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from inference_svc.access import Principal
-from inference_svc.errors import (
-    AdapterNotFound,
-    AdapterUnusable,
-    InferenceError,
-    StoreUnavailable,
-)
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.refs import parse_ref, tenant_of
 from inference_svc.store.catalog import AdapterRecord, Catalog, NameEvent
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache

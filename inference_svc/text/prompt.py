@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, cast
 
-from inference_svc.errors import InvalidRequest
+from servicekit.errors import InvalidArgument
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised at once: a change of threads would cost more."""
@@ -26,7 +26,7 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer. May raise InvalidRequest."""
+    """What is needed of a tokenizer. May raise InvalidArgument."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
@@ -46,7 +46,7 @@ class PromptEncoder:
         self._executor.shutdown()
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Raises InvalidRequest for a prompt that is empty, too long, or no conversation that
+        """Raises InvalidArgument for a prompt that is empty, too long, or no conversation that
         the chat template takes."""
         if _num_chars(prompt) <= INLINE_CHARS:
             token_ids = self._encode(prompt)
@@ -54,15 +54,15 @@ class PromptEncoder:
             loop = asyncio.get_running_loop()
             token_ids = await loop.run_in_executor(self._executor, self._encode, prompt)
         if not token_ids:
-            raise InvalidRequest("prompt must have at least one token", subject="prompt")
+            raise InvalidArgument("prompt must have at least one token", subject="prompt")
         if len(token_ids) >= self._max_model_len:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"prompt has {len(token_ids)} tokens; at most {self._max_model_len - 1} leave "
                 f"room for an answer",
                 subject="prompt",
             )
         if max(token_ids) >= self._vocab_size:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"prompt has token {max(token_ids)}; this model knows {self._vocab_size}",
                 subject="prompt",
             )

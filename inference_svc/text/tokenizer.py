@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference_svc.errors import InvalidRequest, UnsupportedModel
+from inference_svc.errors import UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
+from servicekit.errors import InvalidArgument
 
 IMPORT_BYTES = 32 << 20
 BYTES_PER_JSON_BYTE = 12
@@ -85,16 +86,16 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation under the model's chat template, up to where the
-        assistant's answer begins. Raises InvalidRequest."""
+        assistant's answer begins. Raises InvalidArgument."""
         if not self._hf.chat_template:
-            raise InvalidRequest("this model has no chat template", subject="chat")
+            raise InvalidArgument("this model has no chat template", subject="chat")
         conversation = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self._hf.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # templates raise whatever they like about a conversation
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"the chat template refuses these messages: {error}", subject="chat"
             ) from error
         # The template writes the special tokens itself.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
-from adapter_store.errors import StoreError
+from servicekit.errors import ServiceError
 
 CONFIG = "adapter_config.json"
 
@@ -17,8 +17,8 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 A, B = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
 
 
-def refusal(folder: Path, limits: CheckpointLimits | None = None) -> StoreError:
-    with pytest.raises(StoreError) as error:
+def refusal(folder: Path, limits: CheckpointLimits | None = None) -> ServiceError:
+    with pytest.raises(ServiceError) as error:
         open_checkpoint(folder, limits)
     assert error.value.subject, "names no culprit"
     return error.value

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from adapter_store.access import OPEN, Action, Principal, Role
-from adapter_store.errors import PermissionDenied
+from servicekit.errors import PermissionDenied
 
 ALLOWED = {
     Role.READER: {Action.READ, Action.PULL},

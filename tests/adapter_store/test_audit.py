@@ -11,7 +11,7 @@ import pytest
 from adapter_store.access import Principal, Role
 from adapter_store.audit import Audit, AuditLine
 from adapter_store.core import AdapterName, AdapterRecord
-from adapter_store.errors import NotFound
+from servicekit.errors import NotFound
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 RECORD = AdapterRecord(AdapterName("t", "n"), 3, "sha256:d", "", "base", 1, (), 1, NOW, NOW)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from adapter_store.access import Action
-from adapter_store.errors import PermissionDenied, RevisionTooOld, Unauthenticated
+from adapter_store.errors import RevisionTooOld
 from adapter_store.gate import Gate
 from adapter_store.policy import PolicyFile
+from servicekit.errors import PermissionDenied, Unauthenticated
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 
 

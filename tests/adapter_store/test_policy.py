@@ -6,8 +6,8 @@ import hashlib
 import pytest
 
 from adapter_store.access import OPEN, Principal, Role
-from adapter_store.errors import PreconditionFailed, Unauthenticated
 from adapter_store.policy import Policy, PolicyFile, TenantPolicy, TrustedKey, parse_policy
+from servicekit.errors import FailedPrecondition, Unauthenticated
 
 HASH = hashlib.sha256(b"secret").hexdigest()
 OTHER_HASH = hashlib.sha256(b"another").hexdigest()
@@ -113,7 +113,7 @@ BAD = {
 
 @pytest.mark.parametrize(("text", "subject"), BAD.values(), ids=BAD)
 def test_what_is_wrong_is_named_and_never_quoted(text, subject):
-    with pytest.raises(PreconditionFailed) as caught:
+    with pytest.raises(FailedPrecondition) as caught:
         parse_policy(text)
     assert caught.value.subject == subject
     assert caught.value.reason == "POLICY_INVALID"
@@ -127,10 +127,10 @@ def test_a_bad_file_at_reload_keeps_the_policy(tmp_path):
     file = PolicyFile(path)
     before = file.policy
     path.write_text("tokens = 3")
-    with pytest.raises(PreconditionFailed, match=r"policy_file .*policy\.toml: tokens: "):
+    with pytest.raises(FailedPrecondition, match=r"policy_file .*policy\.toml: tokens: "):
         file.reload()
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(PreconditionFailed, match="not UTF-8"):
+    with pytest.raises(FailedPrecondition, match="not UTF-8"):
         file.reload()
     path.unlink()
     with pytest.raises(OSError, match=r"policy\.toml"):

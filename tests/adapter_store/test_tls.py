@@ -7,6 +7,7 @@ import pytest
 from adapter_store.config import StoreSettings
 from adapter_store.errors import PreconditionFailed
 from adapter_store.tls import check_exposure
+from servicekit.errors import FailedPrecondition
 
 LOOPBACK = ["127.0.0.1:0", "127.9.9.9:70", "localhost:70", "[::1]:70"]
 EXPOSED = ["0.0.0.0:70", "[::]:70", "10.1.2.3:70", "store.internal:70", "[fe80::1]:70"]

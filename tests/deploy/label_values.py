@@ -5,22 +5,24 @@ from __future__ import annotations
 import inspect
 import re
 from enum import Enum
+from types import ModuleType
 
 import grpc
 from prometheus_client.utils import floatToGoString
 
-from adapter_store.errors import StoreError
+import adapter_store.errors
+import inference_svc.errors
 from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import ANSWERS, CLIENT_GONE
-from inference_svc.errors import InferenceError
 from inference_svc.histogram import IDLE_BOUNDS_S
 from inference_svc.metrics.gateway import _LEVELS as LEVELS
 from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
 from tests.deploy.rules import rules
+from tests.servicekit.kinds import GENERAL, kinds_of
 
 Known = dict[str, set[str]]
 """By label."""
@@ -38,7 +40,7 @@ def _store(metric: str) -> Known:
     return {
         "code": _codes(),
         "method": {method.name for method in service.methods},
-        "reason": _reasons(StoreError),
+        "reason": _reasons(adapter_store.errors),
         "result": {
             sample.labels["result"]
             for family in StoreMetrics().registry.collect()
@@ -57,7 +59,7 @@ def _inference() -> Known:
         "le": {floatToGoString(bound) for bound in IDLE_BOUNDS_S},
         "level": set(LEVELS.values()),
         "method": {method.name for method in service.methods} | routes,
-        "reason": _reasons(InferenceError),
+        "reason": _reasons(inference_svc.errors),
         "route": routes,
         "source": _values(LoadSource),
         "status": {str(answer.status) for answer in ANSWERS.values()} | {"200", str(CLIENT_GONE)},
@@ -73,6 +75,5 @@ def _values(kind: type[Enum]) -> set[str]:
     return {each.value for each in kind}
 
 
-def _reasons(base: type[StoreError] | type[InferenceError]) -> set[str]:
-    """Of an error and of all that are a kind of it."""
-    return {base.reason} | {reason for kind in base.__subclasses__() for reason in _reasons(kind)}
+def _reasons(errors: ModuleType) -> set[str]:
+    return {kind.reason for kind in (*GENERAL, *kinds_of(errors))}

@@ -9,6 +9,7 @@ import pytest
 
 from loadout._rpc import calls
 from tests.adapter_store.service import access_calls as of_store
+from tests.servicekit.kinds import kinds_of
 from tests.system import test_access_table as of_inference
 from tools.api_docs import PATH, compile_protos, render
 from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of
@@ -57,7 +58,7 @@ def test_who_may_is_what_the_services_answer(service: Service) -> None:
 
 @pytest.mark.parametrize("service", SERVICES, ids=title)
 def test_every_error_is_in_the_table(service: Service) -> None:
-    assert {kind for kind, _ in meanings(service.errors)} >= set(service.codes)
+    assert {kind for kind, _ in meanings(service)} >= set(kinds_of(service.errors))
 
 
 def test_what_may_be_repeated_is_what_the_client_does() -> None:

@@ -37,10 +37,11 @@ from inference_svc.engine.messages import (
     Usage,
 )
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
-from inference_svc.errors import AdapterNotFound, Draining, EngineFailed
+from inference_svc.errors import AdapterNotFound, EngineFailed
 from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
+from servicekit.errors import Draining
 from tests.inference_svc.serving import MAX_MODEL_LEN, NameStore, Running
 
 CORPUS = [

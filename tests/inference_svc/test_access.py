@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from inference_svc.access import OPEN, Action, Principal, Role
-from inference_svc.errors import InvalidSetting, PermissionDenied, Unauthenticated
 from inference_svc.gate import Gate
 from inference_svc.policy import Policy, PolicyFile, parse_policy
+from servicekit.errors import InvalidSetting, PermissionDenied, Unauthenticated
 
 ALLOWED = {
     Role.CALLER: {Action.GENERATE, Action.INFO},

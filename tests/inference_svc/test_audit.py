@@ -11,7 +11,8 @@ import pytest
 
 from inference_svc.access import Principal, Role
 from inference_svc.audit import MAX_NAME_CHARS, Audit, AuditLine
-from inference_svc.errors import AdapterNotFound, InvalidSetting
+from inference_svc.errors import AdapterNotFound
+from servicekit.errors import InvalidSetting
 
 
 @pytest.fixture

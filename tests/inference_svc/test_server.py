@@ -15,6 +15,7 @@ from inference_svc.api.grpc.status import CODES
 from inference_svc.config import InferenceSettings
 from inference_svc.server import SERVICE, InferenceServer
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.rpc.status import code_for
 from tests.inference_svc.serving import (
     LAYOUT,
     MAX_MODEL_LEN,
@@ -25,6 +26,7 @@ from tests.inference_svc.serving import (
     subjects,
     until,
 )
+from tests.servicekit.kinds import GENERAL, kinds_of
 
 
 def test_streams_text_and_ends_with_usage(serve) -> None:
@@ -137,19 +139,16 @@ def test_adapters_that_cannot_be_served(serve, name: str, code: Any, message: st
     serve(body, store=True)
 
 
-@pytest.mark.parametrize(
-    "kind", [k for k in CODES if k is not errors.InferenceError], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [*GENERAL, *kinds_of(errors)], ids=lambda kind: kind.__name__)
 def test_every_error_of_the_engine_reaches_the_caller(serve, kind: Any) -> None:
     async def body(running: Running) -> None:
         running.engine.errors[digest_of("upper")] = kind("as the engine says", subject="adapter")
         error = await error_of(running.generate(adapter="upper"))
-        assert error.code() is CODES[kind]
-        is_secret = CODES[kind] is grpc.StatusCode.INTERNAL
+        code = code_for(kind)
+        assert error.code() is code
+        is_secret = code is grpc.StatusCode.INTERNAL
         assert error.details() == ("internal error" if is_secret else "as the engine says")
-        assert f'code="{CODES[kind].name}",method="Generate"' in await asyncio.to_thread(
-            running.scrape
-        )
+        assert f'code="{code.name}",method="Generate"' in await asyncio.to_thread(running.scrape)
 
     serve(body, store=True)
 

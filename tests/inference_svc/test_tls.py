@@ -11,6 +11,7 @@ import pytest
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import InvalidSetting
 from inference_svc.tls import CertificateFiles, check_exposure, read_certificates
+from servicekit.errors import InvalidSetting
 from tests.adapter_store.certificates import Authority
 
 LOOPBACK = ["127.0.0.1:0", "127.9.9.9:70", "localhost:70", "[::1]:70"]

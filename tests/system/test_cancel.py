@@ -14,7 +14,8 @@ from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Cancel, Submit
 from inference_svc.engine.thread import EngineThread
-from inference_svc.errors import AdapterNotFound, AdapterUnavailable, Draining, QueueFull
+from inference_svc.errors import AdapterNotFound, AdapterUnavailable, QueueFull
+from servicekit.errors import Draining
 from tests.system.engines import CompilingStore
 
 LONG = 100

@@ -11,13 +11,8 @@ import pytest
 from inference_svc.core import FinishReason
 from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Command
-from inference_svc.errors import (
-    AdapterNotFound,
-    AdapterUnusable,
-    Draining,
-    DuplicateRequest,
-    QueueFull,
-)
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
+from servicekit.errors import Draining
 from tests.system.doors import open_door, set_gate
 from tests.system.engines import Running
 from tests.system.zoo import Zoo

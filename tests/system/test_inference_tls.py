@@ -13,6 +13,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import InvalidSetting
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
+from servicekit.errors import InvalidSetting
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.system.guarded import Inference

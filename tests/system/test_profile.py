@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from inference_svc.engine.messages import Abandon, Call, Command, Reply, StepTrace
-from inference_svc.errors import Draining, NoSteps, ProfileRunning
+from inference_svc.errors import NoSteps, ProfileRunning
 from loadout import errors
 from loadout.cli.__main__ import main
+from servicekit.errors import Draining
 from tests.system.engines import Running
 from tests.system.services import Services
 

@@ -12,11 +12,11 @@ from inference_svc.api.sampling import checked_sampling, random_seed
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
-from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.errors import InvalidArgument
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -31,7 +31,7 @@ _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
 def from_generate_request(request: pb.GenerateRequest, vocab_size: int) -> GenerateCall:
-    """Raises InvalidRequest, naming the field."""
+    """Raises InvalidArgument, naming the field."""
     _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     return GenerateCall(
@@ -57,11 +57,11 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
     if kind == "chat":
         _check(bool(request.chat.messages), "chat", "at least one message")
         return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
-    raise InvalidRequest("prompt is missing: one of text, token_ids, chat", subject="prompt")
+    raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 
 def from_sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
-    """Defaults filled in, every field within its range. Raises InvalidRequest."""
+    """Defaults filled in, every field within its range. Raises InvalidArgument."""
     defaults = SamplingParams()
     given = SamplingParams(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else defaults.max_tokens,
@@ -90,7 +90,7 @@ def from_sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
 
 def _check(holds: bool, field: str, requirement: str) -> None:
     if not holds:
-        raise InvalidRequest(f"{field} must be {requirement}", subject=field)
+        raise InvalidArgument(f"{field} must be {requirement}", subject=field)
 
 
 # --- answers ------------------------------------------------------------------------------------
@@ -167,17 +167,17 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
 
 
 def from_profile_request(request: pb.ProfileStepsRequest) -> tuple[int, float]:
-    """(steps, seconds to wait for them). Raises InvalidRequest."""
+    """(steps, seconds to wait for them). Raises InvalidArgument."""
     num_steps = request.num_steps
     if not 1 <= num_steps <= MAX_PROFILED_STEPS:
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"num_steps must be from 1 to {MAX_PROFILED_STEPS}", subject="num_steps"
         )
     timeout_s = PROFILE_SECONDS
     if request.HasField("timeout_seconds"):
         timeout_s = request.timeout_seconds
     if not 0 < timeout_s <= MAX_PROFILE_SECONDS:  # NaN, too
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"timeout_seconds must be above 0 and at most {MAX_PROFILE_SECONDS:g}",
             subject="timeout_seconds",
         )

@@ -1,4 +1,4 @@
-"""Errors to grpc statuses: one table, one interceptor."""
+"""The interceptors of the service's calls: errors as statuses, load, metrics and spans."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2
 from grpc_status import rpc_status
 
-from inference_svc import errors
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
+from inference_svc.errors import QueueFull
 from inference_svc.gate import Gate
 from inference_svc.tracing import Tracing, begin_call, end_call
+from servicekit import errors
+from servicekit.rpc.status import code_for, to_status
 
 log = logging.getLogger(__name__)
 
@@ -28,72 +28,14 @@ HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
 
-CODES: dict[type[errors.InferenceError], grpc.StatusCode] = {
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
-    errors.AdapterNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.AdapterUnusable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.AdapterUnavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.StoreUnavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.CorruptImage: grpc.StatusCode.DATA_LOSS,
-    errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.NoRoom: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ProfileRunning: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.NoSteps: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.Draining: grpc.StatusCode.UNAVAILABLE,
-    errors.EngineFailed: grpc.StatusCode.INTERNAL,
-}
-"""Every error of `errors`; what is not here is a bug and answers INTERNAL."""
-
-ELSEWHERE = (errors.Draining, errors.QueueFull)
+ELSEWHERE = (errors.Draining, QueueFull)
 """What another replica may take: nothing was done here."""
-
-INTERNAL_MESSAGE = "internal error"
-"""All that a caller learns of our bugs; the log has the rest."""
-
-
-def to_status(error: Exception) -> status_pb2.Status:
-    """The status of an error with its details: ErrorInfo always, BadRequest for an argument,
-    RetryInfo when there is a time to come back."""
-    code = CODES.get(type(error)) if isinstance(error, errors.InferenceError) else None
-    if code is None or code is grpc.StatusCode.INTERNAL:
-        return status_pb2.Status(code=grpc.StatusCode.INTERNAL.value[0], message=INTERNAL_MESSAGE)
-    assert isinstance(error, errors.InferenceError)
-    return status_pb2.Status(
-        code=code.value[0], message=error.message, details=[_pack(d) for d in _details(error)]
-    )
-
-
-def _details(error: errors.InferenceError) -> list[Any]:
-    details: list[Any] = []
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
-    if error.subject:
-        info.metadata["subject"] = error.subject
-    details.append(info)
-    if isinstance(error, errors.InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.subject, description=error.message
-        )
-        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after_s > 0:
-        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9))
-        delay.seconds = int(error.retry_after_s)
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return details
-
-
-def _pack(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
 
 
 def code_of(error: BaseException) -> str:
     """The name of the code that a call ends with when its handler raises this."""
     if isinstance(error, Exception) and not isinstance(error, grpc.aio.InternalError):
-        return _code_name(to_status(error).code)
+        return code_for(type(error)).name
     return "CANCELLED"  # the caller has gone
 
 
@@ -193,11 +135,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 code = "CANCELLED"
                 await context.abort(grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
-                status = to_status(error)
-                code, failure = _code_name(status.code), error
+                code, failure = code_for(type(error)).name, error
                 if code == "INTERNAL":
                     log.exception("%s failed", name)
-                refusal = rpc_status.to_status(status)
+                refusal = rpc_status.to_status(to_status(error, DOMAIN))
                 trailers = (*refusal.trailing_metadata, *_trailers(self._load), *_refused(error))
                 await context.abort(refusal.code, refusal.details, trailers)
             finally:
@@ -225,7 +166,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, gate: Gate, on_refused: Callable[[str, str, errors.InferenceError], None]
+        self, gate: Gate, on_refused: Callable[[str, str, errors.ServiceError], None]
     ) -> None:
         self._gate = gate
         self._on_refused = on_refused
@@ -245,16 +186,12 @@ class TokenGuard(grpc.aio.ServerInterceptor):
             return self._refusing(path, error)
         return handler
 
-    def _refusing(self, path: str, error: errors.InferenceError) -> grpc.RpcMethodHandler:
+    def _refusing(self, path: str, error: errors.ServiceError) -> grpc.RpcMethodHandler:
         """As a stream: of one nothing is read that is not asked for."""
 
         async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
             if path.startswith(PACKAGE_PREFIX):
                 self._on_refused(path.rpartition("/")[2], context.peer(), error)
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            await context.abort_with_status(rpc_status.to_status(to_status(error, DOMAIN)))
 
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _code_name(number: int) -> str:
-    return next(code.name for code in grpc.StatusCode if code.value[0] == number)

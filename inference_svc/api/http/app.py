@@ -22,10 +22,10 @@ from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import recognising
 from inference_svc.api.service import Service
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.errors import InferenceError
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
 from inference_svc.tracing import Tracing
+from servicekit.errors import ServiceError
 
 
 class Operations:
@@ -88,7 +88,7 @@ def make_app(
         Route("/health", operations.health),
         Route("/metrics", operations.metrics),
     ]
-    handled = (InferenceError, HTTPException, ClientDisconnect, Exception)
+    handled = (ServiceError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
     app.router.redirect_slashes = False
     return Counting(app, [route.path for route in routes], on_end, load, tracing)

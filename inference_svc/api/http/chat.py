@@ -14,10 +14,10 @@ from inference_svc.api.http.request import Body
 from inference_svc.api.http.response import Choice
 from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import SamplingParams, TokenLogprobs
-from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import ChatMessage, Prompt
+from servicekit.errors import InvalidArgument
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""
@@ -100,14 +100,14 @@ class ChatCompletions:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
 
     def sampling(self, body: ChatBody, max_model_len: int) -> SamplingParams:
-        """Without a limit: as many tokens as there is room for. Raises InvalidRequest."""
+        """Without a limit: as many tokens as there is room for. Raises InvalidArgument."""
         if None not in (body.max_tokens, body.max_completion_tokens):
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "max_tokens: is the old name of max_completion_tokens; give one of them",
                 subject="max_tokens",
             )
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs: only with logprobs set", subject="top_logprobs")
+            raise InvalidArgument("top_logprobs: only with logprobs set", subject="top_logprobs")
         limits = (body.max_completion_tokens, body.max_tokens, max_model_len)
         max_tokens = next(limit for limit in limits if limit is not None)
         return body.to_sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)

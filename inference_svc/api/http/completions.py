@@ -14,10 +14,10 @@ from inference_svc.api.http.fields import MAX_CHOICES, GenerationBody
 from inference_svc.api.http.response import Choice
 from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
-from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
+from servicekit.errors import InvalidArgument
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -63,18 +63,18 @@ class Completions:
     names: ClassVar[Names] = {"adapter": "model"}
 
     def prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
-        """Raises InvalidRequest."""
+        """Raises InvalidArgument."""
         if len(body.prompt) * (body.n or 1) > MAX_CHOICES:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 f"prompt: {len(body.prompt)} prompts times n are more than {MAX_CHOICES} choices",
                 subject="prompt",
             )
         return body.prompt
 
     def sampling(self, body: CompletionBody, max_model_len: int) -> SamplingParams:
-        """Raises InvalidRequest."""
+        """Raises InvalidArgument."""
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise InvalidRequest("best_of: must be n", subject="best_of")
+            raise InvalidArgument("best_of: must be n", subject="best_of")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, body.logprobs)
 

@@ -11,8 +11,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from inference_svc import errors
 from inference_svc.api.http.refusing import UnreadRefusal
+from inference_svc.errors import (
+    AdapterNotFound,
+    AdapterUnavailable,
+    AdapterUnusable,
+    CorruptImage,
+    DuplicateRequest,
+    EngineFailed,
+    NoRoom,
+    NoSteps,
+    ProfileRunning,
+    QueueFull,
+    StoreUnavailable,
+)
+from servicekit import errors
 
 CLIENT_GONE = 499
 """Never sent: what is counted where the client left before it had an answer."""
@@ -32,25 +45,26 @@ class Answer(NamedTuple):
 _INVALID = "invalid_request_error"
 INTERNAL = Answer(500, "server_error", "internal_error")
 
-ANSWERS: dict[type[errors.InferenceError], Answer] = {
+ANSWERS: dict[type[errors.ServiceError], Answer] = {
     errors.Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: Answer(403, "permission_error", "permission_denied"),
-    errors.InvalidRequest: Answer(400, _INVALID, "invalid_argument"),
-    errors.DuplicateRequest: Answer(409, _INVALID, "duplicate_request_id"),
-    errors.AdapterNotFound: Answer(404, _INVALID, "model_not_found"),
-    errors.AdapterUnusable: Answer(400, _INVALID, "adapter_unusable"),
-    errors.AdapterUnavailable: Answer(503, "server_error", "adapter_unavailable"),
-    errors.StoreUnavailable: Answer(503, "server_error", "store_unavailable"),
-    errors.CorruptImage: Answer(500, "server_error", "corrupt_image"),
-    errors.QueueFull: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
-    errors.NoRoom: Answer(400, _INVALID, "no_room"),
-    errors.ProfileRunning: Answer(409, _INVALID, "profile_running"),
-    errors.NoSteps: Answer(504, "server_error", "no_steps"),
+    errors.InvalidArgument: Answer(400, _INVALID, "invalid_argument"),
+    DuplicateRequest: Answer(409, _INVALID, "duplicate_request_id"),
+    AdapterNotFound: Answer(404, _INVALID, "model_not_found"),
+    AdapterUnusable: Answer(400, _INVALID, "adapter_unusable"),
+    AdapterUnavailable: Answer(503, "server_error", "adapter_unavailable"),
+    StoreUnavailable: Answer(503, "server_error", "store_unavailable"),
+    CorruptImage: Answer(500, "server_error", "corrupt_image"),
+    QueueFull: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
+    NoRoom: Answer(400, _INVALID, "no_room"),
+    ProfileRunning: Answer(409, _INVALID, "profile_running"),
+    NoSteps: Answer(504, "server_error", "no_steps"),
     errors.Draining: Answer(503, "server_error", "draining"),
-    errors.EngineFailed: INTERNAL,
+    EngineFailed: INTERNAL,
 }
-"""Every error of `errors`; what is not here is a bug. The codes are our reasons, but for those two
-that clients of OpenAI look for. What waiting cannot mend is none that they try again."""
+"""Every error that a request ends with; what is not here is a bug. The codes are our reasons, but
+for those two that clients of OpenAI look for. What waiting cannot mend is none that they try
+again."""
 
 PROTOCOL: dict[int, str] = {
     404: "not_found",
@@ -61,7 +75,7 @@ PROTOCOL: dict[int, str] = {
 }
 """Codes of what is wrong before a request means anything."""
 
-_ABOUT_ADAPTER = (errors.AdapterNotFound, errors.AdapterUnusable, errors.AdapterUnavailable)
+_ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable)
 
 Names = Mapping[str, str]
 """What a route calls the subjects of errors, where it has other names for them."""
@@ -70,7 +84,7 @@ Names = Mapping[str, str]
 def error_object(error: Exception, names: Names) -> tuple[Answer, dict[str, Any]]:
     """{"error": {...}}, and what goes with it."""
     answer, message, param = _answer(error), INTERNAL_MESSAGE, None
-    if isinstance(error, errors.InferenceError) and answer is not INTERNAL:
+    if isinstance(error, errors.ServiceError) and answer is not INTERNAL:
         message = error.message
         param = _param(error, names)
     body = {"message": message, "type": answer.kind, "param": param, "code": answer.code}
@@ -78,15 +92,15 @@ def error_object(error: Exception, names: Names) -> tuple[Answer, dict[str, Any]
 
 
 def _answer(error: Exception) -> Answer:
-    if not isinstance(error, errors.InferenceError):
+    if not isinstance(error, errors.ServiceError):
         return INTERNAL
     return ANSWERS.get(type(error), INTERNAL)
 
 
-def _param(error: errors.InferenceError, names: Names) -> str | None:
+def _param(error: errors.ServiceError, names: Names) -> str | None:
     if isinstance(error, _ABOUT_ADAPTER):
         return names.get("adapter")
-    if isinstance(error, errors.InvalidRequest):
+    if isinstance(error, errors.InvalidArgument):
         return names.get(error.subject, error.subject) or None
     return None
 
@@ -149,7 +163,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     answer, body = error_object(error, getattr(request.state, "names", {}))
     set_error(request.scope, error)
     headers = {}
-    if isinstance(error, errors.InferenceError) and error.retry_after_s > 0:
+    if isinstance(error, errors.ServiceError) and error.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     if answer.status == 401:
         headers["www-authenticate"] = "Bearer"

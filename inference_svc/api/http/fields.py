@@ -10,7 +10,7 @@ from inference_svc.api.generate_call import MAX_ID_CHARS
 from inference_svc.api.http.request import Body
 from inference_svc.api.sampling import MAX_STOP_TOKEN_IDS, MAX_STOPS, MIN_TEMPERATURE, random_seed
 from inference_svc.core import SamplingParams
-from inference_svc.errors import InvalidRequest
+from servicekit.errors import InvalidArgument
 
 MAX_CHOICES = 128
 """Of one request: of all its prompts together."""
@@ -104,9 +104,9 @@ class GenerationBody(Body):
         return "" if self.max_tokens is None else "max_tokens"
 
     def check_streaming(self) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidArgument."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: only with stream set", subject="stream_options")
+            raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
 
     @property
     def includes_usage(self) -> bool:

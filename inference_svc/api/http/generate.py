@@ -91,7 +91,7 @@ class Generating(Generic[B]):
         return WholeAnswer(await attend(request.receive, self._whole(asked)), headers)
 
     async def _ask(self, who: Principal, body: B, account: Account) -> Asked[B]:
-        """Raises InvalidRequest, and as Service.bind."""
+        """Raises InvalidArgument, and as Service.bind."""
         service, facts, request_id = self._service, self._service.facts, account.request_id
         body.check_streaming()
         prompts = self._kind.prompts(body)

@@ -16,9 +16,10 @@ from inference_svc.api.http.attending import attend
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import recognising
 from inference_svc.api.service import ServerFacts, Service
-from inference_svc.errors import InferenceError, InvalidRequest, StoreUnavailable
+from inference_svc.errors import StoreUnavailable
 from inference_svc.refs import short_name
 from inference_svc.store.directory import Binding
+from servicekit.errors import InvalidArgument, ServiceError
 
 Card: TypeAlias = dict[str, Any]
 
@@ -89,7 +90,7 @@ class Models:
     async def _found(self, who: Principal, name: str) -> Binding | None:
         try:
             return await self._service.bind(who, name)
-        except InferenceError:
+        except ServiceError:
             return None
 
     async def show(self, request: Request) -> Response:
@@ -130,5 +131,5 @@ def _card(name: str, created: int, root: str, parent: str | None) -> Card:
 
 def _limit(text: str) -> int:
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MAX_PAGE_SIZE:
-        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE_SIZE}", subject="limit")
+        raise InvalidArgument(f"limit must be from 1 to {MAX_PAGE_SIZE}", subject="limit")
     return int(text)

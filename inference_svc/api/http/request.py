@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from inference_svc.api.http.errors import set_known, set_read
 from inference_svc.api.service import Caller
-from inference_svc.errors import InferenceError, InvalidRequest, Unauthenticated
+from servicekit.errors import InvalidArgument, ServiceError, Unauthenticated
 
 MAX_BODY_BYTES = 4 << 20
 """As of a message over gRPC."""
@@ -47,7 +47,7 @@ def recognising(request: Request) -> Iterator[Caller]:
         yield Caller(request.headers.items(), f"http:{host}:{port}")
     except Unauthenticated:
         raise
-    except InferenceError:
+    except ServiceError:
         set_known(request)
         raise
     set_known(request)
@@ -61,17 +61,17 @@ def request_id_of(request: Request) -> str:
 
 
 def check_request_id(request: Request) -> None:
-    """Raises InvalidRequest for one that cannot be taken."""
+    """Raises InvalidArgument for one that cannot be taken."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and not _REQUEST_ID.fullmatch(given):
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"{REQUEST_ID_HEADER} must be 1 to 128 visible ASCII characters",
             subject=REQUEST_ID_HEADER,
         )
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """Raises InvalidRequest naming the field, HTTPException, and ClientDisconnect."""
+    """Raises InvalidArgument naming the field, HTTPException, and ClientDisconnect."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page in a browser cannot send this to other hosts than its own without asking them.
     if media_type != "application/json":
@@ -85,7 +85,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     unknown = find_unknown(body)
     if unknown is not None:
         field = _path(unknown)
-        raise InvalidRequest(f"{field}: is not known here", subject=field)
+        raise InvalidArgument(f"{field}: is not known here", subject=field)
     return body
 
 
@@ -118,13 +118,13 @@ async def _read(request: Request) -> bytes:
     return bytes(data)
 
 
-def _to_invalid_request(error: ValidationError) -> InvalidRequest:
+def _to_invalid_request(error: ValidationError) -> InvalidArgument:
     """The first problem."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field, text = _path(problem["loc"]), problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         text = "is missing"
-    return InvalidRequest(f"{field or 'the body'}: {text}", subject=field)
+    return InvalidArgument(f"{field or 'the body'}: {text}", subject=field)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

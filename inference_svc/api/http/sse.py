@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.api.http.attending import attend
 from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_error, set_left
-from inference_svc.errors import InferenceError
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class EventStream(Response):
 
     def _last_words(self, error: Exception) -> bytes:
         answer, content = error_object(error, self._names)
-        if answer is INTERNAL and not isinstance(error, InferenceError):
+        if answer is INTERNAL and not isinstance(error, ServiceError):
             log.error("a stream failed", exc_info=error)
         return to_event(content)
 

@@ -20,10 +20,10 @@ from adapter_store.core import (
     Target,
     TargetKind,
 )
-from adapter_store.errors import InvalidArgument
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import InvalidArgument
 
 NOW = datetime(2026, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
 DIGEST = "sha256:" + "0a" * 32

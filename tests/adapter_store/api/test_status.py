@@ -7,28 +7,17 @@ import logging
 
 import grpc
 import pytest
-from google.rpc import code_pb2, error_details_pb2
+from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from adapter_store import errors
-from adapter_store.api.status import CODES, UNKNOWN_ERROR_TEXT, StatusInterceptor, to_status
+from adapter_store.api.status import StatusInterceptor
 from adapter_store.metrics.metrics import Metrics
+from servicekit.errors import NotFound
+from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
+from tests.servicekit.kinds import kinds_of
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
-
-
-def all_errors() -> list[type[errors.StoreError]]:
-    found, pending = [], [errors.StoreError]
-    while pending:
-        for kind in pending.pop().__subclasses__():
-            if kind.__module__ == errors.__name__:
-                found.append(kind)
-                pending.append(kind)
-    return found
-
-
-def test_the_table_is_complete():
-    assert set(all_errors()) == set(CODES)
 
 
 def call(kind: str, action, metrics: Metrics | None = None) -> object:
@@ -73,13 +62,13 @@ def failing(error: BaseException):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", list(CODES), ids=lambda error: error.__name__)
+@pytest.mark.parametrize("error", kinds_of(errors), ids=lambda error: error.__name__)
 def test_every_error_for_every_kind_of_method(error, kind):
     metrics = Metrics()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         call(kind, failing(error("what is wrong", subject="the.culprit")), metrics)
     status = rpc_status.from_call(caught.value)
-    expected = code_pb2.Code.Name(CODES[error])
+    expected = code_for(error).name
     assert caught.value.code().name == expected
     assert caught.value.details() == "what is wrong"
     info = error_details_pb2.ErrorInfo()
@@ -89,22 +78,12 @@ def test_every_error_for_every_kind_of_method(error, kind):
     assert requests._value.get() == 1
 
 
-@pytest.mark.parametrize("error", [errors.InvalidArgument, errors.InvalidAdapter])
-def test_the_callers_mistakes_name_the_field(error):
-    status = to_status(error("r: must be positive", subject="r", reason="CONFIG_INVALID"))
-    bad_request = error_details_pb2.BadRequest()
-    assert status.details[1].Unpack(bad_request)
-    (violation,) = bad_request.field_violations
-    assert (violation.field, violation.description) == ("r", "r: must be positive")
-    assert violation.reason == "CONFIG_INVALID"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_unknown_exceptions_answer_a_fixed_text_and_are_logged(kind, caplog):
     with pytest.raises(grpc.aio.AioRpcError) as caught, caplog.at_level(logging.ERROR):
         call(kind, failing(RuntimeError("password is hunter2")))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert caught.value.details() == UNKNOWN_ERROR_TEXT
+    assert caught.value.details() == INTERNAL_MESSAGE
     assert "hunter2" in caplog.text
 
 
@@ -141,5 +120,5 @@ def test_good_answers_pass_through(kind):
 
 def test_a_message_beyond_ascii_survives():
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        call("unary_unary", failing(errors.NotFound("größe → 0", subject="größe")))
+        call("unary_unary", failing(NotFound("größe → 0", subject="größe")))
     assert caught.value.details() == "größe → 0"

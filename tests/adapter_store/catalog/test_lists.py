@@ -9,7 +9,7 @@ from sqlalchemy import event, insert
 
 from adapter_store.catalog import schema
 from adapter_store.core import AdapterName
-from adapter_store.errors import InvalidArgument
+from servicekit.errors import InvalidArgument
 
 
 def test_pages_in_order_without_gap_or_repeat(names, catalog):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adapter_store.catalog.catalog import Catalog, NewVersion, VersionsPage
 from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
-from adapter_store.errors import StoreError
+from servicekit.errors import ServiceError
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAMES = ("x", "y", "z")
@@ -70,7 +70,7 @@ class World:
                 return seen(self.catalog.rollback(ref, number + 1, "", tenants, QUOTA)[0])
             by = AdapterRef(ref) if number else AdapterRef(digest=self.digests[0])
             return seen(self.catalog.set_pinned(by, what == "pin", 1 << 30, tenants)[0])
-        except StoreError as error:
+        except ServiceError as error:
             return type(error), error.message, error.subject
 
     def view_of_a(self) -> list[object]:
@@ -98,7 +98,7 @@ class World:
 def answer(function: Callable[..., Any], *arguments: object) -> object:
     try:
         found = function(*arguments)
-    except StoreError as error:
+    except ServiceError as error:
         return type(error), error.message, error.subject
     if isinstance(found, VersionsPage):
         return [seen(record) for record in found.records], found.current_version

@@ -9,7 +9,7 @@ import pytest
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterName, Quota
-from adapter_store.errors import QuotaExceeded
+from servicekit.errors import QuotaExceeded
 from tests.adapter_store.catalog.conftest import Names
 
 
@@ -22,7 +22,7 @@ def refused(names, subject: str, *arguments, **more) -> None:
     with pytest.raises(QuotaExceeded, match=f"^{subject}: tenant ") as caught:
         register(names, *arguments, **more)
     assert caught.value.subject == subject
-    assert caught.value.retry_after_seconds == 0
+    assert caught.value.retry_after_s == 0
     assert names.catalog.revision() == revision
 
 

@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.core import AdapterName, EventKind
-from adapter_store.errors import Conflict, InvalidArgument, NotFound
+from adapter_store.errors import Conflict
+from servicekit.errors import InvalidArgument, NotFound
 
 A = AdapterName("default", "a")
 GRACE = timedelta(minutes=10)

@@ -12,7 +12,8 @@ from adapter_store.catalog import watch as watch_module
 from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import AdapterName, EventKind
-from adapter_store.errors import Draining, RevisionTooOld
+from adapter_store.errors import RevisionTooOld
+from servicekit.errors import Draining
 
 
 @pytest.fixture

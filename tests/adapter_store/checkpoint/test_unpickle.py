@@ -19,7 +19,8 @@ from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
 from adapter_store.checkpoint.unpickle import UnpickleLimits, convert_pickle
 from adapter_store.checkpoint.unpickle import __main__ as child
 from adapter_store.core import SourceFile
-from adapter_store.errors import Draining, InvalidAdapter, LimitExceeded
+from adapter_store.errors import InvalidAdapter, LimitExceeded
+from servicekit.errors import Draining
 
 BIN, WEIGHTS = "adapter_model.bin", "adapter_model.safetensors"
 LIMITS = CheckpointLimits()

@@ -15,12 +15,13 @@ from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
 from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
-from adapter_store.errors import CorruptData, IncompatibleAdapter, NotFound, PreconditionFailed
+from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.registration.registrar import Registration
+from servicekit.errors import FailedPrecondition, NotFound
 
 
 @pytest.fixture
@@ -365,7 +366,7 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
 def test_two_processes_do_not_share_a_folder(start):
     async def main() -> None:
         async with start():
-            with pytest.raises(PreconditionFailed, match="another store"):
+            with pytest.raises(FailedPrecondition, match="another store"):
                 async with start():
                     pass
 

@@ -4,8 +4,8 @@ import json
 import pytest
 
 from adapter_store.core import DataType, Target, TargetKind
-from adapter_store.errors import InvalidArgument
 from adapter_store.images.layout import from_json, layout_id, runs, to_json, validate
+from servicekit.errors import InvalidArgument
 
 
 def linear(name: str, layer: int | None, group: str = "", **fields) -> Target:

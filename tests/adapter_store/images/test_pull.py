@@ -5,7 +5,6 @@ import hashlib
 import pytest
 
 from adapter_store.core import ImagePart
-from adapter_store.errors import InvalidArgument
 from adapter_store.images.pull import (
     CHUNK_BYTES,
     ImageChunk,
@@ -14,6 +13,7 @@ from adapter_store.images.pull import (
     part_messages,
     start_offset,
 )
+from servicekit.errors import InvalidArgument
 
 SIZES = [1000, CHUNK_BYTES, 2 * CHUNK_BYTES + 7]
 DATA = b"".join(bytes([i + 1]) * size for i, size in enumerate(SIZES))

@@ -260,7 +260,7 @@ def test_a_pull_without_room_is_refused_and_told_to_come_again(
                 with pytest.raises(Overloaded) as caught:
                     async with store.images.hold((digests[1], layout_id)):
                         pass
-                assert caught.value.retry_after_seconds > 0
+                assert caught.value.retry_after_s > 0
             async with store.images.hold((digests[1], layout_id)) as image:
                 await image.whole()
             await store.images.settle()

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.errors import QuotaExceeded
 from adapter_store.registration import rate_limit as rates_module
 from adapter_store.registration.rate_limit import Rates
+from servicekit.errors import QuotaExceeded
 
 
 class Clock:
@@ -52,8 +52,8 @@ def test_who_waits_as_told_is_granted(rates, clock):
         with pytest.raises(QuotaExceeded, match="registrations_per_minute: tenant 't'") as caught:
             rates.take("t", 7)
         assert caught.value.subject == "registrations_per_minute"
-        assert 0 < caught.value.retry_after_seconds < 60 / 7 + 1e-6
-        clock.now += caught.value.retry_after_seconds
+        assert 0 < caught.value.retry_after_s < 60 / 7 + 1e-6
+        clock.now += caught.value.retry_after_s
         rates.take("t", 7)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from adapter_store.errors import InvalidArgument, PreconditionFailed, StoreError
 from adapter_store.policy import Policy, TenantPolicy, TrustedKey
 from adapter_store.registration.signatures import (
     Signature,
@@ -13,6 +12,7 @@ from adapter_store.registration.signatures import (
     require_signed,
     verify_signature,
 )
+from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
 
 DIGEST = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32
@@ -33,8 +33,8 @@ def signature(key_id: str = "all", digest: str = DIGEST, key: Ed25519PrivateKey 
     return Signature(key_id, key.sign(digest.encode()))
 
 
-def refusal(policy: Policy, tenant: str, given: Signature | None) -> StoreError:
-    with pytest.raises(StoreError) as raised:
+def refusal(policy: Policy, tenant: str, given: Signature | None) -> ServiceError:
+    with pytest.raises(ServiceError) as raised:
         verify_signature(policy, tenant, given, DIGEST)
     return raised.value
 
@@ -59,7 +59,7 @@ def test_keys_are_as_other_programs_have_them() -> None:
 def test_without_one() -> None:
     assert verify_signature(POLICY, "any", None, DIGEST) == ""
     error = refusal(POLICY, "strict", None)
-    assert (type(error), error.reason) == (PreconditionFailed, "SIGNATURE_REQUIRED")
+    assert (type(error), error.reason) == (FailedPrecondition, "SIGNATURE_REQUIRED")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_without_one() -> None:
 )
 def test_not_of_this_digest_or_key(given) -> None:
     error = refusal(POLICY, "any", given)
-    assert (type(error), error.reason) == (PreconditionFailed, "SIGNATURE_INVALID")
+    assert (type(error), error.reason) == (FailedPrecondition, "SIGNATURE_INVALID")
     assert DIGEST in error.message
 
 
@@ -104,6 +104,6 @@ def test_what_is_on_record_counts() -> None:
         (signature("gone"), "KEY_UNKNOWN"),
         (signature(key=STRANGER), "SIGNATURE_INVALID"),
     ):
-        with pytest.raises(PreconditionFailed) as raised:
+        with pytest.raises(FailedPrecondition) as raised:
             require_signed(POLICY, "strict", given, DIGEST)
         assert raised.value.reason == reason

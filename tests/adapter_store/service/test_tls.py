@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from adapter_store.errors import PreconditionFailed
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import FailedPrecondition
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import ROOT, token_of, write_policy
 
@@ -112,7 +112,7 @@ async def run_soon(function) -> None:
 def test_files_that_cannot_serve_keep_it_from_starting(serve, authority, tmp_path, files, subject):
     authority.issue("server")
     authority.issue("other")
-    with pytest.raises(PreconditionFailed, match=f"^{subject}: ") as caught:
+    with pytest.raises(FailedPrecondition, match=f"^{subject}: ") as caught:
         serve(**{name: tmp_path / file for name, file in files.items()})
     assert caught.value.subject == subject
 

@@ -8,16 +8,10 @@ import os
 import pytest
 from huggingface_hub import constants, hf_hub_download
 
-from adapter_store.errors import (
-    InvalidAdapter,
-    InvalidArgument,
-    LimitExceeded,
-    NotFound,
-    PreconditionFailed,
-    SourceUnavailable,
-)
+from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources.hub import HubPlace, HubSource, place_of
 from adapter_store.sources.retry import RetryPolicy
+from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 from tests.adapter_store.sources.hub_server import HubServer, Repo
 
@@ -176,7 +170,7 @@ def test_a_private_repository_needs_the_chains_token(hub, source, repo, make_sta
 
 def test_a_gated_repository(source, repo, staging):
     repo.is_gated = True
-    with pytest.raises(PreconditionFailed, match="gated") as caught:
+    with pytest.raises(FailedPrecondition, match="gated") as caught:
         source.fetch("hf://team/adapter", staging)
     assert caught.value.reason == "SOURCE_ACCESS_DENIED"
 
@@ -185,7 +179,7 @@ def test_a_token_is_in_no_message_or_log(shaky, proxy, repo, staging, monkeypatc
     monkeypatch.setenv("HF_TOKEN", SECRET)
     caplog.set_level(logging.DEBUG)
     proxy.faults = [Fault(WEIGHTS, status=403, times=100)]
-    with pytest.raises(PreconditionFailed) as caught:
+    with pytest.raises(FailedPrecondition) as caught:
         shaky.fetch("hf://team/adapter", staging)
     assert SECRET not in f"{caught.value} {caplog.text}"
 

@@ -5,18 +5,11 @@ import socket
 
 import pytest
 
-from adapter_store.errors import (
-    Draining,
-    InvalidAdapter,
-    InvalidArgument,
-    LimitExceeded,
-    NotFound,
-    PreconditionFailed,
-    SourceUnavailable,
-)
+from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources import Sources
 from adapter_store.sources import local as local_module
 from adapter_store.sources.local import LocalSource
+from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -224,7 +217,7 @@ def test_a_pickle_is_refused_by_name(source, root, staging, write_adapter):
 def test_a_place_without_permission(source, root, staging, write_adapter):
     write_adapter(root / "a")
     (root / "a").chmod(0)
-    with pytest.raises(PreconditionFailed, match="may not read"):
+    with pytest.raises(FailedPrecondition, match="may not read"):
         source.fetch(f"file://{root}/a", staging)
     (root / "a").chmod(0o755)
 

@@ -5,10 +5,11 @@ import time
 
 import pytest
 
-from adapter_store.errors import Draining, SourceUnavailable
+from adapter_store.errors import SourceUnavailable
 from adapter_store.sources import FetchLimits, Staging
 from adapter_store.sources.parallel import copy_all
 from adapter_store.sources.retry import CHANGED, Retry, RetryPolicy
+from servicekit.errors import Draining
 
 
 class Waits(Staging):

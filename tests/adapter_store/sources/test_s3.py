@@ -11,20 +11,13 @@ from functools import partial
 import boto3
 import pytest
 
-from adapter_store.errors import (
-    Draining,
-    InvalidAdapter,
-    InvalidArgument,
-    LimitExceeded,
-    NotFound,
-    PreconditionFailed,
-    SourceUnavailable,
-)
+from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources import s3 as s3_module
 from adapter_store.sources.retry import RetryPolicy
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.s3_errors import translated
 from loadout.demo.process import Process
+from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -313,7 +306,7 @@ def test_the_first_failure_ends_the_other_files(shaky, proxy, bucket, staging):
         Fault("adapter_model-00002", status=403),
         Fault("adapter_model-", status=503, times=1000),
     ]
-    with pytest.raises(PreconditionFailed, match="00002"):
+    with pytest.raises(FailedPrecondition, match="00002"):
         S3Source([name], proxy.url, retry=RetryPolicy(100, 0.01, 0.05)).fetch(
             f"s3://{name}/team/a", staging
         )
@@ -351,7 +344,7 @@ def test_no_answer_is_unavailable_and_tells_no_secret(staging, caplog):
 def test_without_credentials(endpoint, bucket, staging, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(PreconditionFailed, match="no credentials") as caught:
+    with pytest.raises(FailedPrecondition, match="no credentials") as caught:
         S3Source([bucket[0]], endpoint).fetch(f"s3://{bucket[0]}/team/a", staging)
     assert caught.value.reason == "SOURCE_ACCESS_DENIED"
 
@@ -359,8 +352,8 @@ def test_without_credentials(endpoint, bucket, staging, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        ("AccessDenied", PreconditionFailed),
-        ("403", PreconditionFailed),
+        ("AccessDenied", FailedPrecondition),
+        ("403", FailedPrecondition),
         ("NoSuchKey", NotFound),
         ("412", SourceUnavailable),
         ("SlowDown", SourceUnavailable),

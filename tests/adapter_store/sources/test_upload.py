@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.errors import InvalidAdapter, InvalidArgument, LimitExceeded
+from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.sources.staging import MAX_FILES
 from adapter_store.sources.upload import FileChunk, Upload
+from servicekit.errors import InvalidArgument
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage, InferenceError
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage
+from servicekit.errors import ServiceError
 from tests.inference_svc.adapters.store_replicas import Site, Stop, abort
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes
 
@@ -46,7 +47,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def failure_of(loop: Loop, digest: str) -> InferenceError:
+def failure_of(loop: Loop, digest: str) -> ServiceError:
     """What its load ends with; everything that it held is free again."""
     before = used_bytes(loop)
     loop.residency.add_waiter(digest, time.monotonic())

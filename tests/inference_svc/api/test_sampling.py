@@ -10,7 +10,7 @@ import pytest
 
 from inference_svc.api.sampling import NUM_SEEDS, checked_sampling, random_seed
 from inference_svc.core import SamplingParams
-from inference_svc.errors import InvalidRequest
+from servicekit.errors import InvalidArgument
 
 VOCAB = 100
 FLOATS = (
@@ -50,7 +50,7 @@ def test_zero_temperature_is_kept() -> None:
 )
 @pytest.mark.parametrize("path", ["", "sampling."])
 def test_what_only_text_can_say_is_refused_as_well(name: str, value: Any, path: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         checked_sampling(replace(SamplingParams(), **{name: value}), VOCAB, path)
     assert caught.value.subject == f"{path}{name}"
     assert caught.value.message.startswith(f"{path}{name} must be")

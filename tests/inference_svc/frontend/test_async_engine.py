@@ -10,9 +10,10 @@ import pytest
 
 from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
-from inference_svc.errors import AdapterUnavailable, Draining, DuplicateRequest, EngineFailed
+from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
+from servicekit.errors import Draining
 from tests.inference_svc import serving
 
 until = partial(serving.until, timeout_s=5.0)

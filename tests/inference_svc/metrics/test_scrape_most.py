@@ -11,7 +11,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.adapters.slots import EvictionReason
-from inference_svc.api.grpc import status
 from inference_svc.api.http.errors import ANSWERS, PROTOCOL
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.status_types import (
@@ -26,6 +25,7 @@ from inference_svc.metrics.engine import Snapshot
 from inference_svc.metrics.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
 from inference_svc.metrics.snapshots import MAX_NAMES, MAX_RESIDENTS
 from loadout.inference.v1 import inference_pb2
+from servicekit.rpc.status import CODES
 from tests.inference_svc.metrics.test_scrape_size import MAX_SERIES
 
 METHODS = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
@@ -73,8 +73,8 @@ def metrics() -> Metrics:
     metrics = Metrics(64, lambda: engine, most)
     for number in range(2 * most):
         metrics.count_request(RequestEnd("stop", f"t/a{number}", 1, 1.0))
-    reasons = {kind.reason for kind in status.CODES} | {"INTERNAL"}
-    codes = {code.name for code in status.CODES.values()} | {"OK", "CANCELLED", "UNKNOWN"}
+    reasons = {kind.reason for kind in ANSWERS}
+    codes = {code.name for code in CODES.values()} | {"OK", "CANCELLED", "UNKNOWN"}
     assert codes < {code.name for code in grpc.StatusCode}
     for method in METHODS:
         for code in codes:

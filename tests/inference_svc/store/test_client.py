@@ -22,13 +22,9 @@ from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnusable,
     CorruptImage,
-    InferenceError,
-    InvalidRequest,
     NoRoom,
-    PermissionDenied,
     QueueFull,
     StoreUnavailable,
-    Unauthenticated,
 )
 from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, Source
 from inference_svc.store.client import CatalogClient, ImageClient
@@ -93,7 +89,7 @@ def test_adapters_are_listed_page_by_page_for_tenants() -> None:
         assert [record.name for record in last.records] == ["a/second"]
         assert last.next_token == ""
         store.refuse["ListAdapters"] = grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidArgument):
             await client.list_adapters({"a"}, 5, "x")
         await client.close()
 
@@ -122,7 +118,7 @@ def test_register_sends_the_callers_token_and_not_ours(tmp_path: Path) -> None:
     [
         ("UNAUTHENTICATED", [], Unauthenticated, "", 0),
         ("PERMISSION_DENIED", [], PermissionDenied, "", 0),
-        ("INVALID_ARGUMENT", ["source_uri"], InvalidRequest, "source_uri", 0),
+        ("INVALID_ARGUMENT", ["source_uri"], InvalidArgument, "source_uri", 0),
         ("FAILED_PRECONDITION", [], AdapterUnusable, "", 0),
         ("RESOURCE_EXHAUSTED", [1.5], QueueFull, "", 1.5),
         ("RESOURCE_EXHAUSTED", [], NoRoom, "", 0),

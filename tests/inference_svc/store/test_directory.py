@@ -43,7 +43,7 @@ def test_resolves_names_versions_and_digests() -> None:
 )
 def test_malformed_reference_is_invalid(ref: str) -> None:
     _, directory, _ = make()
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         run(lambda: directory.resolve(OPEN, ref))
     assert caught.value.subject == "adapter"
 

@@ -7,10 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from inference_svc.errors import (
-    AdapterNotFound,
-    StoreUnavailable,
-)
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
 from inference_svc.store.catalog import HistoryGone, NameEvent
 from inference_svc.store.client import CatalogClient

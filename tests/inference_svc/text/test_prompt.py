@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from inference_svc.errors import InvalidRequest
 from inference_svc.text.prompt import INLINE_CHARS, ChatMessage, Prompt, PromptEncoder
+from servicekit.errors import InvalidArgument
 
 
 class Recording:
@@ -67,6 +67,6 @@ def test_long_prompts_leave_the_event_loop(prompt: Prompt, is_long: bool) -> Non
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(prompt: Prompt, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message) as caught:
+    with pytest.raises(InvalidArgument, match=message) as caught:
         encode(prompt, max_model_len=4)
     assert caught.value.subject == "prompt"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import tokenizers as hf
 
-from inference_svc.errors import InvalidRequest, UnsupportedModel
+from inference_svc.errors import UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
+from servicekit.errors import InvalidArgument
 from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 
@@ -27,13 +28,13 @@ def test_chat_goes_through_the_template(tokenizers: dict[str, Tokenizer]) -> Non
 
 
 def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+    with pytest.raises(InvalidArgument, match="no chat template") as caught:
         tokenizers["unigram"].encode_chat([ChatMessage("user", "hi")])
     assert caught.value.subject == "chat"
 
 
 def test_what_the_template_refuses_is_the_callers_error(tokenizers: dict[str, Tokenizer]) -> None:
-    with pytest.raises(InvalidRequest, match="unknown role bard") as caught:
+    with pytest.raises(InvalidArgument, match="unknown role bard") as caught:
         tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")])
     assert caught.value.subject == "chat"
 

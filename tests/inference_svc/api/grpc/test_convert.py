@@ -10,11 +10,11 @@ from inference_svc.api.grpc import convert
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
-from inference_svc.errors import InvalidRequest
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.errors import InvalidArgument
 
 VOCAB = 100
 NAN, INF = math.nan, math.inf
@@ -100,7 +100,7 @@ def test_top_k_of_the_whole_vocabulary_is_off() -> None:
     ],
 )
 def test_sampling_out_of_range_names_the_field(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         call(sampling=pb.SamplingParams(**{name: value}))
     assert caught.value.subject == f"sampling.{name}"
     assert caught.value.message.startswith(f"sampling.{name} must be")
@@ -115,7 +115,7 @@ def test_bounds_are_allowed_as_they_arrive_on_the_wire(name: str) -> None:
 
 def test_request_fields_out_of_range_name_the_field() -> None:
     for field in ("request_id", "cache_salt"):
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(InvalidArgument) as caught:
             call(**{field: "x" * 257})
         assert caught.value.subject == field
 
@@ -137,7 +137,7 @@ def test_prompts() -> None:
     ],
 )
 def test_prompts_that_are_none_name_the_field(request_: pb.GenerateRequest, subject: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         convert.from_generate_request(request_, VOCAB)
     assert caught.value.subject == subject
 

@@ -1,5 +1,4 @@
 import asyncio
-import inspect
 import logging
 from typing import Any
 
@@ -9,17 +8,14 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from inference_svc import errors
-from inference_svc.api.grpc.status import CODES, INTERNAL_MESSAGE, StatusInterceptor, to_status
+from inference_svc.api.grpc.status import StatusInterceptor
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-
-ALL_ERRORS = [
-    kind
-    for _, kind in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(kind, errors.InferenceError) and kind is not errors.InferenceError
-]
+from servicekit.errors import Draining, InvalidArgument, ServiceError
+from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
+from tests.servicekit.kinds import GENERAL, kinds_of
 
 
 class Raising(pb_grpc.InferenceServiceServicer):
@@ -84,22 +80,18 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     return found
 
 
-def test_the_table_is_complete() -> None:
-    assert set(CODES) == set(ALL_ERRORS)
-
-
-@pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*GENERAL, *kinds_of(errors)], ids=lambda kind: kind.__name__)
 def test_every_error_has_its_status_unary_and_streamed(
-    kind: type[errors.InferenceError],
+    kind: type[ServiceError],
 ) -> None:
     seen, ends = ask(kind("what went wrong", subject="culprit", retry_after_s=1.5))
-    code = CODES[kind]
+    code = code_for(kind)
     assert ends == [(method, code.name, kind.reason) for method in ("GetServerInfo", "Generate")]
     for error in seen:
         assert error.code() is code
         trailers = dict(error.trailing_metadata())
         assert trailers[LOAD_HEADER] == "TEXT load"
-        goes_elsewhere = kind in (errors.Draining, errors.QueueFull)
+        goes_elsewhere = kind in (Draining, errors.QueueFull)
         assert trailers.get(REFUSED_HEADER) == (kind.reason if goes_elsewhere else None)
         if code is grpc.StatusCode.INTERNAL:
             assert error.details() == INTERNAL_MESSAGE
@@ -110,15 +102,10 @@ def test_every_error_has_its_status_unary_and_streamed(
         assert details["ErrorInfo"].metadata["subject"] == "culprit"
         assert details["RetryInfo"].retry_delay.ToMilliseconds() == 1500
         violations = details["BadRequest"].field_violations if "BadRequest" in details else []
-        assert [v.field for v in violations] == ["culprit"] * (kind is errors.InvalidRequest)
+        assert [v.field for v in violations] == ["culprit"] * (kind is InvalidArgument)
 
 
-def test_no_retry_info_without_a_time_to_come_back() -> None:
-    status = to_status(errors.QueueFull("full"))
-    assert [d.type_url.rpartition(".")[2] for d in status.details] == ["ErrorInfo"]
-
-
-@pytest.mark.parametrize("error", [ValueError("secret path"), errors.InferenceError("secret")])
+@pytest.mark.parametrize("error", [ValueError("secret path"), ServiceError("secret")])
 def test_the_unknown_answers_a_fixed_text_and_is_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

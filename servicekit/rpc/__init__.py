@@ -1,0 +1,4 @@
+"""Serving gRPC.
+
+status  errors as gRPC statuses
+"""
