@@ -13,7 +13,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from adapter_store.config import StoreSettings, load_settings
-from adapter_store.errors import StoreError
 from adapter_store.log import setup_logging
 from adapter_store.tracing import standard_endpoint
 from servicekit.errors import ServiceError

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from adapter_store.core import Tenants
-from adapter_store.refs import DEFAULT_TENANT
 from servicekit.errors import PermissionDenied
+from servicekit.refs import DEFAULT_TENANT
 
 
 class Role(enum.Enum):

@@ -20,7 +20,6 @@ from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.open import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
-from adapter_store.errors import PreconditionFailed
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.cache import Images

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeAlias
 
+from servicekit.refs import AdapterName
+
 Tenants: TypeAlias = frozenset[str] | None
 """Tenants that something is confined to; None: all of them."""
 
@@ -128,26 +130,6 @@ class ImagePart:
     start: int
     end: int
     sha256: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterName:
-    """A name without its version."""
-
-    tenant: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.tenant}/{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRef:
-    """What a caller may ask for: a name, a name at a version, or a digest."""
-
-    name: AdapterName | None = None
-    version: int | None = None
-    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

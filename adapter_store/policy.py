@@ -28,8 +28,8 @@ from pydantic import (
 
 from adapter_store.access import OPEN, Principal, Role
 from adapter_store.core import Quota, Tenants
-from adapter_store.refs import DEFAULT_TENANT
 from servicekit.errors import FailedPrecondition, Unauthenticated
+from servicekit.refs import DEFAULT_TENANT
 
 ALL = "*"
 """Stands for all tenants; as the name of a tenant's table, for the defaults."""

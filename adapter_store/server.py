@@ -36,6 +36,7 @@ from adapter_store.store_status import catalog_samples, volume_samples, work_sam
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from adapter_store.tracing import Tracing, TracingSettings, open_tracing
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
+from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
 
 
 def _open_tracing(settings: StoreSettings) -> Tracing | None:
-    """Raises PreconditionFailed."""
+    """Raises FailedPrecondition."""
     wanted = TracingSettings(
         settings.otlp_endpoint, settings.trace_sample_ratio, version("loadout")
     )

@@ -22,14 +22,7 @@ from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog, CatalogCounts, VersionsPage
 from adapter_store.catalog.layout_usage import LayoutUses
 from adapter_store.catalog.watch import Watch
-from adapter_store.core import (
-    AdapterEvent,
-    AdapterName,
-    AdapterRecord,
-    AdapterRef,
-    ImageState,
-    Layout,
-)
+from adapter_store.core import AdapterEvent, AdapterRecord, ImageState, Layout
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import Images
@@ -45,6 +38,7 @@ from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
+from servicekit.refs import AdapterName, AdapterRef
 
 P = ParamSpec("P")
 T = TypeVar("T")

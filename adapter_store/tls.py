@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from adapter_store.config import StoreSettings
-from adapter_store.errors import PreconditionFailed
+from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
 
 
@@ -35,7 +35,7 @@ class CertificateFiles:
 
 
 def read_certificates(settings: StoreSettings) -> Certificates | None:
-    """None: no TLS. Raises PreconditionFailed naming the setting, and OSError for a file that
+    """None: no TLS. Raises FailedPrecondition naming the setting, and OSError for a file that
     cannot be read."""
     chain, key, client_ca = (
         settings.tls_cert_file,
@@ -68,7 +68,7 @@ def read_certificates(settings: StoreSettings) -> Certificates | None:
 
 
 def check_exposure(settings: StoreSettings) -> None:
-    """Raises PreconditionFailed if other machines could do everything and nobody said so."""
+    """Raises FailedPrecondition if other machines could do everything and nobody said so."""
     if settings.policy_file is not None or settings.allow_open_access:
         return
     if not _is_loopback(split_address(settings.listen)[0]):

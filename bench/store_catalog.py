@@ -27,7 +27,7 @@ from adapter_store.catalog import schema
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.watch import Watch
-from adapter_store.core import AdapterName, AdapterRef
+from servicekit.refs import AdapterName, AdapterRef
 
 RESULTS = Path(__file__).parent / "results" / "store_catalog.json"
 BATCH_ROWS = 5_000

@@ -21,12 +21,11 @@ from adapter_store.checkpoint.keys import parse_key
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
-from adapter_store.core import AdapterName
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.policy import parse_policy
-from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.sources import Sources, hub, local, s3
 from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
+from servicekit.refs import AdapterName, parse_name, parse_ref, parse_sha256
 
 LIMITS = CheckpointLimits(
     max_config_bytes=1 << 16,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from inference_svc.refs import DEFAULT_TENANT
 from servicekit.errors import PermissionDenied
+from servicekit.refs import DEFAULT_TENANT
 
 
 class Role(enum.Enum):

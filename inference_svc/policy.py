@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inference_svc.access import OPEN, Principal, Role
-from inference_svc.refs import DEFAULT_TENANT
 from servicekit.errors import InvalidSetting, Unauthenticated
+from servicekit.refs import DEFAULT_TENANT
 
 ALL = "*"
 """Stands for all tenants."""

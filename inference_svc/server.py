@@ -43,6 +43,7 @@ from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
 from inference_svc.tracing import TracingSettings, open_tracing
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
+from servicekit.errors import ServiceError
 from servicekit.settings import split_address
 
 if TYPE_CHECKING:

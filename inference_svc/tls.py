@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import InvalidSetting
+from servicekit.errors import InvalidSetting
 from servicekit.settings import split_address
 
 

@@ -1,4 +1,7 @@
 """What any of our gRPC services is made of. Knows neither service, and imports no torch.
 
+errors    what can go wrong: the general kinds, which services derive their own from
+refs      what names an adapter: `[tenant/]name[@version]` or a digest
+rpc       serving gRPC
 settings  the settings that all services have, and how settings are read
 """

@@ -15,8 +15,9 @@ from adapter_store import access as store_access
 from adapter_store import errors as store_errors
 from inference_svc import access as inference_access
 from inference_svc import errors as inference_errors
-from inference_svc.api.grpc import status as inference_status
 from loadout._rpc import calls
+from servicekit import errors as general_errors
+from servicekit.errors import ServiceError
 
 _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
 

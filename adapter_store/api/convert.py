@@ -10,7 +10,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from adapter_store.core import (
     AdapterEvent,
-    AdapterName,
     AdapterRecord,
     DataType,
     EventKind,
@@ -25,12 +24,12 @@ from adapter_store.core import (
 )
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, PullMessage
-from adapter_store.refs import DEFAULT_TENANT, parse_name, parse_sha256
 from adapter_store.registration.registrar import Registration
 from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
+from servicekit.refs import DEFAULT_TENANT, AdapterName, parse_name, parse_sha256
 
 _STATES = {
     ImageState.PENDING: pb.IMAGE_STATE_PENDING,

@@ -16,11 +16,11 @@ from adapter_store.audit import Audit, AuditLine
 from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled
 from adapter_store.gate import Gate
-from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from adapter_store.service import Registry
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.errors import ServiceError
+from servicekit.refs import parse_name, parse_ref, parse_sha256
 
 Context: TypeAlias = grpc.aio.ServicerContext
 

@@ -51,9 +51,7 @@ from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.verdicts import ImageKey, Standing
 from adapter_store.core import (
     AdapterEvent,
-    AdapterName,
     AdapterRecord,
-    AdapterRef,
     BlobPlace,
     EventKind,
     LayoutVerdict,
@@ -61,6 +59,7 @@ from adapter_store.core import (
     Tenants,
 )
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 
 __all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing", "VersionsPage"]
 

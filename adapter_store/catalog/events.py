@@ -8,8 +8,9 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 
 from adapter_store.catalog.records import from_micros, to_micros
 from adapter_store.catalog.schema import events, history
-from adapter_store.core import AdapterEvent, AdapterName, EventKind
+from adapter_store.core import AdapterEvent, EventKind
 from adapter_store.errors import RevisionTooOld
+from servicekit.refs import AdapterName
 
 
 def revision(conn: Connection) -> int:

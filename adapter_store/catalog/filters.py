@@ -12,8 +12,9 @@ from typing import Any
 from sqlalchemy import JSON, ColumnElement, Select, cast, func, literal, true, tuple_
 
 from adapter_store.catalog.schema import adapters, versions
-from adapter_store.core import AdapterName, Tenants
+from adapter_store.core import Tenants
 from servicekit.errors import InvalidArgument
+from servicekit.refs import AdapterName
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000

@@ -8,18 +8,12 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from adapter_store.catalog import rows
-from adapter_store.catalog.records import describe, to_micros
+from adapter_store.catalog.records import to_micros
 from adapter_store.catalog.rows import NewVersion
-from adapter_store.core import (
-    AdapterEvent,
-    AdapterName,
-    AdapterRecord,
-    AdapterRef,
-    EventKind,
-    Tenants,
-)
+from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Tenants
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 
 
 def register(
@@ -68,7 +62,7 @@ def rollback(
     adapter = rows.find_adapter(conn, name, tenants)
     wanted = rows.find_version(conn, adapter.id, version) if adapter else None
     if adapter is None or wanted is None or _is_over(wanted, deleted_after):
-        what = describe(AdapterRef(name, version))
+        what = str(AdapterRef(name, version))
         raise NotFound(f"no adapter {what}", subject=what)
     current = rows.find_version(conn, adapter.id, adapter.current_version)
     _check_current(name, current, if_current_digest)
@@ -90,7 +84,7 @@ def remove(
     adapter = rows.find_adapter(conn, name, tenants)
     live = rows.live_versions(conn, adapter.id) if adapter else {}
     if adapter is None or not live or (version and version not in live):
-        what = describe(AdapterRef(name, version or None))
+        what = str(AdapterRef(name, version or None))
         raise NotFound(f"no adapter {what}", subject=what)
     leaving = [version] if version else list(live)
     for number in leaving:

@@ -12,16 +12,9 @@ from sqlalchemy import Connection, Row, Select, or_, select
 
 from adapter_store.catalog.filters import Filter, apply_filter, within
 from adapter_store.catalog.schema import adapters, blobs, images, layout_bases, versions
-from adapter_store.core import (
-    AdapterName,
-    AdapterRecord,
-    AdapterRef,
-    ImageState,
-    LayoutVerdict,
-    SourceFile,
-    Tenants,
-)
+from adapter_store.core import AdapterRecord, ImageState, LayoutVerdict, SourceFile, Tenants
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterR
         )
     row = conn.execute(query.limit(1)).first()
     if row is None:
-        raise NotFound(f"no adapter {describe(ref)}", subject=describe(ref))
+        raise NotFound(f"no adapter {ref}", subject=str(ref))
     return _to_records(conn, [row])[0]
 
 
@@ -127,12 +120,6 @@ def dump_files(files: Sequence[SourceFile]) -> str:
 
 def load_files(text: str) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(*row) for row in json.loads(text))
-
-
-def describe(ref: AdapterRef) -> str:
-    if ref.name is None:
-        return str(ref.digest)
-    return f"{ref.name}@{ref.version}" if ref.version else str(ref.name)
 
 
 def _record_query() -> Select[Any]:

@@ -13,15 +13,9 @@ from adapter_store.catalog import events, leases
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.records import dump_files, load_files, to_micros
 from adapter_store.catalog.schema import adapters, blobs, versions
-from adapter_store.core import (
-    AdapterEvent,
-    AdapterName,
-    BlobPlace,
-    EventKind,
-    SourceFile,
-    Tenants,
-)
+from adapter_store.core import AdapterEvent, BlobPlace, EventKind, SourceFile, Tenants
 from adapter_store.errors import BlobLost
+from servicekit.refs import AdapterName
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from sqlalchemy import Connection, func, select
 
 from adapter_store.catalog import events, layouts
 from adapter_store.catalog.schema import adapters, blobs, versions
-from adapter_store.core import AdapterName, Quota
+from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
+from servicekit.refs import AdapterName
 
 
 @dataclass(frozen=True, slots=True)

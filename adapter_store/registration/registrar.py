@@ -20,7 +20,7 @@ from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_che
 from adapter_store.checkpoint.peft_config import names_local_path
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
-from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
+from adapter_store.core import AdapterRecord, Quota
 from adapter_store.errors import (
     BlobLost,
     CatalogUnavailable,
@@ -36,6 +36,7 @@ from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from adapter_store.spans import phase
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
+from servicekit.refs import AdapterName, AdapterRef
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from inference_svc.adapters.pull import (
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import EvictionReason, Resident, inadmissible_reason
 from inference_svc.adapters.tiers import MemoryTiers
-from inference_svc.errors import AdapterUnusable, InferenceError
+from inference_svc.errors import AdapterUnusable
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Loader:
         self.stall_s = stall_s
         self._layout_id = ""
         self._silent = SilentSources()
-        self._failures: list[tuple[str, InferenceError]] = []
+        self._failures: list[tuple[str, ServiceError]] = []
         self._has_new = False
 
     def set_layout(self, layout_id: str) -> None:
@@ -98,7 +99,7 @@ class Loader:
             if load.job is not None:
                 self.puller.cancel(load.job)
 
-    def pop_failures(self) -> list[tuple[str, InferenceError]]:
+    def pop_failures(self) -> list[tuple[str, ServiceError]]:
         """Returns the digests that could not be loaded since the last call."""
         failures, self._failures = self._failures, []
         return failures

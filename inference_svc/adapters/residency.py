@@ -20,8 +20,9 @@ from inference_svc.adapters.pull import PullEvent
 from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers, ResidencyChange
-from inference_svc.errors import AdapterNotFound, AdapterUnusable, InferenceError
+from inference_svc.errors import AdapterNotFound, AdapterUnusable
 from inference_svc.spans import Span, SpanContext
+from servicekit.errors import ServiceError
 
 
 class Residency:
@@ -149,7 +150,7 @@ class Residency:
         call."""
         return self.tiers.pop_ready()
 
-    def pop_failures(self) -> list[tuple[str, InferenceError]]:
+    def pop_failures(self) -> list[tuple[str, ServiceError]]:
         """Returns the digests that could not be loaded since the last call, each once: their
         waiters are to be ended."""
         return self.loader.pop_failures()

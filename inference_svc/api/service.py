@@ -21,12 +21,12 @@ from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.gate import Gate, Metadata, bearer_token
-from inference_svc.refs import parse_ref
 from inference_svc.spans import phase
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.errors import InvalidArgument, Unauthenticated
+from servicekit.refs import parse_ref
 
 TRACE_CHUNK_BYTES = 256 << 10
 
@@ -247,7 +247,7 @@ class Service:
             raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)
         if self._registry is None:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
-        return await self._registry.register(ref.name, source, bearer_token(caller.metadata))
+        return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
 
     async def _digest(self, who: Principal, ref: str, subject: str = "ref") -> str:
         """An owner's digest is taken as it is: what is resident may be gone from the store."""

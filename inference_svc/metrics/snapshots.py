@@ -11,9 +11,9 @@ from contextlib import suppress
 from inference_svc.access import OPEN
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.metrics.engine import Snapshot
-from inference_svc.refs import short_name
 from inference_svc.store.directory import Directory
 from servicekit.errors import ServiceError
+from servicekit.refs import short_name
 
 ANSWER_SECONDS = 2.0
 """An engine in a longer step is shown as it was at the last scrape, with its age."""

@@ -65,7 +65,7 @@ class HistoryGone(Exception):
 class Catalog(Protocol):
     async def get_adapter(self, ref: str, tenants: Collection[str] = ()) -> AdapterRecord:
         """Returns what callers of these tenants may see; without any, what anyone may. Raises
-        AdapterNotFound, StoreUnavailable or another InferenceError."""
+        AdapterNotFound, StoreUnavailable or another ServiceError."""
         ...
 
 
@@ -85,7 +85,7 @@ class Registry(Protocol):
         self, tenants: Collection[str], page_size: int, page_token: str
     ) -> AdapterPage:
         """Returns current versions of these tenants' adapters (without any: of all that this
-        server may see), ordered by tenant and name. Raises InvalidRequest for a token of another
+        server may see), ordered by tenant and name. Raises InvalidArgument for a token of another
         list."""
         ...
 

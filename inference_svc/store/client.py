@@ -23,7 +23,7 @@ from inference_svc.adapters.image_source import (
 )
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import AdapterNotFound, InferenceError, StoreUnavailable
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.log import configure_logging
 from inference_svc.spans import outgoing
 from inference_svc.store.catalog import (
@@ -330,7 +330,7 @@ class _ImageStream:
     def cancel(self) -> None:
         self._call.cancel()
 
-    def _to_error(self, error: grpc.RpcError) -> InferenceError:
+    def _to_error(self, error: grpc.RpcError) -> ServiceError:
         self._channels.report_failure(self._pooled, error.code())
         if is_about(error, self._layout_id):
             # A store that lost our layout gets it again when the watch reconnects.

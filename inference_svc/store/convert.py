@@ -73,7 +73,7 @@ _NO_CHANGE = (pb.EVENT_KIND_PINNED, pb.EVENT_KIND_UNPINNED, pb.EVENT_KIND_BOOKMA
 """Events after which every name points to what it did before."""
 
 
-def to_error(error: grpc.RpcError) -> InferenceError:
+def to_error(error: grpc.RpcError) -> ServiceError:
     """Returns our error for a call's. Addresses and other details of a lost connection become
     notes: they are for our log, not for callers."""
     kind = ERRORS.get(error.code())
@@ -85,7 +85,7 @@ def to_error(error: grpc.RpcError) -> InferenceError:
     return unavailable
 
 
-def to_forwarded_error(error: grpc.RpcError) -> InferenceError | None:
+def to_forwarded_error(error: grpc.RpcError) -> ServiceError | None:
     """Returns the store's answer to a caller of ours; None if no store has answered, or with
     broken details."""
     info, violations, retry = (

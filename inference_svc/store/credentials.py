@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import PermissionDenied
+from servicekit.errors import PermissionDenied
 from servicekit.settings import split_address
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from itertools import islice
 
 from inference_svc.access import Principal
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
-from inference_svc.refs import parse_ref, tenant_of
 from inference_svc.store.catalog import AdapterRecord, Catalog, NameEvent
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
 from inference_svc.store.ownership import OwnershipCache
+from servicekit.errors import ServiceError
+from servicekit.refs import parse_ref, tenant_of
 
 LIVE_SECONDS = 2.0
 """The watch sends events every second; silent for longer it counts as lost."""
@@ -94,7 +95,7 @@ class Directory:
     ) -> Binding:
         """Returns what `text` points to for this caller, at `min_revision` or later.
 
-        Raises InvalidRequest (not a reference), AdapterNotFound (also for another tenant's),
+        Raises InvalidArgument (not a reference), AdapterNotFound (also for another tenant's),
         AdapterUnusable (with the reason) or StoreUnavailable.
         """
         ref = parse_ref(text, subject, principal.home_tenant)
@@ -138,7 +139,7 @@ class Directory:
                 self._owners.remove(tenants, digest)
             except AdapterUnusable:
                 pass  # owned, whether or not it can be served
-            except InferenceError:
+            except ServiceError:
                 break
         return {digest for digest in digests if self.is_owner(principal, digest)}
 
@@ -225,7 +226,7 @@ class Directory:
         except StoreUnavailable:
             self._last_failure_s = self._clock()
             raise
-        except InferenceError:
+        except ServiceError:
             for each in key.cache_keys:
                 self._cache.remove(each)
             raise

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from inference_svc.access import Principal
 from inference_svc.errors import AdapterNotFound
-from inference_svc.refs import AdapterRef, tenant_of
 from inference_svc.store.catalog import AdapterRecord
+from servicekit.refs import AdapterRef, tenant_of
 
 MAX_ENTRIES = 100_000
 
@@ -25,7 +25,7 @@ class LookupKey:
     @classmethod
     def of(cls, principal: Principal, ref: AdapterRef) -> LookupKey:
         """All principals of a name's tenant get the same answer and share one lookup."""
-        if ref.name and principal.is_for(tenant_of(ref.name)):
+        if ref.name and principal.is_for(ref.name.tenant):
             return cls(ref, None)
         return cls(ref, principal.tenants)
 

@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection
 
-from inference_svc.refs import tenant_of
+from servicekit.refs import tenant_of
 
 MAX_CLAIMS = 100_000
 GRACE_SECONDS = 600.0

@@ -9,13 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.errors import InferenceError, StoreUnavailable
+from inference_svc.errors import StoreUnavailable
 from inference_svc.store.catalog import HistoryGone, NameEvent, WatchedCatalog
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.credentials import StoreAccess
 from inference_svc.store.directory import Directory
 from inference_svc.store.replica_monitor import ReplicaMonitor
 from inference_svc.store.replicas import Replicas
+from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class CatalogWatch:
                     self._is_down, delay_s = False, MIN_DELAY_SECONDS
             except HistoryGone:
                 self._knows_history = False
-            except InferenceError as error:
+            except ServiceError as error:
                 self._log_outage(error)
             except Exception:
                 # The base model is served whatever happens to the store.
@@ -87,7 +88,7 @@ class CatalogWatch:
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, MAX_DELAY_SECONDS)
 
-    def _log_outage(self, error: InferenceError) -> None:
+    def _log_outage(self, error: ServiceError) -> None:
         """Logs once per outage."""
         if not self._is_down:
             notes = " ".join(getattr(error, "__notes__", ()))

@@ -10,8 +10,9 @@ import pytest
 
 from adapter_store.access import Principal, Role
 from adapter_store.audit import Audit, AuditLine
-from adapter_store.core import AdapterName, AdapterRecord
+from adapter_store.core import AdapterRecord
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 RECORD = AdapterRecord(AdapterName("t", "n"), 3, "sha256:d", "", "base", 1, (), 1, NOW, NOW)

@@ -7,9 +7,10 @@ import pytest
 
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog, NewVersion
-from adapter_store.core import AdapterName, AdapterRef, ImageState, LayoutVerdict
+from adapter_store.core import ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.disk_tier import DiskTier
+from servicekit.refs import AdapterName, AdapterRef
 
 GRACE = timedelta(seconds=60)
 TTL = timedelta(days=7)

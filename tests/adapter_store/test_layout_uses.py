@@ -17,11 +17,12 @@ from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
-from adapter_store.core import AdapterName, AdapterRef, ImageState
+from adapter_store.core import ImageState
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 from tests.adapter_store.catalog.conftest import Clock
 
 TTL = timedelta(days=7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from adapter_store.config import StoreSettings
-from adapter_store.errors import PreconditionFailed
 from adapter_store.tls import check_exposure
 from servicekit.errors import FailedPrecondition
 
@@ -20,7 +19,7 @@ def test_loopback_needs_no_policy(listen):
 
 @pytest.mark.parametrize("listen", EXPOSED)
 def test_other_addresses_need_a_policy_or_a_word(listen, tmp_path):
-    with pytest.raises(PreconditionFailed, match="policy_file, or allow_open_access") as caught:
+    with pytest.raises(FailedPrecondition, match="policy_file, or allow_open_access") as caught:
         check_exposure(StoreSettings(listen=listen))
     assert caught.value.message.startswith(f"listen: {listen} ")
     check_exposure(StoreSettings(listen=listen, allow_open_access=True))

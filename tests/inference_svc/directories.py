@@ -5,10 +5,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.errors import (
-    AdapterNotFound,
-    StoreUnavailable,
-)
+from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.catalog import AdapterRecord, NameEvent
 from inference_svc.store.directory import Directory, Servable
 

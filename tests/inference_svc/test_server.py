@@ -11,7 +11,6 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
 from inference_svc import errors
-from inference_svc.api.grpc.status import CODES
 from inference_svc.config import InferenceSettings
 from inference_svc.server import SERVICE, InferenceServer
 from loadout.inference.v1 import inference_pb2 as pb

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import InvalidSetting
 from inference_svc.tls import CertificateFiles, check_exposure, read_certificates
 from servicekit.errors import InvalidSetting
 from tests.adapter_store.certificates import Authority

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import InvalidSetting
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
 from servicekit.errors import InvalidSetting

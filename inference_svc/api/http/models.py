@@ -17,9 +17,9 @@ from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import recognising
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.errors import StoreUnavailable
-from inference_svc.refs import short_name
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument, ServiceError
+from servicekit.refs import short_name
 
 Card: TypeAlias = dict[str, Any]
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from adapter_store.api import convert
 from adapter_store.core import (
     AdapterEvent,
-    AdapterName,
     AdapterRecord,
     EventKind,
     ImageState,
@@ -24,6 +23,7 @@ from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
+from servicekit.refs import AdapterName
 
 NOW = datetime(2026, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
 DIGEST = "sha256:" + "0a" * 32

@@ -14,13 +14,13 @@ from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
-from adapter_store.core import AdapterName
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.sources import FetchLimits, Sources
 from adapter_store.sources.local import LocalSource
+from servicekit.refs import AdapterName
 
 DIGEST = "sha256:" + "ab" * 32
 

@@ -13,8 +13,9 @@ import pytest
 
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import NewVersion
-from adapter_store.core import AdapterName, BlobPlace, SourceFile
+from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData
+from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
 
 A = AdapterName("default", "a")

@@ -10,7 +10,8 @@ import pytest
 
 from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.catalog.database import Place
-from adapter_store.core import AdapterEvent, AdapterName, AdapterRef
+from adapter_store.core import AdapterEvent
+from servicekit.refs import AdapterName, AdapterRef
 
 BASE = "org/tiny"
 WAIT_SECONDS = 60

@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 )
 
 from adapter_store.catalog.catalog import Catalog, NewVersion
-from adapter_store.core import AdapterName, AdapterRef, EventKind
+from adapter_store.core import EventKind
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 
 names = st.sampled_from([AdapterName("t", "a"), AdapterName("t", "b"), AdapterName("u", "a")])
 digests = st.sampled_from(["d1", "d2", "d3"])

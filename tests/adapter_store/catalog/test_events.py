@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName
 from adapter_store.errors import RevisionTooOld
+from servicekit.refs import AdapterName
 
 
 def test_events_since_a_revision_in_order_and_bounded(names, catalog):

@@ -10,7 +10,8 @@ import pytest
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.schema import layouts
-from adapter_store.core import AdapterRef, ImageState, LayoutVerdict
+from adapter_store.core import ImageState, LayoutVerdict
+from servicekit.refs import AdapterRef
 from tests.adapter_store.catalog.conftest import BASE, Clock, Names
 
 DAY = timedelta(days=1)

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import event, insert
 
 from adapter_store.catalog import schema
-from adapter_store.core import AdapterName
 from servicekit.errors import InvalidArgument
+from servicekit.refs import AdapterName
 
 
 def test_pages_in_order_without_gap_or_repeat(names, catalog):

@@ -14,8 +14,9 @@ from sqlalchemy import select
 
 from adapter_store.catalog import migrations, schema
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState
+from adapter_store.core import EventKind, SignatureState
 from adapter_store.errors import CorruptData
+from servicekit.refs import AdapterName, AdapterRef
 
 FIRST_RELEASE = Path(__file__).with_name("first_release.sql")
 

@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName, AdapterRef, EventKind, SignatureState, SourceFile
+from adapter_store.core import EventKind, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
 from servicekit.errors import NotFound
+from servicekit.refs import AdapterName, AdapterRef
 from tests.adapter_store.catalog.conftest import Heard
 
 A = AdapterName("default", "a")

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName, AdapterRef
 from adapter_store.errors import CatalogUnavailable
+from servicekit.refs import AdapterName, AdapterRef
 from tests.adapter_store.catalog.conftest import WAIT_SECONDS, Heard, Names
 
 A = AdapterName("default", "a")

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapter_store.catalog.catalog import Catalog, NewVersion, VersionsPage
-from adapter_store.core import AdapterName, AdapterRecord, AdapterRef, Quota
+from adapter_store.core import AdapterRecord, Quota
 from servicekit.errors import ServiceError
+from servicekit.refs import AdapterName, AdapterRef
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAMES = ("x", "y", "z")

@@ -8,8 +8,9 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName, Quota
+from adapter_store.core import Quota
 from servicekit.errors import QuotaExceeded
+from servicekit.refs import AdapterName
 from tests.adapter_store.catalog.conftest import Names
 
 

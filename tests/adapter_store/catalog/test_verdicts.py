@@ -3,7 +3,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterName, ImageState, LayoutVerdict
+from adapter_store.core import ImageState, LayoutVerdict
+from servicekit.refs import AdapterName
 
 GRACE = timedelta(seconds=60)
 

@@ -6,9 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from adapter_store.core import AdapterName, EventKind
+from adapter_store.core import EventKind
 from adapter_store.errors import Conflict
 from servicekit.errors import InvalidArgument, NotFound
+from servicekit.refs import AdapterName
 
 A = AdapterName("default", "a")
 GRACE = timedelta(minutes=10)

@@ -11,9 +11,10 @@ from adapter_store.catalog import follower as follower_module
 from adapter_store.catalog import watch as watch_module
 from adapter_store.catalog.catalog import Catalog, NewVersion
 from adapter_store.catalog.watch import Watch
-from adapter_store.core import AdapterName, EventKind
+from adapter_store.core import EventKind
 from adapter_store.errors import RevisionTooOld
 from servicekit.errors import Draining
+from servicekit.refs import AdapterName
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import AdapterName, AdapterRef, DataType, ImageState
+from adapter_store.core import DataType, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -22,6 +22,7 @@ from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import FailedPrecondition, NotFound
+from servicekit.refs import AdapterName, AdapterRef
 
 
 @pytest.fixture

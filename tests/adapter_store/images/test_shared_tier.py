@@ -12,13 +12,13 @@ import pytest
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog import leases as lease_rows
 from adapter_store.catalog.catalog import NewVersion
-from adapter_store.core import AdapterName
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector
 from adapter_store.images import shared_tier
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.plan import ImagePlan
 from adapter_store.images.shared_tier import SharedTier
+from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import LAYOUT_TTL, WAIT_SECONDS, SharedParts, die
 
 KEY = ("sha256:" + "a" * 64, "sha256:" + "b" * 64)

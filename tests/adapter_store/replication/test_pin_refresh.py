@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from adapter_store.catalog.catalog import Catalog, NewVersion
-from adapter_store.core import AdapterName
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.replication import pin_refresh as followed_module
 from adapter_store.replication.pin_refresh import Followed
+from servicekit.refs import AdapterName
 
 
 def test_pins_that_could_not_be_refreshed_are_tried_again(tmp_path, monkeypatch):

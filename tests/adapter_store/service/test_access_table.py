@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from adapter_store.catalog.filters import encode_version_token
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.refs import parse_name
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.refs import parse_name
 from tests.adapter_store.conftest import save_adapter, tiny_layout
 from tests.adapter_store.service.access_calls import (
     ABOUT_OTHERS,

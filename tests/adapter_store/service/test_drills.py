@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import AdapterRef
 from bench import store_catalog
+from servicekit.refs import AdapterRef
 from tests.adapter_store.conftest import tiny_layout
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations" / "backup.md").read_text()

@@ -57,7 +57,7 @@ def failure_of(loop: Loop, digest: str) -> ServiceError:
     loop.residency.remove_waiter(digest)
     assert used_bytes(loop) == before
     assert loop.residency.loads.num_jobs == 0
-    assert isinstance(error, InferenceError)
+    assert isinstance(error, ServiceError)
     return error
 
 

@@ -31,6 +31,7 @@ from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, TokenFile
 from inference_svc.store.replicas import Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve, until
 
 
@@ -62,7 +63,7 @@ CODES = [
 
 
 @pytest.mark.parametrize(("code", "error"), CODES)
-def test_codes_become_errors(code: str, error: type[InferenceError]) -> None:
+def test_codes_become_errors(code: str, error: type[ServiceError]) -> None:
     """Unary and streamed, the message kept."""
 
     async def body(store: TinyStore, address: str) -> None:
@@ -126,7 +127,7 @@ def test_register_sends_the_callers_token_and_not_ours(tmp_path: Path) -> None:
     ],
 )
 def test_refusal_of_a_caller_does_not_eject_the_replica(
-    code: str, details: list[Any], error: type[InferenceError], subject: str, retry_after_s: float
+    code: str, details: list[Any], error: type[ServiceError], subject: str, retry_after_s: float
 ) -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.refusal = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="because")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from inference_svc.config import InferenceSettings
-from inference_svc.errors import PermissionDenied
 from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
 from servicekit.errors import PermissionDenied
 from tests.adapter_store.certificates import Authority

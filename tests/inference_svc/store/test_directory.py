@@ -6,14 +6,10 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.access import OPEN
-from inference_svc.errors import (
-    AdapterNotFound,
-    AdapterUnusable,
-    InvalidRequest,
-    StoreUnavailable,
-)
+from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
 from inference_svc.store.directory import Directory, Servable
+from servicekit.errors import InvalidArgument
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.access import OPEN
-from inference_svc.errors import (
-    StoreUnavailable,
-)
+from inference_svc.errors import StoreUnavailable
 from inference_svc.store.catalog import NameEvent
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 

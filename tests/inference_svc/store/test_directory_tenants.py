@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from inference_svc.access import OPEN, Principal, Role
-from inference_svc.errors import (
-    AdapterNotFound,
-)
+from inference_svc.errors import AdapterNotFound
 from inference_svc.store.catalog import NameEvent
 from inference_svc.store.ownership import GRACE_SECONDS
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.core import AdapterName, AdapterRef
-from adapter_store.refs import parse_name, parse_ref, parse_sha256
 from servicekit.errors import InvalidArgument
+from servicekit.refs import AdapterName, AdapterRef, parse_name, parse_ref, parse_sha256
 
 DIGEST = "sha256:" + "0a" * 32
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from adapter_store.core import AdapterName, AdapterRef
 from servicekit.errors import InvalidArgument
 
 DEFAULT_TENANT = "default"
@@ -14,9 +14,35 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterName:
+    """A name without its version."""
+
+    tenant: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A name, a name at a version, or a digest."""
+
+    name: AdapterName | None = None
+    version: int | None = None
+    digest: str | None = None
+
+    def __str__(self) -> str:
+        """The canonical form: equal references are equal strings."""
+        if self.name is None:
+            return str(self.digest)
+        return f"{self.name}@{self.version}" if self.version else str(self.name)
+
+
 def parse_name(text: str, field: str = "name", home: str = DEFAULT_TENANT) -> AdapterName:
-    """Reads `[tenant/]name`, without a tenant of tenant `home`. Raises InvalidArgument naming
-    `field`."""
+    """Reads `[tenant/]name`; the tenant is `home` unless the text names one. Raises
+    InvalidArgument naming `field`."""
     tenant, slash, name = text.rpartition("/")
     if not slash:
         tenant = home
@@ -50,6 +76,16 @@ def parse_sha256(text: str, field: str) -> str:
             f"{field}: {_shown(text)} is not sha256: and 64 lower-case hex digits", subject=field
         )
     return text
+
+
+def tenant_of(name: str) -> str:
+    """The tenant in "tenant/name"."""
+    return name.partition("/")[0]
+
+
+def short_name(name: str, home: str = DEFAULT_TENANT) -> str:
+    """ "tenant/name" as callers of tenant `home` may write it: without their tenant."""
+    return name.removeprefix(f"{home}/")
 
 
 def _shown(value: str) -> str:
