@@ -12,7 +12,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test check format docs dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test check format client docs dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -42,6 +42,10 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.api_docs
 	$(BIN)/python -m tools.sizing_docs
 	$(BIN)/python -m tools.prometheus_rule
+
+# The blocking client from the asyncio one: a test compares.
+client: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.unasync
 
 # Grafana's dashboards from tools/dashboards: a test compares.
 dashboards: $(VENV)/.installed-dev

@@ -1,31 +1,32 @@
-"""The Python client for asyncio: `Client`, method for method.
+"""The Python client for asyncio: registers adapters and generates with them.
 
-async with AsyncClient(inference="127.0.0.1:7080") as client:
+async with AsyncClient(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
+    registration = await client.register("french", "s3://adapters/french")
     async for chunk in client.generate("Bonjour", adapter="french", max_tokens=32):
         print(chunk.text, end="")
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
-import grpc.aio
 
 from loadout import types
+from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
-from loadout._routing.route import Route, delay_after
-from loadout._rpc import calls, convert
+from loadout._rpc import calls, convert, tasks
+from loadout._rpc.async_stream import AsyncStream
 from loadout._rpc.calls import Call, Prompt
-from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Stubs
-from loadout._rpc.stream import AsyncStream
+from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
+from loadout._rpc.route import Route, delay_after
 from loadout._rpc.tracing import Tracing
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
-from loadout.security import Security, TlsConfig
+from loadout.security import ChannelFactory, Security, TlsConfig
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:
@@ -35,8 +36,22 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Client of one or both services for one event loop; arguments, results and errors are
-    `Client`'s."""
+    """Client of one or both services for one event loop.
+
+    `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
+    several: replicas. An adapter's calls go to the replica that its key belongs to, past unhealthy
+    ones; its generations also past those that have more than their share of the load; calls
+    without an adapter go to the least loaded. `tenant` completes adapter names without one: it is
+    the token's, so that all callers agree on the key.
+
+    `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
+    (None: no deadline). `token` is sent to the services with every call. `tls=True` trusts the
+    public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
+    token goes only to this machine, unless `allow_insecure_token` says that the network is trusted.
+    `tracing` True makes each call a span of the application's OpenTelemetry; a provider, of that
+    one. `channel_factory` opens the gRPC channels, for interceptors or options of one's own.
+    All methods, and the constructor, raise LoadoutError.
+    """
 
     def __init__(
         self,
@@ -50,34 +65,41 @@ class AsyncClient:
         allow_insecure_token: bool = False,
         tenant: str = DEFAULT_TENANT,
         tracing: TracerProvider | bool = False,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
         security = Security(token, tls, allow_insecure_token)
         traced = Tracing(tracing) if tracing else None
-        self._stubs = Stubs(grpc.aio, inference, store, security, tenant, traced)
+        self._transport = tasks.Transport(channel_factory)
+        self._channels = Channels(self._transport, inference, store, security, tenant, traced)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
     async def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        await self._stubs.end_probes()
-        for channel in self._stubs.open_channels():
+        await self._transport.end()
+        for channel in self._channels.opened():
             await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        route = self._stubs.route(call)
-        answer = await self._attempt(
+        route = self._channels.route(call)
+        response = await self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
             repeatable=call.repeatable,
             timeout_s=timeout_s,
         )
-        return call.convert(answer)
+        return call.convert(response)
 
     async def _attempt(
         self,
@@ -89,15 +111,15 @@ class AsyncClient:
     ) -> Any:
         attempts = self._attempts(timeout_s)
         try:
-            await route.ready()
+            await tasks.wait(route.resolving, RESOLVE_TIMEOUT_S)
             while True:
                 try:
-                    answer = await send(attempts.remaining_s)
+                    response = await send(attempts.remaining_s)
                     route.done(())
-                    return answer
+                    return response
                 except grpc.RpcError as error:
                     delay_s = delay_after(error, route, attempts, repeatable=repeatable)
-                await asyncio.sleep(delay_s)
+                await tasks.sleep(delay_s)
         finally:
             route.done()
 
@@ -121,7 +143,13 @@ class AsyncClient:
         progress: Progress | None = None,
         timeout_s: float | None = None,
     ) -> types.Registration:
-        """As `Client.register`; files are read, and `progress` called, in a worker thread."""
+        """Records an adapter; durable when it returns.
+
+        A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
+        other is a local folder and is uploaded, and `progress` is called after every chunk.
+        `base_model` is only needed when the adapter's own config does not name it. The store checks
+        `signature` (from loadout.signing) against the digest that it computes itself.
+        """
         labels = labels or {}
         if is_uri(source):
             call = calls.register(
@@ -137,7 +165,7 @@ class AsyncClient:
             )
             return await self._call(call, timeout_s)
         upload = Upload(
-            await asyncio.to_thread(open_folder, source),
+            await tasks.run(open_folder, source),
             progress,
             name=name,
             base_model=base_model,
@@ -151,18 +179,20 @@ class AsyncClient:
         return await self._upload(upload, timeout_s)
 
     async def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        route = self._stubs.to_upload()
+        route = self._channels.upload_route()
 
         async def send(timeout: float | None) -> Any:
             try:
-                return await route.send(_in_thread(upload), timeout)
-            except (grpc.RpcError, asyncio.CancelledError):
+                return await route.send(tasks.iterate(upload.messages()), timeout)
+            except BaseException:
+                # gRPC reports a request stream that raised as cancelled or lost.
                 if upload.failure is not None:
                     raise upload.failure from None
                 raise
 
-        answer = await self._attempt(route, send, repeatable=upload.repeatable, timeout_s=timeout_s)
-        return convert.registration(answer)
+        repeatable = upload.repeatable
+        response = await self._attempt(route, send, repeatable=repeatable, timeout_s=timeout_s)
+        return convert.registration(response)
 
     async def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         return await self._call(calls.get(ref), timeout_s)
@@ -174,6 +204,11 @@ class AsyncClient:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[types.Adapter]:
+        """Yields all adapters in order of tenant and name, fetched page by page.
+
+        `filter`: space-separated terms that must all hold: tenant=T, base_model=B, name=PREFIX,
+        label.KEY=VALUE. `timeout_s` counts for each page.
+        """
         page_token = ""
         while True:
             page = await self.list_page(filter, page_size, page_token, timeout_s=timeout_s)
@@ -191,15 +226,18 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> types.AdapterPage:
+        """Returns one page and the revision it reflects, from which `watch` goes on without
+        gaps."""
         return await self._call(calls.list_page(page_size, page_token, filter), timeout_s)
 
     async def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
+        """Deletes one version, or with 0 the name with all of them; returns the revision."""
         return await self._call(calls.delete(name, version), timeout_s)
 
     async def versions(
         self, name: str, *, page_size: int = 0, timeout_s: float | None = None
     ) -> AsyncIterator[types.Adapter]:
-        """A name's versions, newest first, with those whose deletion can still be undone."""
+        """Yields a name's versions, newest first, with those whose deletion can still be undone."""
         page_token = ""
         while True:
             page = await self.version_page(name, page_size, page_token, timeout_s=timeout_s)
@@ -212,7 +250,7 @@ class AsyncClient:
     async def version_page(
         self, name: str, page_size: int = 0, page_token: str = "", *, timeout_s: float | None = None
     ) -> types.VersionPage:
-        """One page, and which version is current."""
+        """Returns one page, and which version is current."""
         return await self._call(calls.version_page(name, page_size, page_token), timeout_s)
 
     async def rollback(
@@ -227,6 +265,7 @@ class AsyncClient:
         return await self._call(calls.rollback(name, version, if_current_digest), timeout_s)
 
     async def pin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
+        """Keeps the adapter's images in the store's memory."""
         return await self._call(calls.pin(ref), timeout_s)
 
     async def unpin(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
@@ -235,17 +274,22 @@ class AsyncClient:
     def watch(
         self, since_revision: int = 0, *, timeout_s: float | None = None
     ) -> AsyncStream[types.AdapterEvent]:
+        """Streams every catalog change after `since_revision`, in order, and bookmarks; at least
+        once.
+
+        A lost stream resumes after the last event. Raises OutOfRange if that is too long ago: list
+        again. Without `timeout_s` it never ends by itself.
+        """
         call = calls.watch(since_revision)
-        return AsyncStream(self._stubs.route(call), call, Attempts(self._retry, timeout_s))
+        return AsyncStream(self._channels.route(call), call, Attempts(self._retry, timeout_s))
 
     async def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return await self._call(calls.store_status(), timeout_s)
 
     def store_debug_info(self, *, timeout_s: float | None = None) -> AsyncStream[types.DebugPart]:
-        """What the store tells those who look for what is wrong; its callers are admins of all
-        tenants."""
+        """Streams the store's diagnostics; needs the role admin for all tenants."""
         call = calls.store_debug_info()
-        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     # --- the inference service ------------------------------------------------------------------
 
@@ -261,10 +305,15 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> AsyncStream[types.Chunk]:
+        """Starts a generation and streams its chunks.
+
+        `adapter` is a reference, "" the base model; `min_revision` a registration's revision that
+        must be taken into account. A lost request is sent again only while nothing was received.
+        """
         call = calls.generate(
             prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
         )
-        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     async def complete(
         self,
@@ -278,6 +327,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
+        """Generates as `generate`, and returns the joined chunks."""
         stream = self.generate(
             prompt,
             adapter=adapter,
@@ -288,7 +338,10 @@ class AsyncClient:
             timeout_s=timeout_s,
             **sampling,
         )
-        completion = convert.completion([chunk async for chunk in stream])
+        chunks: list[types.Chunk] = []
+        async for chunk in stream:
+            chunks.append(chunk)
+        completion = convert.completion(chunks)
         if completion is None:
             raise StreamLost("the generation ended without its last response")
         return completion
@@ -296,14 +349,17 @@ class AsyncClient:
     async def load(
         self, ref: str, *, pin: bool = False, timeout_s: float | None = None
     ) -> types.ResidentAdapter:
+        """Loads an adapter ahead of its first request; returns when it is resident."""
         return await self._call(calls.load(ref, pin), timeout_s)
 
     async def unload(self, ref: str, *, timeout_s: float | None = None) -> int:
+        """Drains an adapter and frees it; returns the freed bytes."""
         return await self._call(calls.unload(ref), timeout_s)
 
     async def pin_resident(
         self, ref: str, *, timeout_s: float | None = None
     ) -> types.ResidentAdapter:
+        """Keeps the adapter in the inference service's device memory."""
         return await self._call(calls.pin_resident(ref), timeout_s)
 
     async def unpin_resident(
@@ -314,36 +370,28 @@ class AsyncClient:
     async def residents(
         self, limit: int = 0, *, timeout_s: float | None = None
     ) -> tuple[types.ResidentAdapter, ...]:
-        """What is resident, those on the device first; `limit` 0: all."""
+        """Returns the resident adapters, those on the device first; `limit` 0: all."""
         return await self._call(calls.residents(limit), timeout_s)
 
     async def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return await self._call(calls.server_info(), timeout_s)
 
     def server_debug_info(self, *, timeout_s: float | None = None) -> AsyncStream[types.DebugPart]:
-        """What the inference service tells those who look for what is wrong; its callers are
-        operators of all tenants."""
+        """Streams the inference service's diagnostics; needs the role operator for all tenants."""
         call = calls.server_debug_info()
-        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def profile(
         self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
     ) -> AsyncStream[types.TracePiece]:
-        """The trace of the server's next steps, in pieces; leaving it ends the tracing. `wait_s` is
-        how long the server waits for steps."""
+        """Streams the trace of the server's next steps, in pieces; closing it ends the tracing.
+        `wait_s` is how long the server waits for steps."""
         call = calls.profile(num_steps, wait_s)
-        return AsyncStream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return AsyncStream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def replicas(self) -> tuple[types.Replica, ...]:
-        """The replicas of the inference service as they are known now; asks again, without waiting
-        for it, those of which there is no recent news."""
-        fleet = self._stubs.fleet
-        fleet.look_after()
+        """Returns the replicas of the inference service as they are known now; starts probes of
+        those whose last one is old, without waiting for them."""
+        fleet = self._channels.fleet
+        fleet.refresh()
         return fleet.replicas.statuses()
-
-
-async def _in_thread(upload: Upload) -> AsyncIterator[Any]:
-    """The upload's messages, read off the event loop: the folder may lie on a slow share."""
-    messages = upload.messages()
-    while (message := await asyncio.to_thread(next, messages, None)) is not None:
-        yield message

@@ -1,3 +1,4 @@
+# Generated from loadout/aio.py by `make client`: change that file.
 """The Python client: registers adapters and generates with them.
 
 with Client(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
@@ -9,7 +10,6 @@ with Client(inference="127.0.0.1:7080", store="127.0.0.1:7070") as client:
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 import grpc
 
 from loadout import types
+from loadout._routing.fleet import RESOLVE_TIMEOUT_S
 from loadout._routing.metadata import DEFAULT_TENANT
-from loadout._routing.route import Route, delay_after
-from loadout._rpc import calls, convert
+from loadout._rpc import calls, convert, threads
 from loadout._rpc.calls import Call, Prompt
-from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Stubs
+from loadout._rpc.channel import DEFAULT_TIMEOUT_S, Address, Channels
+from loadout._rpc.route import Route, delay_after
 from loadout._rpc.stream import Stream
 from loadout._rpc.tracing import Tracing
 from loadout.errors import StreamLost
 from loadout.retry import Attempts, RetryPolicy
-from loadout.security import Security, TlsConfig
+from loadout.security import ChannelFactory, Security, TlsConfig
 from loadout.upload import Progress, Upload, is_uri, open_folder
 
 if TYPE_CHECKING:
@@ -38,17 +39,18 @@ T = TypeVar("T")
 class Client:
     """Blocking client of one or both services; safe to share between threads.
 
-    `inference` may be several addresses, with commas or as a sequence, or a name that stands for
-    several: replicas. An adapter's calls go to the replica that its key belongs to, past those that
-    are out of order; its generations also past those that have more than their share; what has no
-    adapter goes to the least loaded. `tenant` is whose an adapter's name without one is: that of
-    the token, so that all callers agree on the key.
+    `inference` may be several addresses, with commas or as a sequence, or a name that resolves to
+    several: replicas. An adapter's calls go to the replica that its key belongs to, past unhealthy
+    ones; its generations also past those that have more than their share of the load; calls
+    without an adapter go to the least loaded. `tenant` completes adapter names without one: it is
+    the token's, so that all callers agree on the key.
 
     `timeout_s` is the deadline of every call that is given none of its own, over all its attempts
-    (None: no deadline). `token` is shown to the services with every call. `tls=True` trusts the
+    (None: no deadline). `token` is sent to the services with every call. `tls=True` trusts the
     public authorities, a TlsConfig names others and this client's own certificate. Without TLS a
     token goes only to this machine, unless `allow_insecure_token` says that the network is trusted.
-    `tracing` True: each call is a span of the application's OpenTelemetry; or of this provider.
+    `tracing` True makes each call a span of the application's OpenTelemetry; a provider, of that
+    one. `channel_factory` opens the gRPC channels, for interceptors or options of one's own.
     All methods, and the constructor, raise LoadoutError.
     """
 
@@ -64,16 +66,19 @@ class Client:
         allow_insecure_token: bool = False,
         tenant: str = DEFAULT_TENANT,
         tracing: TracerProvider | bool = False,
+        channel_factory: ChannelFactory | None = None,
     ) -> None:
         security = Security(token, tls, allow_insecure_token)
         traced = Tracing(tracing) if tracing else None
-        self._stubs = Stubs(grpc, inference, store, security, tenant, traced)
+        self._transport = threads.Transport(channel_factory)
+        self._channels = Channels(self._transport, inference, store, security, tenant, traced)
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
 
     def close(self) -> None:
         """Ends the connections; calls still running end Cancelled."""
-        for channel in self._stubs.open_channels():
+        self._transport.end()
+        for channel in self._channels.opened():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -88,14 +93,14 @@ class Client:
         self.close()
 
     def _call(self, call: Call[T], timeout_s: float | None = None) -> T:
-        route = self._stubs.route(call)
-        answer = self._attempt(
+        route = self._channels.route(call)
+        response = self._attempt(
             route,
             lambda timeout: route.send(call.request, timeout),
             repeatable=call.repeatable,
             timeout_s=timeout_s,
         )
-        return call.convert(answer)
+        return call.convert(response)
 
     def _attempt(
         self,
@@ -107,14 +112,15 @@ class Client:
     ) -> Any:
         attempts = self._attempts(timeout_s)
         try:
+            threads.wait(route.resolving, RESOLVE_TIMEOUT_S)
             while True:
                 try:
-                    answer = send(attempts.remaining_s)
+                    response = send(attempts.remaining_s)
                     route.done(())
-                    return answer
+                    return response
                 except grpc.RpcError as error:
                     delay_s = delay_after(error, route, attempts, repeatable=repeatable)
-                time.sleep(delay_s)
+                threads.sleep(delay_s)
         finally:
             route.done()
 
@@ -141,9 +147,9 @@ class Client:
         """Records an adapter; durable when it returns.
 
         A `source` with a scheme ("s3://bucket/prefix", "file:///path") is fetched by the store; any
-        other is a local folder and is uploaded, with `progress` told of every chunk. `base_model`
-        is only needed when the adapter's own config does not name it. The store checks `signature`
-        (from loadout.signing) against the digest that it computes itself.
+        other is a local folder and is uploaded, and `progress` is called after every chunk.
+        `base_model` is only needed when the adapter's own config does not name it. The store checks
+        `signature` (from loadout.signing) against the digest that it computes itself.
         """
         labels = labels or {}
         if is_uri(source):
@@ -160,7 +166,7 @@ class Client:
             )
             return self._call(call, timeout_s)
         upload = Upload(
-            open_folder(source),
+            threads.run(open_folder, source),
             progress,
             name=name,
             base_model=base_model,
@@ -174,18 +180,20 @@ class Client:
         return self._upload(upload, timeout_s)
 
     def _upload(self, upload: Upload, timeout_s: float | None) -> types.Registration:
-        route = self._stubs.to_upload()
+        route = self._channels.upload_route()
 
         def send(timeout: float | None) -> Any:
             try:
-                return route.send(upload.messages(), timeout)
-            except grpc.RpcError:
+                return route.send(threads.iterate(upload.messages()), timeout)
+            except BaseException:
+                # gRPC reports a request stream that raised as cancelled or lost.
                 if upload.failure is not None:
                     raise upload.failure from None
                 raise
 
-        answer = self._attempt(route, send, repeatable=upload.repeatable, timeout_s=timeout_s)
-        return convert.registration(answer)
+        repeatable = upload.repeatable
+        response = self._attempt(route, send, repeatable=repeatable, timeout_s=timeout_s)
+        return convert.registration(response)
 
     def get(self, ref: str, *, timeout_s: float | None = None) -> types.Adapter:
         return self._call(calls.get(ref), timeout_s)
@@ -197,7 +205,7 @@ class Client:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> Iterator[types.Adapter]:
-        """All adapters in order of tenant and name, fetched page by page while iterating.
+        """Yields all adapters in order of tenant and name, fetched page by page.
 
         `filter`: space-separated terms that must all hold: tenant=T, base_model=B, name=PREFIX,
         label.KEY=VALUE. `timeout_s` counts for each page.
@@ -205,7 +213,8 @@ class Client:
         page_token = ""
         while True:
             page = self.list_page(filter, page_size, page_token, timeout_s=timeout_s)
-            yield from page.adapters
+            for adapter in page.adapters:
+                yield adapter
             page_token = page.next_page_token
             if not page_token:
                 return
@@ -218,7 +227,8 @@ class Client:
         *,
         timeout_s: float | None = None,
     ) -> types.AdapterPage:
-        """One page and the revision it reflects, from which `watch` goes on without gaps."""
+        """Returns one page and the revision it reflects, from which `watch` goes on without
+        gaps."""
         return self._call(calls.list_page(page_size, page_token, filter), timeout_s)
 
     def delete(self, name: str, version: int = 0, *, timeout_s: float | None = None) -> int:
@@ -228,11 +238,12 @@ class Client:
     def versions(
         self, name: str, *, page_size: int = 0, timeout_s: float | None = None
     ) -> Iterator[types.Adapter]:
-        """A name's versions, newest first, with those whose deletion can still be undone."""
+        """Yields a name's versions, newest first, with those whose deletion can still be undone."""
         page_token = ""
         while True:
             page = self.version_page(name, page_size, page_token, timeout_s=timeout_s)
-            yield from page.adapters
+            for adapter in page.adapters:
+                yield adapter
             page_token = page.next_page_token
             if not page_token:
                 return
@@ -240,7 +251,7 @@ class Client:
     def version_page(
         self, name: str, page_size: int = 0, page_token: str = "", *, timeout_s: float | None = None
     ) -> types.VersionPage:
-        """One page, and which version is current."""
+        """Returns one page, and which version is current."""
         return self._call(calls.version_page(name, page_size, page_token), timeout_s)
 
     def rollback(
@@ -264,22 +275,22 @@ class Client:
     def watch(
         self, since_revision: int = 0, *, timeout_s: float | None = None
     ) -> Stream[types.AdapterEvent]:
-        """Every catalog change after `since_revision`, in order, and bookmarks; at least once.
+        """Streams every catalog change after `since_revision`, in order, and bookmarks; at least
+        once.
 
         A lost stream resumes after the last event. Raises OutOfRange if that is too long ago: list
         again. Without `timeout_s` it never ends by itself.
         """
         call = calls.watch(since_revision)
-        return Stream(self._stubs.route(call), call, Attempts(self._retry, timeout_s))
+        return Stream(self._channels.route(call), call, Attempts(self._retry, timeout_s))
 
     def store_status(self, *, timeout_s: float | None = None) -> types.StoreStatus:
         return self._call(calls.store_status(), timeout_s)
 
     def store_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
-        """What the store tells those who look for what is wrong; its callers are admins of all
-        tenants."""
+        """Streams the store's diagnostics; needs the role admin for all tenants."""
         call = calls.store_debug_info()
-        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
     # --- the inference service ------------------------------------------------------------------
 
@@ -295,7 +306,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> Stream[types.Chunk]:
-        """Starts a generation and returns its chunks as they come.
+        """Starts a generation and streams its chunks.
 
         `adapter` is a reference, "" the base model; `min_revision` a registration's revision that
         must be taken into account. A lost request is sent again only while nothing was received.
@@ -303,7 +314,7 @@ class Client:
         call = calls.generate(
             prompt, adapter, min_revision, request_id, priority, cache_salt, sampling
         )
-        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def complete(
         self,
@@ -317,8 +328,8 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[types.SamplingParams],
     ) -> types.Completion:
-        """`generate`, joined."""
-        chunks = self.generate(
+        """Generates as `generate`, and returns the joined chunks."""
+        stream = self.generate(
             prompt,
             adapter=adapter,
             min_revision=min_revision,
@@ -328,6 +339,9 @@ class Client:
             timeout_s=timeout_s,
             **sampling,
         )
+        chunks: list[types.Chunk] = []
+        for chunk in stream:
+            chunks.append(chunk)
         completion = convert.completion(chunks)
         if completion is None:
             raise StreamLost("the generation ended without its last response")
@@ -353,29 +367,28 @@ class Client:
     def residents(
         self, limit: int = 0, *, timeout_s: float | None = None
     ) -> tuple[types.ResidentAdapter, ...]:
-        """What is resident, those on the device first; `limit` 0: all."""
+        """Returns the resident adapters, those on the device first; `limit` 0: all."""
         return self._call(calls.residents(limit), timeout_s)
 
     def server_info(self, *, timeout_s: float | None = None) -> types.ServerInfo:
         return self._call(calls.server_info(), timeout_s)
 
     def server_debug_info(self, *, timeout_s: float | None = None) -> Stream[types.DebugPart]:
-        """What the inference service tells those who look for what is wrong; its callers are
-        operators of all tenants."""
+        """Streams the inference service's diagnostics; needs the role operator for all tenants."""
         call = calls.server_debug_info()
-        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def profile(
         self, num_steps: int, *, wait_s: float | None = None, timeout_s: float | None = None
     ) -> Stream[types.TracePiece]:
-        """The trace of the server's next steps, in pieces; leaving it ends the tracing. `wait_s` is
-        how long the server waits for steps."""
+        """Streams the trace of the server's next steps, in pieces; closing it ends the tracing.
+        `wait_s` is how long the server waits for steps."""
         call = calls.profile(num_steps, wait_s)
-        return Stream(self._stubs.route(call), call, self._attempts(timeout_s))
+        return Stream(self._channels.route(call), call, self._attempts(timeout_s))
 
     def replicas(self) -> tuple[types.Replica, ...]:
-        """The replicas of the inference service as they are known now; asks again, without waiting
-        for it, those of which there is no recent news."""
-        fleet = self._stubs.fleet
-        fleet.look_after()
+        """Returns the replicas of the inference service as they are known now; starts probes of
+        those whose last one is old, without waiting for them."""
+        fleet = self._channels.fleet
+        fleet.refresh()
         return fleet.replicas.statuses()

@@ -1,4 +1,4 @@
-"""What a call can end with, one class per thing a caller would do about it.
+"""The errors of a call, one class per reaction of a caller.
 
 LoadoutError                 catch this for all of them
  ├─ InvalidArgument          the caller's argument, named by `subject`
@@ -6,13 +6,13 @@ LoadoutError                 catch this for all of them
  ├─ AlreadyExists            a running request has this request_id
  ├─ FailedPrecondition       the adapter exists and cannot be served, or is not what was expected
  ├─ Conflict                 the name points elsewhere than the caller required
- ├─ OutOfRange               the history asked for is gone: list again
- ├─ ResourceExhausted        queue full or a limit reached; `retry_after_s` says when to come back
- ├─ Unauthenticated          no token was shown, or one that the service does not know
+ ├─ OutOfRange               the requested history is gone: list again
+ ├─ ResourceExhausted        queue full or a limit reached; `retry_after_s` says when to retry
+ ├─ Unauthenticated          no token was sent, or one that the service does not know
  ├─ PermissionDenied         this token may not do that
  ├─ DataLoss                 stored or pulled bytes fail their hash
- ├─ Unavailable              the service answered that it, its store or the adapter is not there now
- ├─ StreamLost               the connection ended before the answer did
+ ├─ Unavailable              the service answered that it, its store or the adapter is unavailable
+ ├─ StreamLost               the connection ended before the response did
  ├─ DeadlineExceeded         `timeout_s` passed
  ├─ Cancelled                by this client or by the server's shutdown
  └─ ServerError              the service's own fault; its log has the cause
@@ -28,7 +28,7 @@ class LoadoutError(Exception):
 
     `code` is the gRPC status ("NOT_FOUND"), `reason` a stable UPPER_SNAKE word for programs
     ("ADAPTER_NOT_FOUND"), `subject` the culprit (a field, file, tensor or config key), both ""
-    when the service named none. `retry_after_s` is set when the service asked to come back later.
+    when the service named none. `retry_after_s` is set when the service asked to retry later.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""When a failed call is tried again. Pure: the clock and the dice are passed in."""
+"""When a failed call is tried again. Pure: the clock and the randomness are passed in."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ DRAINING = "DRAINING"
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently. `RetryPolicy(max_attempts=1)` never tries again."""
+    """How often a call is tried, and how long is waited. `RetryPolicy(max_attempts=1)` never tries
+    again."""
 
     max_attempts: int = 4
     first_backoff_s: float = 0.1
     max_backoff_s: float = 2.0
     """Backoffs double from the first up to this one, each cut by a random part of its half."""
     max_retry_after_s: float = 10.0
-    """A service that asks to come back later than this is not waited for."""
+    """A RetryInfo above this ends the call."""
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -35,18 +36,18 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The tries of one call: counts them against the policy and the call's deadline."""
+    """The attempts of one call, counted against the policy and the call's deadline."""
 
     def __init__(
         self,
         policy: RetryPolicy,
         timeout_s: float | None,
         clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self._policy = policy
         self._clock = clock
-        self._dice = dice
+        self._chance = chance
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._num_failed = 0
 
@@ -56,36 +57,35 @@ class Attempts:
         return None if self._deadline_s is None else max(0.0, self._deadline_s - self._clock())
 
     def succeeded(self) -> None:
-        """Starts counting anew: a stream that resumes is worth the same patience as a fresh one."""
+        """Starts counting anew: a stream that resumes may fail as often as a fresh one."""
         self._num_failed = 0
 
     def delay_s(
         self, error: LoadoutError, *, repeatable: bool, elsewhere: bool = False
     ) -> float | None:
-        """Counts a failed attempt: seconds to wait before the next one, None to give up.
+        """Counts a failed attempt; returns seconds to wait before the next one, None to give up.
 
         `repeatable` says that a second execution does no harm. A refusal with RetryInfo is tried
-        again either way, since the service did nothing. `elsewhere` says that the next attempt asks
-        another replica, for which there is nothing to wait.
+        again either way, since the service did nothing. `elsewhere` says that the next attempt goes
+        to another replica, so that there is nothing to wait for.
         """
         self._num_failed += 1
         if self._num_failed >= self._policy.max_attempts:
             return None
-        delay = self._wanted_delay_s(error, repeatable, elsewhere)
+        delay = self._delay_s(error, repeatable, elsewhere)
         remaining = self.remaining_s
         if delay is None or (remaining is not None and delay >= remaining):
             return None
         return delay
 
-    def _wanted_delay_s(
-        self, error: LoadoutError, repeatable: bool, elsewhere: bool
-    ) -> float | None:
+    def _delay_s(self, error: LoadoutError, repeatable: bool, elsewhere: bool) -> float | None:
         if isinstance(error, ResourceExhausted | Unavailable) and error.retry_after_s is not None:
             if elsewhere:
                 return 0.0
-            patient = error.retry_after_s <= self._policy.max_retry_after_s
+            if error.retry_after_s > self._policy.max_retry_after_s:
+                return None
             # Clients that were refused together must not come back together.
-            return error.retry_after_s * (1 + 0.1 * self._dice()) if patient else None
+            return error.retry_after_s * (1 + 0.1 * self._chance())
         if not repeatable:
             return None
         if isinstance(error, StreamLost) or error.reason == DRAINING:
@@ -94,4 +94,4 @@ class Attempts:
 
     def _backoff_s(self) -> float:
         doubled = self._policy.first_backoff_s * 2.0 ** (self._num_failed - 1)
-        return min(doubled, self._policy.max_backoff_s) * (1 - 0.5 * self._dice())
+        return min(doubled, self._policy.max_backoff_s) * (1 - 0.5 * self._chance())

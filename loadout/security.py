@@ -1,6 +1,6 @@
-"""How a client proves who it is and knows whom it talks to: bearer token and TLS.
+"""How a client authenticates itself and the services: bearer token and TLS.
 
-A token is shown with every call. It never appears in a repr, an error or a log.
+A token is sent with every call. It never appears in a repr, an error or a log.
 """
 
 from __future__ import annotations
@@ -10,13 +10,30 @@ import os
 import re
 import ssl
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from loadout.errors import InvalidArgument
 
 _TOKEN = re.compile(r"[\x21-\x7e]+")
+
+ChannelOptions = tuple[tuple[str, Any], ...]
+
+
+class ChannelFactory(Protocol):
+    """Opens a channel in place of the client: `credentials` None means without TLS.
+
+    Returns a `grpc.Channel` for `Client` and a `grpc.aio.Channel` for `AsyncClient`, which closes
+    it.
+    """
+
+    def __call__(
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None,
+        options: ChannelOptions,
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +48,7 @@ class TlsConfig:
 
 
 class Security:
-    """What every connection of one client has in common.
+    """The token and the TLS credentials of one client.
 
     Raises InvalidArgument, naming the argument: a token that no header can carry, a PEM file that
     is not one, a certificate without its key.
@@ -57,21 +74,20 @@ class Security:
             )
 
     def open_channel(
-        self, api: Any, address: str, options: tuple[tuple[str, Any], ...], server_name: str = ""
+        self, factory: ChannelFactory, address: str, options: ChannelOptions, server_name: str = ""
     ) -> Any:
-        """A channel of `grpc` or `grpc.aio`. `server_name` is whose certificate is expected, where
-        that is not the address's own host."""
+        """Opens a channel. `server_name` is the name that the certificate must be for, where that
+        is not the address's own host."""
         if self._credentials is not None:
             if server_name:
                 options = (*options, ("grpc.ssl_target_name_override", server_name))
-            return api.secure_channel(address, self._credentials, options=options)
-        if self._metadata is not None:
+        elif self._metadata is not None:
             # A proxy of the environment would read the token on its way, to loopback, too.
             options = (*options, ("grpc.enable_http_proxy", 0))
-        return api.insecure_channel(address, options=options)
+        return factory(address, self._credentials, options)
 
     def sign(self, method: Any, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
-        """`method` of a stub, showing the token, and with further `metadata`."""
+        """Returns a stub's `method`, which then sends the token and further `metadata`."""
         metadata = (*(self._metadata or ()), *metadata)
         if not metadata:
             return method
@@ -83,7 +99,7 @@ class Security:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a gRPC target stays on this machine; a name other than localhost may not."""
+    """Returns whether a gRPC target stays on this machine; a name other than localhost may not."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     target = re.sub(r"^(dns:(///)?|ipv[46]:)", "", address)

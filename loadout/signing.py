@@ -1,7 +1,7 @@
 """Signing adapters: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>".
 
-The private key stays with whoever signs; the store knows public keys only, by the names its policy
-gives them. A key file is unencrypted PKCS 8 in PEM, readable by its owner alone.
+The private key stays with the signer; the store has public keys only, by the names in its policy.
+A key file is unencrypted PKCS 8 in PEM, readable by its owner alone.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _MAX_KEY_FILE_BYTES = 64 << 10
 
 
 class SigningKey:
-    """A private key, and the name under which stores know its public half."""
+    """A private key, and the name of its public half in the stores' policies."""
 
     def __init__(self, key_id: str, key: Ed25519PrivateKey) -> None:
         """Raises InvalidArgument for a name that no policy could have."""
         if not _KEY_ID.fullmatch(key_id):
-            raise _refused("key_id", f"{key_id!r} is not of the form {_KEY_ID.pattern}")
+            raise _invalid("key_id", f"{key_id!r} is not of the form {_KEY_ID.pattern}")
         self.key_id = key_id
         self._key = key
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> SigningKey:
-        """A new key, kept in a new file and named for it, as `load` names it.
+        """Creates a key in a new file and names it for the file, as `load` does.
 
-        Raises FileExistsError rather than write over a key.
+        Raises FileExistsError rather than overwrite a key.
         """
         key = cls(Path(path).stem, Ed25519PrivateKey.generate())
         pem = key._key.private_bytes(
@@ -52,7 +52,7 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key_id: str = "") -> SigningKey:
-        """The key in a file; `key_id` "": named for the file, without its ending.
+        """Reads the key in a file; `key_id` "": named for the file, without its suffix.
 
         Raises InvalidArgument, naming the file but nothing in it.
         """
@@ -61,37 +61,37 @@ class SigningKey:
         try:
             key = serialization.load_pem_private_key(pem, password=None)
         except (ValueError, TypeError) as error:
-            raise _refused(str(path), "is not a private key in PEM without a password") from error
+            raise _invalid(str(path), "is not a private key in PEM without a password") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise _refused(str(path), "is not an Ed25519 key")
+            raise _invalid(str(path), "is not an Ed25519 key")
         return cls(key_id or Path(path).stem, key)
 
     @property
     def public_key(self) -> str:
-        """As the policy file wants it: the base64 of 32 bytes."""
+        """The base64 of 32 bytes, as policy files have it."""
         return base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
 
     def sign(self, digest: str) -> Signature:
         """Raises InvalidArgument for what is not a digest."""
         if not _DIGEST.fullmatch(digest):
-            raise _refused("digest", f"{digest[:80]!r} is not sha256:<64 hex digits>")
+            raise _invalid("digest", f"{digest[:80]!r} is not sha256:<64 hex digits>")
         return Signature(self.key_id, self._key.sign(digest.encode()))
 
 
 def format_signature(signature: Signature) -> str:
-    """One line, as signature files have it: the key's name, a space, the value in base64."""
+    """Returns a line of a signature file: the key's name, a space, the value in base64."""
     return f"{signature.key_id} {base64.b64encode(signature.value).decode()}"
 
 
 def parse_signature(text: str, subject: str) -> Signature:
-    """What `format_signature` wrote. Raises InvalidArgument naming `subject`."""
+    """Reads what `format_signature` wrote. Raises InvalidArgument naming `subject`."""
     words = text.split()
     try:
         key_id, value = words
         return Signature(key_id, base64.b64decode(value, validate=True))
     except (ValueError, binascii.Error) as error:
-        raise _refused(subject, "is not a key's name and a signature in base64") from error
+        raise _invalid(subject, "is not a key's name and a signature in base64") from error
 
 
-def _refused(subject: str, why: str) -> InvalidArgument:
+def _invalid(subject: str, why: str) -> InvalidArgument:
     return InvalidArgument(f"{subject}: {why}", code="INVALID_ARGUMENT", subject=subject)

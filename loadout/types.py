@@ -1,4 +1,4 @@
-"""What the client takes and returns: plain frozen data, without a word of transport.
+"""What the client takes and returns: plain frozen data, without transport.
 
 Sizes are bytes, durations seconds, times are aware UTC datetimes.
 """
@@ -104,7 +104,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Of a digest, by a key that the store's policy knows as `key_id`; see `loadout.signing`."""
+    """A signature of a digest by the key `key_id` of the store's policy; see `loadout.signing`."""
 
     key_id: str
     value: bytes
@@ -225,7 +225,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The server's clock: seconds in the queue, of adapter wait, and until the first token."""
+    """Seconds in the queue, of adapter wait, and until the first token, by the server's clock."""
 
     queued_seconds: float
     adapter_wait_seconds: float
@@ -259,7 +259,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole generation."""
+    """A finished generation."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -288,11 +288,11 @@ class ResidentAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One of several replicas, as this client knows it. `is_in` if it takes calls; `num_requests`
-    run or wait there, `max_sequences` may run at once, 0 if it has not said so."""
+    """One of several replicas, as this client knows it. `is_healthy` if it takes calls;
+    `num_requests` run or wait there, `max_sequences` may run at once (0: it has published none)."""
 
     address: str
-    is_in: bool
+    is_healthy: bool
     num_requests: int
     max_sequences: int
 
@@ -313,7 +313,7 @@ class ServerLimits:
     max_batch_tokens: int
     max_queue: int
     memory_bytes: int = 0
-    """What all of it may take together on the device that computes; 0: unknown."""
+    """Limit of all memory together on the computing device; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class ServerInfo:
     versions: Mapping[str, str]
     kernels: str
     machine: str = ""
-    """What it computes on, such as "NVIDIA H200"; "": the server is too old to say."""
+    """The computing device, such as "NVIDIA H200"; "": the server is too old to report it."""
 
 
 # --- for operators of both ----------------------------------------------------------------------
@@ -348,7 +348,7 @@ class DebugPart:
 
 @dataclass(frozen=True, slots=True)
 class TracePiece:
-    """Of a gzipped trace in Chrome's JSON. `num_steps` comes with the first piece, else it is 0."""
+    """A piece of a gzipped trace in Chrome's JSON. `num_steps` comes with the first, else 0."""
 
     data: bytes
     num_steps: int

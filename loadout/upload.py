@@ -19,12 +19,12 @@ WEIGHT_PATTERNS = ("adapter_model*.safetensors*", "adapter_model*.bin*")
 """What PEFT writes, single or sharded with an index; the first pattern that matches wins."""
 
 Progress = Callable[[int, int], None]
-"""Called with (sent bytes, total bytes) whenever another chunk was handed over."""
+"""Called with (sent bytes, total bytes) after each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The files of an adapter folder that make up the adapter, and their sizes in bytes."""
+    """The files that make up the adapter in a folder, and their sizes in bytes."""
 
     path: Path
     sizes: tuple[tuple[str, int], ...]
@@ -42,24 +42,24 @@ def open_folder(source: str | os.PathLike[str]) -> AdapterFolder:
     """Raises InvalidArgument, naming the path, unless it is a folder as PEFT saves one."""
     path = Path(source)
     if not path.is_dir():
-        raise _refused(path, "is not a directory (a URI has a scheme, such as s3://bucket/prefix)")
+        raise _invalid(path, "is not a directory (a URI has a scheme, such as s3://bucket/prefix)")
     if not (path / CONFIG).is_file():
-        raise _refused(path / CONFIG, "does not exist: is this a PEFT adapter?")
+        raise _invalid(path / CONFIG, "does not exist: is this a PEFT adapter?")
     weights = next(filter(None, (sorted(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)), [])
     if not weights:
-        raise _refused(path, "has no adapter_model.safetensors")
+        raise _invalid(path, "has no adapter_model.safetensors")
     files = [path / CONFIG, *weights]
     return AdapterFolder(path, tuple((file.name, file.stat().st_size) for file in files))
 
 
-def _refused(path: Path, why: str) -> InvalidArgument:
+def _invalid(path: Path, why: str) -> InvalidArgument:
     return InvalidArgument(f"{path} {why}", code="INVALID_ARGUMENT", subject=str(path))
 
 
 class Upload:
     """One upload, which may be sent again: every `messages()` starts from the beginning.
 
-    gRPC reports a request stream that raised as a lost stream; `failure` keeps the real reason.
+    gRPC reports a request stream that raised as a lost stream; `failure` has the cause.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Upload:
 
 
 def file_chunks(path: Path) -> Iterator[store_pb.FileChunk]:
-    """The file in order; an empty file is one empty chunk, so that it arrives at all."""
+    """Yields the file in order; an empty file is one empty chunk, so that it is sent at all."""
     offset = 0
     with path.open("rb") as file:
         while (data := file.read(CHUNK_BYTES)) or offset == 0:

@@ -1,4 +1,5 @@
-"""What the address of a service stands for: one target, several, or a name with several."""
+"""What the address of a service stands for: one target, several, or a name that resolves to
+several."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from loadout._routing.replicas import Endpoint
 from loadout.errors import InvalidArgument
 
 RESOLVE_S = 5.0
-"""As long as the addresses of pods are cached in a cluster, more or less."""
+"""How long a resolved name is used: about as long as clusters cache the addresses of pods."""
 
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 
 
 def split(argument: str, address: str | Sequence[str]) -> list[str]:
-    """The targets that were given, each once: a sequence, or a text with commas between them.
+    """Returns the given targets, each once: a sequence, or a text with commas between them.
     Raises InvalidArgument, naming the argument."""
     if isinstance(address, str):
         # gRPC writes one target of several IP addresses with commas, too.
@@ -37,19 +38,19 @@ def split(argument: str, address: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def look_up(host: str, port: str) -> list[str]:
-    """The IP addresses of a host. Raises OSError. Blocks."""
+def lookup(host: str, port: str) -> list[str]:
+    """Returns the IP addresses of a host. Raises OSError. Blocks."""
     return [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def resolve(target: str) -> list[Endpoint]:
-    """The replicas behind a name with a port, sorted; only itself if it stands for one.
+    """Returns the replicas behind a name with a port, sorted; the name itself if there is only one.
 
-    Of a name with addresses of both families, the IPv4 ones are taken: two families are not two
+    Where a name has addresses of both families, the IPv4 ones are taken: two families are not two
     replicas. Raises OSError, or ValueError for what no resolver takes for a name. Blocks.
     """
     host, _, port = target.rpartition(":")
-    ips = set(look_up(host, port))
+    ips = set(lookup(host, port))
     family = sorted(ip for ip in ips if ":" not in ip) or sorted(ips)
     if len(family) < 2:
         return [Endpoint(target)]
@@ -57,8 +58,8 @@ def resolve(target: str) -> list[Endpoint]:
 
 
 def is_name(target: str) -> bool:
-    """Whether a target is a host's name with a port, which may stand for several addresses. This
-    machine's own is not: its two addresses are one server."""
+    """Returns whether a target is a host name with a port, which may resolve to several addresses.
+    localhost is not: its two addresses are one server."""
     host, colon, port = target.rpartition(":")
     if not colon or not port.isdecimal() or _SCHEME.match(target) or host == "localhost":
         return False
@@ -70,9 +71,9 @@ def is_name(target: str) -> bool:
 
 
 class Resolver:
-    """Keeps the endpoints behind one name true, in threads: `on_change` is called in one.
+    """Keeps the endpoints behind one name current, in threads: `on_change` is called in one.
 
-    `first` is done when the name was resolved for the first time, or could not be.
+    `first` is done when the name was first resolved, or could not be.
     """
 
     def __init__(
@@ -87,23 +88,23 @@ class Resolver:
         self._clock = clock
         self._lock = threading.Lock()
         self._is_running = False
-        self._asked_s = float("-inf")
+        self._started_s = float("-inf")
         self.refresh()
 
     def refresh(self) -> None:
         """Resolves again if that was long ago; returns at once."""
         now_s = self._clock()
         with self._lock:
-            if self._is_running or now_s - self._asked_s < RESOLVE_S:
+            if self._is_running or now_s - self._started_s < RESOLVE_S:
                 return
-            self._is_running, self._asked_s = True, now_s
+            self._is_running, self._started_s = True, now_s
         threading.Thread(target=self._run, name="loadout-resolve", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._on_change(resolve(self._target))
         except (OSError, ValueError):
-            pass  # the addresses of before are better than none, and gRPC says what is wrong
+            pass  # former addresses are better than none, and gRPC reports what is wrong
         finally:
             self._is_running = False
             if not self.first.done():

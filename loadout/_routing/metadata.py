@@ -1,6 +1,6 @@
-"""What calls and replicas tell each other for routing: the adapter's key, and the published load.
+"""The metadata of calls that serves routing: the adapter key, and the load of a replica.
 
-A proxy sees the same: it hashes ADAPTER_HEADER (deploy/envoy) and may read LOAD_HEADER.
+Proxies use the same: they hash ADAPTER_HEADER (deploy/envoy) and may read LOAD_HEADER.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ADAPTER_HEADER = "x-adapter-id"
 """Request metadata: the adapter's key. Calls for the base model have none."""
 
 LOAD_HEADER = "endpoint-load-metrics"
-"""Trailing metadata of every answer: the load as ORCA writes it, "TEXT name=value,..."."""
+"""Trailing metadata of every response: the load in ORCA's format, "TEXT name=value,..."."""
 
 DEFAULT_TENANT = "default"
 
@@ -37,11 +37,11 @@ def check_tenant(tenant: str) -> None:
 
 
 def adapter_key(ref: str, tenant: str = DEFAULT_TENANT) -> str:
-    """The same for every way to write an adapter's name: "tenant/name", without version, so that
-    an adapter's versions stay together. A digest is its own key.
+    """Returns one key for every way to write an adapter's name: "tenant/name", without version, so
+    that an adapter's versions stay together. A digest is its own key.
 
-    `tenant` is whose a name without one is. "" for the base model, and for what is no reference:
-    any replica may refuse that.
+    `tenant` completes a name without one. "" stands for the base model, and for what is no
+    reference: any replica may refuse that.
     """
     if _DIGEST.fullmatch(ref):
         return ref
@@ -58,7 +58,7 @@ class Load:
 
 
 def read_load(metadata: Iterable[tuple[str, str | bytes]] | None) -> Load | None:
-    """The load in an answer's metadata; None if it has none, or none that makes sense."""
+    """Returns the load in a response's metadata; None if there is none that is well-formed."""
     for key, value in metadata or ():
         if key == LOAD_HEADER and isinstance(value, str) and value.startswith("TEXT "):
             numbers = dict(entry.strip().partition("=")[::2] for entry in value[5:].split(","))

@@ -22,20 +22,21 @@ from loadout._routing.metadata import Load
 from loadout.types import Replica
 
 BALANCE_FACTOR = 1.5
-"""Of the load that a replica would have if all had the same share, this much is taken from the
-keys that it is the first choice of. The rest spills over."""
+"""A replica takes calls of the keys that it is the first choice of up to this many times its fair
+share of the load. The rest spills over."""
 
 SMALL_SHARE = 1 / 8
-"""Of what a replica runs at once: so few requests are never worth a load elsewhere."""
+"""Share of a replica's capacity below which nothing spills over: so few requests are never worth
+loading the adapter elsewhere."""
 
 DEFAULT_MAX_SEQUENCES = 64
-"""Of a replica that does not publish it."""
+"""Capacity of a replica that does not publish it."""
 
 PROBE_S = 1.0
-"""How old the news of a replica may be while calls are made."""
+"""How old the last probe of a replica may be while calls are made."""
 
 LOAD_TTL_S = 5.0
-"""A load published longer ago says nothing."""
+"""A load published longer ago is ignored."""
 
 NEVER_S = float("-inf")
 
@@ -52,27 +53,27 @@ class Endpoint:
 @dataclass(slots=True)
 class _Replica:
     endpoint: Endpoint
-    is_in: bool = True
+    is_healthy: bool = True
     num_own: int = 0
     """Calls of this client in progress."""
     num_others: int = 0
-    """Requests of others, when it last told its load."""
-    told_s: float = NEVER_S
+    """Requests of other clients, when it last published its load."""
+    load_s: float = NEVER_S
     max_sequences: int = 0
     failed_s: float = NEVER_S
     probed_s: float = NEVER_S
-    is_probed: bool = False
+    is_probing: bool = False
 
     @property
     def capacity(self) -> int:
         return self.max_sequences or DEFAULT_MAX_SEQUENCES
 
     def num_requests(self, now_s: float) -> int:
-        return self.num_own + (self.num_others if now_s - self.told_s <= LOAD_TTL_S else 0)
+        return self.num_own + (self.num_others if now_s - self.load_s <= LOAD_TTL_S else 0)
 
 
 def rank(addresses: Iterable[str], key: str) -> list[str]:
-    """The addresses in the order in which `key` asks them."""
+    """Returns the addresses in the order in which calls with `key` try them."""
     return sorted(addresses, key=lambda address: _score(address, key), reverse=True)
 
 
@@ -81,19 +82,19 @@ def _score(address: str, key: str) -> bytes:
 
 
 class Replicas:
-    """The replicas there are, how busy they are, and which of them are out of order.
+    """The replicas there are, their loads, and which of them are healthy.
 
-    `lock` is for whoever keeps something beside them: two locks would be taken in both orders.
+    `lock` also guards what the owner keeps per replica: two locks would be taken in both orders.
     """
 
     def __init__(
         self,
         endpoints: Iterable[Endpoint],
         clock: Callable[[], float] = time.monotonic,
-        dice: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self._clock = clock
-        self._dice = dice
+        self._chance = chance
         # Reentrant: a stream that is collected ends its call, also in the middle of this.
         self.lock = threading.RLock()
         self._replicas: dict[str, _Replica] = {}
@@ -105,7 +106,7 @@ class Replicas:
             return [replica.endpoint for replica in self._replicas.values()]
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """From now on these, at least one. What is known of those that stay is kept."""
+        """Sets the endpoints, at least one. What is known of those that stay is kept."""
         with self.lock:
             known = self._replicas
             self._replicas = {
@@ -113,48 +114,49 @@ class Replicas:
                 for endpoint in endpoints
             }
 
-    def begin(self, key: str, avoid: Collection[str] = (), *, may_spill: bool = True) -> Endpoint:
-        """Chooses a replica for a call, which counts as in progress until its `end`.
+    def acquire(self, key: str, avoid: Collection[str] = (), *, may_spill: bool = True) -> Endpoint:
+        """Chooses a replica for a call, which counts as in progress until its `release`.
 
-        Calls without a key go to the least loaded one. Those in `avoid`, and those out of order,
-        are asked only when no other is left.
+        Calls without a key go to the least loaded one. Those in `avoid`, and unhealthy ones, are
+        taken only when no other is left.
         """
         with self.lock:
             replica = self._choose(key, avoid, may_spill)
             replica.num_own += 1
             return replica.endpoint
 
-    def end(self, address: str) -> None:
+    def release(self, address: str) -> None:
         with self.lock:
             if replica := self._replicas.get(address):
                 replica.num_own = max(0, replica.num_own - 1)
 
     def has_other(self, avoid: Collection[str]) -> bool:
-        """Whether one that is in order is not in `avoid`."""
+        """Returns whether a healthy one is not in `avoid`."""
         with self.lock:
             return any(
-                replica.is_in and address not in avoid
+                replica.is_healthy and address not in avoid
                 for address, replica in self._replicas.items()
             )
 
-    def told(self, address: str, load: Load | None) -> None:
-        """What it published, of which the calls of this client in progress are a part."""
+    def update_load(self, address: str, load: Load | None) -> None:
+        """Takes a published load, of which this client's calls in progress are a part."""
         with self.lock:
             replica = self._replicas.get(address)
             if replica is not None and load is not None:
                 replica.num_others = max(0, load.num_requests - replica.num_own)
                 replica.max_sequences = load.max_sequences
-                replica.told_s = self._clock()
+                replica.load_s = self._clock()
 
-    def failed(self, address: str) -> None:
-        """It cannot be reached, or serves nobody: out until a probe finds it well."""
+    def mark_failed(self, address: str) -> None:
+        """Takes a replica that cannot be reached, or drains, out until a probe finds it healthy."""
         with self.lock:
             if replica := self._replicas.get(address):
-                replica.is_in = False
+                replica.is_healthy = False
                 replica.failed_s = self._clock()
 
-    def take_due(self) -> list[Endpoint]:
-        """Those to be probed now; each ends with `probed`. None while there is no choice."""
+    def pop_due(self) -> list[Endpoint]:
+        """Returns those to be probed now; each ends with `record_probe`. None while there is no
+        choice."""
         now_s = self._clock()
         with self.lock:
             if len(self._replicas) < 2:
@@ -162,29 +164,29 @@ class Replicas:
             due = [
                 replica
                 for replica in self._replicas.values()
-                if not replica.is_probed
+                if not replica.is_probing
                 and now_s - max(replica.probed_s, replica.failed_s) >= PROBE_S
             ]
             for replica in due:
-                replica.is_probed, replica.probed_s = True, now_s
+                replica.is_probing, replica.probed_s = True, now_s
         return [replica.endpoint for replica in due]
 
-    def probed(self, address: str, is_well: bool, load: Load | None = None) -> None:
+    def record_probe(self, address: str, is_healthy: bool, load: Load | None = None) -> None:
         with self.lock:
             replica = self._replicas.get(address)
             if replica is None:
                 return
-            replica.is_probed = False
-            # What was asked before a failure may have been answered before it, too.
-            if not is_well or replica.failed_s <= replica.probed_s:
-                replica.is_in = is_well
-            self.told(address, load)
+            replica.is_probing = False
+            # A probe sent before a failure may also have been answered before it.
+            if not is_healthy or replica.failed_s <= replica.probed_s:
+                replica.is_healthy = is_healthy
+            self.update_load(address, load)
 
     def statuses(self) -> tuple[Replica, ...]:
         now_s = self._clock()
         with self.lock:
             return tuple(
-                Replica(address, each.is_in, each.num_requests(now_s), each.max_sequences)
+                Replica(address, each.is_healthy, each.num_requests(now_s), each.max_sequences)
                 for address, each in self._replicas.items()
             )
 
@@ -208,11 +210,11 @@ class Replicas:
 
     def _candidates(self, avoid: Collection[str]) -> dict[str, _Replica]:
         others = {key: value for key, value in self._replicas.items() if key not in avoid}
-        healthy = {key: value for key, value in others.items() if value.is_in}
+        healthy = {key: value for key, value in others.items() if value.is_healthy}
         return healthy or others or self._replicas
 
     def _least_loaded(self, replicas: Iterable[_Replica], now_s: float) -> _Replica:
-        """One of them by chance: many clients must not all begin with the first."""
+        """Breaks ties by chance: many clients must not all begin with the first."""
         return min(
-            replicas, key=lambda each: (each.num_requests(now_s) / each.capacity, self._dice())
+            replicas, key=lambda each: (each.num_requests(now_s) / each.capacity, self._chance())
         )

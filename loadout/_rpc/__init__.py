@@ -1,9 +1,13 @@
 """How the clients call the services: what goes over a channel, and what comes back.
 
-calls    one function per RPC: its request, its conversion, whether it may be repeated
-convert  the contract's messages to the client's types
-status   gRPC's errors to the client's
-stream   the responses of a streaming RPC, as iterators that retry where it is safe
-channel  the channels to both services, and the route of each call
-tracing  calls as OpenTelemetry spans
+calls         one function per RPC: its request, its conversion, whether it may be repeated
+convert       the contract's messages to the client's types
+status        gRPC's errors to the client's
+channel       the channels to both services, and the route of each call
+route         one call's way to a service, over all of its attempts
+async_stream  the responses of a streaming RPC, as an iterator that retries where it is safe
+stream        the same for the blocking client, generated
+tasks         what only the asyncio client does: await, run tasks
+threads       the same names for the blocking client: wait, run threads
+tracing       calls as OpenTelemetry spans
 """

@@ -1,6 +1,6 @@
-"""One function per RPC: its request, what its answer becomes, and whether it may be repeated.
+"""One function per RPC: its request, the conversion of its response, whether it may be repeated.
 
-Both clients are thin hands over these. Arguments that cannot be written into a request raise
+Both clients are thin layers over these. Arguments that do not fit into a request raise
 InvalidArgument here, before anything is sent.
 """
 
@@ -46,15 +46,15 @@ class Call(Generic[T]):
     repeatable: bool = True
     adapter: str = ""
     may_spill: ClassVar[bool] = False
-    """What is done to an adapter is done where its requests go first."""
+    """Operations on an adapter go to the replica that its requests go to first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamCall(Generic[T]):
-    """One RPC that answers with a stream.
+    """One RPC with a stream of responses.
 
-    `resume(last)` is the request that goes on after the item seen last (None: nothing was seen
-    yet), or None if the stream cannot go on. `adapter` is the reference by which a replica of the
+    `resume(last)` is the request that continues after the last item (None: there was none yet), or
+    None if the stream cannot be continued. `adapter` is the reference by which a replica of the
     inference service is chosen.
     """
 
@@ -65,11 +65,11 @@ class StreamCall(Generic[T]):
     resume: Callable[[T | None], Message | None]
     adapter: str = ""
     may_spill: ClassVar[bool] = True
-    """Another replica takes what the adapter's own has no room for."""
+    """Another replica takes what the adapter's own has no capacity for."""
 
 
 def build(kind: type[Message], field: str = "", **values: Any) -> Any:
-    """`kind(**values)`; what does not fit raises InvalidArgument naming `field` and the value's."""
+    """Returns `kind(**values)`; raises InvalidArgument naming `field` and what does not fit."""
     message = kind()
     for name, value in values.items():
         try:
@@ -117,7 +117,7 @@ def register(
         description=description,
         signature=signature_message(signature),
     )
-    # The second try of a conditional registration would meet its own first one as a conflict.
+    # A second attempt of a conditional registration would conflict with its own first one.
     return Call(
         Service.STORE,
         "RegisterAdapter",
@@ -159,7 +159,7 @@ def rollback(name: str, version: int, if_current_digest: str) -> Call[types.Regi
         version=version,
         if_current_digest=if_current_digest,
     )
-    # As for a registration: the second try would meet its own first one.
+    # As for a registration: a second attempt would conflict with its own first one.
     return Call(
         Service.STORE,
         "RollbackAdapter",
@@ -214,7 +214,7 @@ def generate(
         sampling=_sampling(sampling),
         **_prompt(prompt),
     )
-    # What was generated cannot be continued elsewhere, so only an unanswered request goes again.
+    # A generation cannot be continued elsewhere: only an unanswered request is sent again.
     return StreamCall(
         Service.INFERENCE,
         "Generate",
@@ -258,7 +258,7 @@ def load(ref: str, pin: bool) -> Call[types.ResidentAdapter]:
 
 def unload(ref: str) -> Call[int]:
     request = build(inference_pb.UnloadAdapterRequest, ref=ref)
-    # The second execution would have nothing left to free, and say so.
+    # A second execution would find nothing to free, and report that.
     return Call(
         Service.INFERENCE,
         "UnloadAdapter",
@@ -293,7 +293,7 @@ def server_info() -> Call[types.ServerInfo]:
 
 
 def _only_unanswered(request: Message) -> Callable[[Any | None], Message | None]:
-    """It cannot be gone on with, and so is repeated only while nothing came."""
+    """Repeats a request only while nothing was received: it cannot be continued."""
     return lambda last: request if last is None else None
 
 

@@ -1,21 +1,19 @@
-"""What both clients ask of a gRPC channel."""
+"""The channels to both services, and the route of each call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
-
 from loadout._routing.addresses import split
-from loadout._routing.fleet import AsyncFleet, BlockingFleet, Fleet
+from loadout._routing.fleet import Fleet, Transport
 from loadout._routing.metadata import adapter_key, check_tenant
-from loadout._routing.route import Direct, Route, Routed
 from loadout._rpc.calls import Call, Service, StreamCall
+from loadout._rpc.route import Direct, Route, Routed
 from loadout._rpc.tracing import Tracing
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.errors import InvalidArgument
-from loadout.security import Security
+from loadout.security import ChannelOptions, Security
 
 Address = str | Sequence[str]
 """One gRPC target, several with commas between them, or a sequence of them."""
@@ -27,28 +25,27 @@ UPLOAD_RPC = "UploadAdapter"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A page of 1000 adapters with long labels exceeds gRPC's default of 4 MiB."""
 
-OPTIONS = (
+OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A restarted service is found again within the retries of one call.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # A new client does not inherit the patience that another's failed attempts have used up.
+    # A new client does not inherit the backoff of another's failed attempts.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-class Stubs:
-    """The ways to the services that this client has an address for; channels are opened on first
-    use.
+class Channels:
+    """The channels to the services that a client has an address for; each is opened on first use.
 
-    `api` is `grpc` or `grpc.aio`; `tenant` is whose an adapter's name without one is. Raises as
-    Security.check, addresses.split and routing.check_tenant.
+    `tenant` is whose an adapter's name without one is. Raises as Security.check, addresses.split
+    and metadata.check_tenant.
     """
 
     def __init__(
         self,
-        api: Any,
+        transport: Transport,
         inference: Address | None,
         store: str | None,
         security: Security,
@@ -56,7 +53,7 @@ class Stubs:
         tracing: Tracing | None = None,
     ) -> None:
         check_tenant(tenant)
-        self._api = api
+        self._transport = transport
         self._security = security
         self._tenant = tenant
         self._tracing = tracing
@@ -64,14 +61,13 @@ class Stubs:
         if store:
             security.check("store", store)
         self._store: Any = None
-        self._store_channels: list[Any] = []
+        self._store_channel: Any = None
         self._fleet: Fleet | None = None
         if inference:
             targets = split("inference", inference)
             for target in targets:
                 security.check("inference", target)
-            kind = BlockingFleet if api is grpc else AsyncFleet
-            self._fleet = kind(api, targets, security, OPTIONS)
+            self._fleet = Fleet(transport, targets, security, OPTIONS)
 
     @property
     def fleet(self) -> Fleet:
@@ -88,31 +84,27 @@ class Stubs:
         else:
             key = adapter_key(call.adapter, self._tenant)
             route = Routed(self.fleet, self._security, call.rpc, key, may_spill=call.may_spill)
-        return route if self._tracing is None else self._tracing.follow(route, call)
+        return route if self._tracing is None else self._tracing.trace(route, call)
 
-    def to_upload(self) -> Route:
-        """As `route`, for the call whose request is a stream."""
-        route, rpc = self._to_store(UPLOAD_RPC), UPLOAD_RPC
-        return route if self._tracing is None else self._tracing.follow_upload(route, rpc)
+    def upload_route(self) -> Route:
+        """Does as `route` for the call whose request is a stream."""
+        route = self._to_store(UPLOAD_RPC)
+        return route if self._tracing is None else self._tracing.trace_upload(route, UPLOAD_RPC)
 
     def _to_store(self, rpc: str) -> Direct:
         if self._store is None:
             if not self._store_address:
                 raise _no_address(Service.STORE)
-            channel = self._security.open_channel(self._api, self._store_address, OPTIONS)
-            self._store_channels.append(channel)
-            self._store = store_grpc.AdapterStoreServiceStub(channel)
+            self._store_channel = self._security.open_channel(
+                self._transport.open_channel, self._store_address, OPTIONS
+            )
+            self._store = store_grpc.AdapterStoreServiceStub(self._store_channel)
         return Direct(self._security, getattr(self._store, rpc))
 
-    async def end_probes(self) -> None:
-        """For `grpc.aio`, before the channels are closed."""
-        if isinstance(self._fleet, AsyncFleet):
-            await self._fleet.end_probes()
-
-    def open_channels(self) -> list[Any]:
-        """For the caller to close: nothing can be called then."""
-        fleet = [] if self._fleet is None else self._fleet.open_channels()
-        return [*self._store_channels, *fleet]
+    def opened(self) -> list[Any]:
+        """Returns the open channels, for the caller to close."""
+        fleet = [] if self._fleet is None else self._fleet.channels()
+        return [*([] if self._store_channel is None else [self._store_channel]), *fleet]
 
 
 def _no_address(service: Service) -> InvalidArgument:

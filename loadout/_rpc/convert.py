@@ -1,4 +1,4 @@
-"""From the contract's messages to the client's types: pure functions, one per message."""
+"""The contract's messages as the client's types: pure functions, one per message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what gRPC raises into this client's errors: one table, and the google.rpc details."""
+"""gRPC's errors as this client's: one table, and the google.rpc details."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[LoadoutError]] = {
 LOST_CODES = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 )
-"""What a dead peer looks like: directly, through Envoy or nginx, and through HAProxy."""
+"""The codes of a dead peer: directly, through Envoy or nginx, and through HAProxy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What the services say beyond code and message."""
+    """What an error carries beyond code and message."""
 
     reason: str = ""
     subject: str = ""
     retry_after_s: float | None = None
     from_service: bool = False
-    """True if a service answered: our services send a google.rpc.Status with every error, a proxy
-    or a lost connection does not."""
+    """Whether a service answered: ours send a google.rpc.Status with every error, a proxy or a lost
+    connection does not."""
 
 
 def from_rpc_error(error: Any) -> LoadoutError:
-    """`error` is a grpc.RpcError that is also a call (both APIs raise such).
+    """Returns the client's error for a grpc.RpcError that is also a call (both APIs raise such).
 
-    UNAVAILABLE, INTERNAL and UNKNOWN that no service answered are StreamLost.
+    UNAVAILABLE, INTERNAL and UNKNOWN that no service answered become StreamLost.
     """
     code = error.code()
     details = read_details(error.trailing_metadata() or ())

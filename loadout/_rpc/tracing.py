@@ -1,15 +1,16 @@
-"""Calls as spans of the application's own OpenTelemetry, where it wants that.
+"""Calls as spans of the application's own OpenTelemetry.
 
-One span per call, over all of its attempts, with an event for each further one. Services learn of
-it by W3C's `traceparent`. It ends when the answer is there, or its stream has ended or been left.
+There is one span per call, over all of its attempts, with an event for each retry. Services get it
+as W3C's `traceparent`. It ends with the response, or when its stream has ended or been closed.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from loadout._routing.route import Route, Trailers
 from loadout._rpc.calls import Call, Service, StreamCall
+from loadout._rpc.route import Route, Trailers
 from loadout.errors import Cancelled, InvalidArgument, LoadoutError
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ SERVICES = {
     Service.STORE: "loadout.adapter_store.v1.AdapterStoreService",
     Service.INFERENCE: "loadout.inference.v1.InferenceService",
 }
-ENDLESS = "WatchAdapters"
-"""Lasts as long as its reader: no span."""
+UNTRACED = "WatchAdapters"
+"""Runs for as long as the client does: no span."""
 CANCELLED = "loadout.cancelled"
 
 
@@ -43,13 +44,13 @@ class Tracing:
             "loadout", tracer_provider=None if isinstance(provider, bool) else provider
         )
 
-    def follow(self, route: Route, call: Call[Any] | StreamCall[Any]) -> Route:
-        """The route of this call, as a span that is a child of the application's current one."""
-        if call.rpc == ENDLESS:
+    def trace(self, route: Route, call: Call[Any] | StreamCall[Any]) -> Route:
+        """Returns the call's route within a span, a child of the application's current one."""
+        if call.rpc == UNTRACED:
             return route
         return self._start(route, call.service, call.rpc, {"loadout.adapter": call.adapter})
 
-    def follow_upload(self, route: Route, rpc: str) -> Route:
+    def trace_upload(self, route: Route, rpc: str) -> Route:
         return self._start(route, Service.STORE, rpc, {})
 
     def _start(self, route: Route, service: Service, rpc: str, facts: dict[str, str]) -> Route:
@@ -67,7 +68,7 @@ class Tracing:
 
 
 class TracedRoute:
-    """A route whose span ends with its call. `failed` is the status code of an error."""
+    """A route whose span ends with its call. `failed` is the span status of an error."""
 
     def __init__(self, route: Route, span: Span, failed: Any) -> None:
         self._route = route
@@ -75,7 +76,7 @@ class TracedRoute:
         self._failed = failed
         self._num_attempts = 0
         self._failure: LoadoutError | None = None
-        self._is_over = False
+        self._has_ended = False
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
@@ -86,15 +87,12 @@ class TracedRoute:
         self._route.headers = headers
 
     @property
-    def is_ready(self) -> bool:
-        return self._route.is_ready
+    def resolving(self) -> Future[None] | None:
+        return self._route.resolving
 
     @property
     def address(self) -> str:
         return self._route.address
-
-    async def ready(self) -> None:
-        await self._route.ready()
 
     def send(self, request: Any, timeout: float | None) -> Any:
         self._num_attempts += 1
@@ -115,18 +113,18 @@ class TracedRoute:
 
     def done(self, trailers: Trailers = None) -> None:
         self._route.done(trailers)
-        if not self._is_over:
-            self._is_over = True
-            self._end(is_answered=trailers is not None)
+        if not self._has_ended:
+            self._has_ended = True
+            self._end(has_response=trailers is not None)
 
-    def _end(self, *, is_answered: bool) -> None:
-        failure, code = self._failure, "OK" if is_answered else "CANCELLED"
+    def _end(self, *, has_response: bool) -> None:
+        failure, code = self._failure, "OK" if has_response else "CANCELLED"
         if failure is not None:
             code = failure.code
         self._span.set_attribute("rpc.response.status_code", code)
         if self._num_attempts > 1:
             self._span.set_attribute("loadout.attempts", self._num_attempts)
-        if isinstance(failure, Cancelled) or (failure is None and not is_answered):
+        if isinstance(failure, Cancelled) or (failure is None and not has_response):
             self._span.set_attribute(CANCELLED, True)
         elif failure is not None:
             self._span.set_attribute("error.type", _kind(failure))
@@ -135,5 +133,5 @@ class TracedRoute:
 
 
 def _kind(failure: LoadoutError) -> str:
-    """Its text may say anything."""
+    """Returns a stable word: the text of an error may be anything."""
     return failure.reason or failure.code

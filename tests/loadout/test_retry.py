@@ -1,4 +1,4 @@
-"""The retry policy against a clock and dice of our own."""
+"""The retry policy against a clock and chance of our own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Clock:
         return self.now
 
 
-def attempts(timeout_s=None, dice=0.0, **policy):
+def attempts(timeout_s=None, chance=0.0, **policy):
     clock = Clock()
-    return Attempts(RetryPolicy(**policy), timeout_s, clock, lambda: dice), clock
+    return Attempts(RetryPolicy(**policy), timeout_s, clock, lambda: chance), clock
 
 
 LOST = errors.StreamLost("gone", code="UNAVAILABLE")
@@ -30,7 +30,7 @@ def test_lost_streams_back_off_by_doubling_up_to_the_bound():
 
 
 def test_jitter_cuts_at_most_half():
-    tries, _ = attempts(dice=1.0, first_backoff_s=0.1)
+    tries, _ = attempts(chance=1.0, first_backoff_s=0.1)
     assert tries.delay_s(LOST, repeatable=True) == pytest.approx(0.05)
 
 
@@ -46,7 +46,7 @@ def test_retry_info_is_waited_for_even_if_unrepeatable():
 
 
 def test_retry_info_jitter_never_comes_early():
-    tries, _ = attempts(dice=1.0)
+    tries, _ = attempts(chance=1.0)
     full = errors.ResourceExhausted("full", retry_after_s=1.0)
     assert tries.delay_s(full, repeatable=True) == pytest.approx(1.1)
 
@@ -101,7 +101,7 @@ def test_remaining_is_never_negative():
     assert tries.remaining_s == 0.0
 
 
-def test_success_restores_patience():
+def test_success_resets_the_count():
     tries, _ = attempts(max_attempts=2)
     assert tries.delay_s(LOST, repeatable=True) is not None
     tries.succeeded()

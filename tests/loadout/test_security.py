@@ -156,7 +156,7 @@ def test_nothing_that_shows_an_object_shows_the_token(store_server, shown, fail,
     with Client(store=store_server.address, token=TOKEN, retry=ONCE) as client:
         stream = client.watch()
         described = [repr(each) for each in (client, vars(client), stream, vars(stream))]
-        described.append(repr(vars(client._stubs)))
+        described.append(repr(vars(client._channels)))
         fake_store.on("GetAdapter", fail(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"))
         with pytest.raises(errors.Unauthenticated) as caught:
             client.get("a")

@@ -26,7 +26,7 @@ def test_a_list_is_refused(command: list[str], capfd: Any) -> None:
 def test_so_is_a_name_of_several(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: ["10.0.0.2", "10.0.0.1"])
+    monkeypatch.setattr(addresses, "lookup", lambda host, port: ["10.0.0.2", "10.0.0.1"])
     assert main([*command, "--inference", "replicas.test:7080"]) == 1
     assert "name one of 10.0.0.1:7080, 10.0.0.2:7080" in capfd.readouterr().err
 
@@ -36,7 +36,7 @@ def test_one_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError
 
     assert only_replica("127.0.0.1:7080") == "127.0.0.1:7080"
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: ["10.0.0.1"])
+    monkeypatch.setattr(addresses, "lookup", lambda host, port: ["10.0.0.1"])
     assert only_replica("one.test:7080") == "one.test:7080"
-    monkeypatch.setattr(addresses, "look_up", fail)
+    monkeypatch.setattr(addresses, "lookup", fail)
     assert only_replica("unknown.test:7080") == "unknown.test:7080"

@@ -51,7 +51,7 @@ def test_which_targets_are_names(target, expected):
 
 
 def stands_for(monkeypatch, *ips):
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: list(ips))
+    monkeypatch.setattr(addresses, "lookup", lambda host, port: list(ips))
 
 
 def test_a_name_stands_for_its_addresses_of_one_family(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_name_with_one_address_is_left_to_grpc(monkeypatch):
 
 
 def test_the_system_resolves_this_machine():
-    assert set(addresses.look_up("localhost", "80")) <= {"127.0.0.1", "::1"}
+    assert set(addresses.lookup("localhost", "80")) <= {"127.0.0.1", "::1"}
 
 
 def test_a_resolver_tells_changes_and_survives_failures(monkeypatch):
@@ -93,7 +93,7 @@ def test_a_resolver_tells_changes_and_survives_failures(monkeypatch):
         raise socket.gaierror("no such name")
 
     assert told.acquire(timeout=10)
-    monkeypatch.setattr(addresses, "look_up", fail)
+    monkeypatch.setattr(addresses, "lookup", fail)
     now_s += addresses.RESOLVE_S
     resolver.refresh()
     assert told.acquire(timeout=10)
@@ -109,5 +109,5 @@ def test_the_first_time_ends_also_if_the_name_is_unknown(monkeypatch):
     def fail(host, port):
         raise socket.gaierror("no such name")
 
-    monkeypatch.setattr(addresses, "look_up", fail)
+    monkeypatch.setattr(addresses, "lookup", fail)
     Resolver("replicas:1", lambda endpoints: pytest.fail("nothing was found")).first.result(10)

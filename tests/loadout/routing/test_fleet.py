@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import grpc
+import grpc.aio
 import pytest
 
 from loadout import Client, errors
@@ -136,9 +137,9 @@ def test_only_the_keys_of_a_dead_replica_move_and_they_come_back(fleet, connect)
     for name in NAMES:
         order = home(fleet, name)
         assert ask(client, name) == (order[1] if order[0] == dead else order[0])
-    assert {each.address for each in client.replicas() if not each.is_in} == {dead}
+    assert {each.address for each in client.replicas() if not each.is_healthy} == {dead}
     fleet[dead].start()
-    until(client, lambda known: known[dead].is_in)
+    until(client, lambda known: known[dead].is_healthy)
     assert {name: ask(client, name) for name in NAMES} == before
 
 
@@ -153,7 +154,7 @@ def test_a_replica_that_drains_loses_its_keys_and_keeps_its_streams(fleet, conne
     began_s = time.monotonic()
     assert ask(client, "a1") == second
     assert time.monotonic() - began_s < 0.9, "nothing to wait for: another one serves"
-    until(client, lambda known: not known[first].is_in)
+    until(client, lambda known: not known[first].is_healthy)
     fleet[first].hold.set()
     client.finish(stream)
 
@@ -172,10 +173,10 @@ def test_a_replica_that_is_silent_is_out_until_it_speaks(fleet, connect, monkeyp
     fleet[first].kill()
     fleet[first].start()
     client = connect()
-    until(client, lambda known: not known[first].is_in)
+    until(client, lambda known: not known[first].is_healthy)
     assert ask(client, "a1") == second
     speaks.set()
-    until(client, lambda known: known[first].is_in)
+    until(client, lambda known: known[first].is_healthy)
     assert ask(client, "a1") == first
 
 
@@ -185,7 +186,7 @@ def test_what_is_full_sends_on_at_once_and_stays_in(fleet, connect, fail):
     full = fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=30.0)
     fleet[first].service.on("Generate", full)
     assert ask(client, "a1") == second
-    assert all(each.is_in for each in client.replicas())
+    assert all(each.is_healthy for each in client.replicas())
 
 
 def test_when_all_are_full_the_answer_says_so(fleet, connect, fail):
@@ -226,7 +227,7 @@ def test_an_answer_of_the_service_is_final(fleet, connect, fail):
     fleet[first].service.on("Generate", missing)
     with pytest.raises(errors.NotFound):
         ask(client, "a1")
-    assert all(each.is_in for each in client.replicas())
+    assert all(each.is_healthy for each in client.replicas())
 
 
 def test_when_all_are_gone_the_stream_is_lost(fleet, connect):
@@ -242,7 +243,7 @@ def test_a_name_stands_for_its_replicas(fleet, connect, monkeypatch):
     port = replica.address.rpartition(":")[2]
     second = FakeReplica(f"127.0.0.2:{port}")
     ips = ["127.0.0.1", "127.0.0.2"]
-    monkeypatch.setattr(addresses, "look_up", lambda host, port: ips)
+    monkeypatch.setattr(addresses, "lookup", lambda host, port: ips)
     client = connect(f"replicas.example:{port}")
     for name in NAMES:
         ask(client, name)
@@ -256,7 +257,7 @@ def test_a_name_that_is_unknown_is_a_lost_stream(connect, monkeypatch):
     def fail(host, port):
         raise OSError("no such name")
 
-    monkeypatch.setattr(addresses, "look_up", fail)
+    monkeypatch.setattr(addresses, "lookup", fail)
     client = connect("no-such-name.invalid:7080")
     with pytest.raises(errors.StreamLost):
         ask(client)
@@ -269,7 +270,7 @@ def test_one_address_is_asked_without_probes():
     with Client(replica.address, retry=RETRY) as client:
         assert client.complete("hi", adapter="a1").text == replica.address
         assert client.complete("hi").text == replica.address
-        assert [(each.address, each.is_in) for each in client.replicas()] == [
+        assert [(each.address, each.is_healthy) for each in client.replicas()] == [
             (replica.address, True)
         ]
     assert replica.keys == ["default/a1", None]
@@ -284,3 +285,18 @@ def test_a_refused_argument_is_named():
         Client(["127.0.0.1:1", ""])
     with pytest.raises(errors.InvalidArgument, match=r"b\.example:1 would be sent the token"):
         Client("127.0.0.1:1,b.example:1", token="secret")
+
+
+def test_channels_come_from_the_factory(fleet, connect, request):
+    api = grpc.aio if "async" in request.node.callspec.id else grpc
+    opened = []
+
+    def factory(address, credentials, options):
+        opened.append((address, credentials))
+        assert ("grpc.min_reconnect_backoff_ms", 2000) in options
+        return api.insecure_channel(address, options=options)
+
+    client = connect(channel_factory=factory)
+    assert ask(client, "a1") == home(fleet, "a1")[0]
+    assert set(opened) <= {(address, None) for address in fleet}
+    assert len(opened) == len(set(opened)) > 0

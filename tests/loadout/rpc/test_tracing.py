@@ -125,7 +125,7 @@ def test_a_call_that_is_left_while_its_address_is_looked_up_is_over(traces, monk
         assert may_answer.wait(30)
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(addresses, "look_up", hang)
+    monkeypatch.setattr(addresses, "lookup", hang)
 
     async def leave() -> None:
         async with AsyncClient("hanging.test:7080", tracing=traces.provider) as client:

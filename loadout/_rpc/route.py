@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
-from loadout._routing.fleet import AsyncFleet, Fleet, Line
+from loadout._routing.fleet import Fleet, ReplicaChannel
 from loadout._routing.metadata import ADAPTER_HEADER
 from loadout._rpc import status
 from loadout.errors import LoadoutError, ResourceExhausted, StreamLost
@@ -25,25 +26,24 @@ class Route(Protocol):
     headers: Headers
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `send` may be called; otherwise `ready` has to be awaited first."""
+    def resolving(self) -> Future[None] | None:
+        """To be waited for before the first `send`; None: there is nothing to wait for."""
 
     @property
     def address(self) -> str:
-        """Of the replica that was asked last, where there is a choice."""
+        """The address of the replica of the last attempt; "" where there is no choice."""
 
-    async def ready(self) -> None: ...
     def send(self, request: Any, timeout: float | None) -> Any: ...
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
-        """Whether the next attempt will ask another replica, which is known to be well."""
+        """Returns whether the next attempt goes to another replica, known to be healthy."""
 
     def done(self, trailers: Trailers = None) -> None:
-        """`trailers` are the answer's, if there was one; () if they are not known."""
+        """`trailers` are the response's, if there was one; () if they are not known."""
 
 
 def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: bool) -> float:
-    """Seconds to wait after an attempt that ended with this gRPC error. Raises the LoadoutError
-    that it stands for if there is to be no other."""
+    """Returns seconds to wait after an attempt that ended with this gRPC error. Raises the
+    LoadoutError that it stands for if there is to be no other."""
     failure = status.from_rpc_error(error)
     elsewhere = route.failed(failure, error.trailing_metadata())
     delay_s = attempts.delay_s(failure, repeatable=repeatable, elsewhere=elsewhere)
@@ -55,16 +55,13 @@ def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: boo
 class Direct:
     """To a service that has one address."""
 
-    is_ready = True
+    resolving = None
     address = ""
 
     def __init__(self, security: Security, method: Any) -> None:
         self.headers: Headers = ()
         self._security = security
         self._method = method
-
-    async def ready(self) -> None:
-        pass
 
     def send(self, request: Any, timeout: float | None) -> Any:
         return self._security.sign(self._method, self.headers)(request, timeout=timeout)
@@ -90,41 +87,37 @@ class Routed:
         self._rpc = rpc
         self._key = key
         self._may_spill = may_spill
-        self._line: Line | None = None
+        self._channel: ReplicaChannel | None = None
         self._tried: set[str] = set()
 
     @property
-    def is_ready(self) -> bool:
-        return self._fleet.is_resolved or not isinstance(self._fleet, AsyncFleet)
-
-    async def ready(self) -> None:
-        if isinstance(self._fleet, AsyncFleet):
-            await self._fleet.resolved()
+    def resolving(self) -> Future[None] | None:
+        return self._fleet.resolving
 
     def send(self, request: Any, timeout: float | None) -> Any:
-        self._line = self._fleet.begin(self._key, self._tried, may_spill=self._may_spill)
-        self.address = self._line.address
+        self._channel = self._fleet.acquire(self._key, self._tried, may_spill=self._may_spill)
+        self.address = self._channel.address
         key = ((ADAPTER_HEADER, self._key),) if self._key else ()
-        method = self._security.sign(getattr(self._line.stub, self._rpc), (*key, *self.headers))
+        method = self._security.sign(getattr(self._channel.stub, self._rpc), (*key, *self.headers))
         return method(request, timeout=timeout)
 
     def failed(self, failure: LoadoutError, trailers: Trailers) -> bool:
-        line = self._line
+        channel = self._channel
         self.done(trailers)
-        if line is None:
+        if channel is None:
             return False
         if isinstance(failure, StreamLost) or failure.reason == DRAINING:
-            self._fleet.replicas.failed(line.address)
+            self._fleet.replicas.mark_failed(channel.address)
         elif not isinstance(failure, ResourceExhausted):
             return False
-        self._tried.add(line.address)
+        self._tried.add(channel.address)
         if self._fleet.replicas.has_other(self._tried):
             return True
-        # All have been asked: after a while any of them may answer.
+        # All have been tried: after a while any of them may answer.
         self._tried.clear()
         return False
 
     def done(self, trailers: Trailers = None) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            self._fleet.end(line, trailers)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._fleet.release(channel, trailers)

@@ -1,0 +1,109 @@
+"""The responses of one streaming RPC, as an iterator that retries where it is safe."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import grpc
+
+from loadout._routing.fleet import RESOLVE_TIMEOUT_S
+from loadout._rpc import status, tasks
+from loadout._rpc.calls import StreamCall
+from loadout._rpc.route import Route
+from loadout.retry import Attempts
+
+T = TypeVar("T")
+
+
+class AsyncStream(Generic[T]):
+    """An async iterator; iterating raises LoadoutError.
+
+    Leaving it cancels the RPC: `close()`, the end of a `with` block, or dropping the last
+    reference, as `break` in a loop over `client.generate(...)` does.
+    """
+
+    def __init__(self, route: Route, call: StreamCall[T], attempts: Attempts) -> None:
+        self._route = route
+        self._spec = call
+        self._attempts = attempts
+        self._last: T | None = None
+        self._rpc: Any = None
+        self._is_closed = False
+        if tasks.is_done(route.resolving, RESOLVE_TIMEOUT_S):
+            self._open(call.request)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            while not self._is_closed:
+                message = await self._read()
+                if message is not None:
+                    self._attempts.succeeded()
+                    self._last = self._spec.convert(message)
+                    return self._last
+        except BaseException:
+            self.close()
+            raise
+        raise StopAsyncIteration
+
+    async def _read(self) -> Any:
+        """The next message; None: the stream is closed, or another attempt is under way."""
+        try:
+            if self._rpc is None:
+                await tasks.wait(self._route.resolving, RESOLVE_TIMEOUT_S)
+                self._open(self._spec.request)
+                return None
+            message = await tasks.read(self._rpc)
+            if message is None:
+                if not (self._is_closed or self._rpc.cancelled()):
+                    self._route.done(await self._rpc.trailing_metadata() or ())
+                self.close()
+            return message
+        except grpc.RpcError as error:
+            if not self._is_closed:
+                delay_s, request = self._next_attempt(error)
+                await tasks.sleep(delay_s)
+                self._open(request)
+            return None
+
+    def close(self) -> None:
+        """Cancels the RPC; the iteration ends. Does nothing the second time."""
+        self._is_closed = True
+        self._route.done()
+        if self._rpc is not None:
+            self._rpc.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, request: Any) -> None:
+        """Does nothing if the stream was closed while it waited for this attempt."""
+        if not self._is_closed:
+            self._rpc = self._route.send(request, self._attempts.remaining_s)
+
+    def _next_attempt(self, error: grpc.RpcError) -> tuple[float, Any]:
+        """Returns seconds to wait, and the request to go on with. Raises LoadoutError if there is
+        nothing to go on with."""
+        failure = status.from_rpc_error(error)
+        is_elsewhere = self._route.failed(failure, error.trailing_metadata())
+        request = self._spec.resume(self._last)
+        delay_s = None
+        if request is not None:
+            delay_s = self._attempts.delay_s(failure, repeatable=True, elsewhere=is_elsewhere)
+        if delay_s is None:
+            raise failure from error
+        return delay_s, request

@@ -1,0 +1,77 @@
+"""What `Client` does with blocking calls; `tasks` has the same names for `AsyncClient`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, ParamSpec, TypeVar
+
+import grpc
+
+from loadout.security import ChannelFactory, ChannelOptions
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+sleep = time.sleep
+
+
+def run(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    return function(*arguments, **options)
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: ChannelOptions
+) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def wait(future: Future[None] | None, timeout_s: float) -> None:
+    """Returns when the future is done, or when that takes too long."""
+    if future is not None:
+        with contextlib.suppress(TimeoutError):
+            future.result(timeout_s)
+
+
+def is_done(future: Future[None] | None, timeout_s: float) -> bool:
+    """Waits for it: a constructor may."""
+    wait(future, timeout_s)
+    return True
+
+
+def read(rpc: Any) -> Any:
+    """The next message of a response stream, None at its end."""
+    return next(rpc, None)
+
+
+def iterate(items: Iterator[T]) -> Iterator[T]:
+    return items
+
+
+class Transport:
+    """Opens channels, and runs in gRPC's threads what no call waits for."""
+
+    def __init__(self, factory: ChannelFactory | None) -> None:
+        self.open_channel: ChannelFactory = factory or open_channel
+
+    def call(
+        self, method: Any, request: Any, timeout_s: float, done: Callable[[Any, Any, Any], None]
+    ) -> None:
+        """`done` gets the status code, the response (None: it failed) and the trailing metadata."""
+
+        def finish(rpc: Any) -> None:
+            code = rpc.code()
+            response = rpc.result() if code is grpc.StatusCode.OK else None
+            done(code, response, rpc.trailing_metadata())
+
+        method.future(request, timeout=timeout_s).add_done_callback(finish)
+
+    def close_channel(self, channel: Any) -> None:
+        channel.close()
+
+    def end(self) -> None:
+        """Does nothing: closing the channels ends what runs."""

@@ -1,0 +1,93 @@
+"""Writes the blocking client from the asyncio one: `python -m tools.unasync`.
+
+Names and keywords are replaced token by token, text in docstrings and strings word by word. What
+threads and tasks do differently lies in `loadout._rpc.threads` and `loadout._rpc.tasks`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+FILES = {
+    "loadout/aio.py": "loadout/client.py",
+    "loadout/_rpc/async_stream.py": "loadout/_rpc/stream.py",
+}
+
+NAMES = {
+    "AsyncClient": "Client",
+    "AsyncStream": "Stream",
+    "AsyncIterator": "Iterator",
+    "StopAsyncIteration": "StopIteration",
+    "__aenter__": "__enter__",
+    "__aexit__": "__exit__",
+    "__aiter__": "__iter__",
+    "__anext__": "__next__",
+    "async_stream": "stream",
+    "tasks": "threads",
+}
+
+SENTENCES = {
+    "The Python client for asyncio:": "The Python client:",
+    "Client of one or both services for one event loop.": (
+        "Blocking client of one or both services; safe to share between threads."
+    ),
+    "An async iterator;": "An iterator;",
+}
+"""Text that says something else about the blocking client."""
+
+_TEXT = re.compile(rf"\b({'|'.join(NAMES)})\b|\b(?:async|await) ")
+
+
+def blocking(source: str) -> str:
+    """Returns the blocking form of a module."""
+    lines = source.splitlines(keepends=True)
+    edits = [
+        (token.start, token.end, replaced)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if (replaced := _replaced(token)) != token.string
+    ]
+    for (row, column), (end_row, end_column), text in reversed(edits):
+        after = lines[end_row - 1][end_column:]
+        after = after if text else after.removeprefix(" ")
+        lines[row - 1 : end_row] = [lines[row - 1][:column] + text + after]
+    return "".join(lines)
+
+
+def _replaced(token: tokenize.TokenInfo) -> str:
+    if token.type == tokenize.STRING:
+        text = token.string
+        for sentence, other in SENTENCES.items():
+            text = text.replace(sentence, other)
+        return _TEXT.sub(lambda match: NAMES.get(match[1], ""), text)
+    if token.type == tokenize.NAME:
+        return "" if token.string in {"async", "await"} else NAMES.get(token.string, token.string)
+    return token.string
+
+
+def render(path: str) -> str:
+    """Returns what is to be in the file that is generated from `path`, formatted."""
+    text = blocking((ROOT / path).read_text())
+    notice = f"# Generated from {path} by `make client`: change that file.\n"
+    for arguments in (("check", "--quiet", "--fix", "--select", "I"), ("format", "--quiet")):
+        command = [sys.executable, "-m", "ruff", *arguments, f"--stdin-filename={FILES[path]}", "-"]
+        done = subprocess.run(
+            command, cwd=ROOT, input=text, capture_output=True, text=True, check=True
+        )
+        text = done.stdout
+    return notice + text
+
+
+def main() -> None:
+    for path, target in FILES.items():
+        (ROOT / target).write_text(render(path))
+
+
+if __name__ == "__main__":
+    main()
