@@ -13,9 +13,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from adapter_store.config import StoreSettings, load_settings
-from adapter_store.log import setup_logging
 from adapter_store.tracing import standard_endpoint
 from servicekit.errors import ServiceError
+from servicekit.telemetry.logs import configure_logging
+
+NOISY_LOGGERS = (
+    *("boto3", "botocore", "urllib3", "s3transfer"),
+    *("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2"),
+    "alembic",
+)
+"""Clients log request headers, signed URLs and credential lookups below WARNING; alembic logs its
+plugins."""
 
 SWITCH_S = 5e-4
 """How long calls wait for the interpreter while a thread compiles: by default ten times as long."""
@@ -34,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             where = f"--{option}: " if option else ""
             print(f"{where}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
         return 2
-    setup_logging(settings.log_format, settings.log_level)
+    configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)
     if not settings.otlp_endpoint:
         try:
             endpoint = standard_endpoint(os.environ)

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from adapter_store import spans
 from adapter_store.access import Action, Principal
 from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog, CatalogCounts, VersionsPage
@@ -39,6 +38,7 @@ from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.telemetry import spans
 
 P = ParamSpec("P")
 T = TypeVar("T")

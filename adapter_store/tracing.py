@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from adapter_store.spans import CANCELLED, Headers, OpenSpan, Span, caller_of, enter
 from servicekit.settings import check_endpoint
+from servicekit.telemetry.spans import CANCELLED, Headers, OpenSpan, Span, caller_of, enter
 
 SERVICE_NAME = "loadout-store"
 

@@ -9,8 +9,8 @@ import sys
 
 from inference_svc.config import parse_command_line
 from inference_svc.errors import EngineFailed, UnsupportedModel
-from inference_svc.log import configure_logging
 from inference_svc.tracing import standard_endpoint
+from servicekit.telemetry.logs import configure_logging
 
 SPIN_COUNT = 2000
 """How often a thread that computes looks whether the others are done before it sleeps: less than a

@@ -22,8 +22,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 
-from inference_svc.spans import Headers, OpenSpan, Span, SpanContext, caller_of, new_id
 from inference_svc.tracing import TracingSettings
+from servicekit.telemetry.spans import Headers, OpenSpan, Span, SpanContext, caller_of, new_id
 
 log = logging.getLogger(__name__)
 

@@ -4,4 +4,5 @@ errors    what can go wrong: the general kinds, which services derive their own 
 refs      what names an adapter: `[tenant/]name[@version]` or a digest
 rpc       serving gRPC
 settings  the settings that all services have, and how settings are read
+telemetry  logs, redaction, traces, metrics, recent errors and the debug bundle
 """

@@ -26,8 +26,8 @@ from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.scrub import Scrub
 from adapter_store.service import Registry
+from servicekit.telemetry.redact import Redactor
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class DebugInfo:
     errors: LastErrors
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        scrub = Scrub(secrets_of(self.settings))
+        redactor = Redactor(secrets_of(self.settings))
         makers: dict[str, Callable[[], Awaitable[Any]]] = {
             "config.json": self._config,
             "versions.json": lambda: asyncio.to_thread(_versions),
@@ -65,7 +65,7 @@ class DebugInfo:
             "metrics.txt": lambda: asyncio.to_thread(self._metrics_text),
         }
         for name, make in makers.items():
-            yield await _part(name, make, scrub)
+            yield await _part(name, make, redactor)
 
     async def _config(self) -> dict[str, Any]:
         return shown_settings(self.settings)
@@ -102,7 +102,7 @@ class DebugInfo:
         return generate_latest(self.metrics.registry).decode()
 
 
-async def _part(name: str, make: Callable[[], Awaitable[Any]], scrub: Scrub) -> Part:
+async def _part(name: str, make: Callable[[], Awaitable[Any]], redactor: Redactor) -> Part:
     try:
         async with asyncio.timeout(PART_SECONDS):
             made = await make()
@@ -110,10 +110,10 @@ async def _part(name: str, make: Callable[[], Awaitable[Any]], scrub: Scrub) -> 
         logger.info("a part of the debug info is missing", extra={"part": name}, exc_info=error)
         is_late = isinstance(error, TimeoutError)
         why = f"nothing after {PART_SECONDS:g} s" if is_late else f"{where(error)}: {error}"
-        return Part(name, b"", scrub.text(why))
+        return Part(name, b"", redactor.redact(why))
     if isinstance(made, str):
-        return Part(name, scrub.exact(made).encode())
-    return Part(name, json.dumps(scrub.tree(made), indent=1).encode())
+        return Part(name, redactor.redact_known(made).encode())
+    return Part(name, json.dumps(redactor.redact_tree(made), indent=1).encode())
 
 
 def _versions() -> dict[str, Any]:

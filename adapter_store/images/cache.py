@@ -22,8 +22,8 @@ from adapter_store.images.disk_tier import DiskTier, TierCounts
 from adapter_store.images.memory_tier import MemoryEntry, MemoryTier, Room
 from adapter_store.images.partial_image import GrowingImage
 from adapter_store.images.worker_pool import Priority, Workers
-from adapter_store.spans import phase
 from servicekit.errors import Draining, ServiceError
+from servicekit.telemetry.spans import phase
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor
 
-from adapter_store import spans
 from adapter_store.catalog.catalog import Catalog, ImageKey
 from adapter_store.images.cache import Images
-from adapter_store.spans import OpenSpan
+from servicekit.telemetry import spans
+from servicekit.telemetry.spans import OpenSpan
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from adapter_store.core import ImagePart, Segment, Tenants
 from adapter_store.images.cache import Images
 from adapter_store.images.compile import ImagePlan
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.spans import Phases
 from servicekit.errors import InvalidArgument, ServiceError
+from servicekit.telemetry.spans import Phases
 
 CHUNK_BYTES = 512 << 10
 """About this much: the pieces of a part are as long as each other, at most half more."""

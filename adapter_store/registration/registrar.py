@@ -34,9 +34,9 @@ from adapter_store.policy import PolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import FetchLimits, Sources, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
-from adapter_store.spans import phase
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.telemetry.spans import phase
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inference_svc.adapters.pull import PullJob
 from inference_svc.adapters.slots import Resident
 from inference_svc.histogram import IDLE_BOUNDS_S, WAIT_BOUNDS_S, Histogram
-from inference_svc.spans import CANCELLED, OpenSpan, Span, SpanContext
+from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, SpanContext
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import chain
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadSource, LoadTraces
 from inference_svc.adapters.pull import PullJob
-from inference_svc.spans import SpanContext
+from servicekit.telemetry.spans import SpanContext
 
 
 class LoadState(enum.Enum):

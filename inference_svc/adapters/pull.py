@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader, PullStream
-from inference_svc.spans import CANCELLED, OpenSpan, Span, using
 from servicekit.errors import ServiceError
+from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, using
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """As traces name it."""

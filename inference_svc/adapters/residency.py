@@ -21,8 +21,8 @@ from inference_svc.adapters.puller import Puller
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers, ResidencyChange
 from inference_svc.errors import AdapterNotFound, AdapterUnusable
-from inference_svc.spans import Span, SpanContext
 from servicekit.errors import ServiceError
+from servicekit.telemetry.spans import Span, SpanContext
 
 
 class Residency:

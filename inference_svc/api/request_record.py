@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from inference_svc import spans
 from inference_svc.access import Principal
 from inference_svc.api.request_trace import GenerationTrace
 from inference_svc.core import FinishReason, Request
@@ -23,6 +22,7 @@ from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import ServiceError
+from servicekit.telemetry import spans
 
 log = logging.getLogger("inference_svc.requests")
 

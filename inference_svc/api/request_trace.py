@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from inference_svc import spans
 from inference_svc.core import FinishReason, Request
 from inference_svc.engine.messages import Output, Timings
-from inference_svc.spans import CANCELLED, Attribute, OpenSpan
 from inference_svc.text.prompt import ChatMessage, Prompt
+from servicekit.telemetry import spans
+from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
 
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 

@@ -21,12 +21,12 @@ from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.gate import Gate, Metadata, bearer_token
-from inference_svc.spans import phase
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.errors import InvalidArgument, Unauthenticated
 from servicekit.refs import parse_ref
+from servicekit.telemetry.spans import phase
 
 TRACE_CHUNK_BYTES = 256 << 10
 

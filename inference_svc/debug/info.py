@@ -27,9 +27,9 @@ from inference_svc.host.cpus import usable_processors
 from inference_svc.host.device_info import cpu_name
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import MAX_NAMES
-from inference_svc.scrub import Scrub
 from inference_svc.store.directory import Directory
 from inference_svc.store.replicas import Replicas
+from servicekit.telemetry.redact import Redactor
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class DebugInfo:
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """One after the other; the engine is asked once for those that it has to tell."""
-        scrub = Scrub(secrets_of(self.config))
+        redactor = Redactor(secrets_of(self.config))
         examined = asyncio.ensure_future(self.frontend.examine(MAX_ROWS))
         # Somebody who waits for it may leave; it is then nobody's to look at.
         examined.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -82,7 +82,7 @@ class DebugInfo:
         }
         try:
             for name, make in makers.items():
-                yield await _part(name, make, scrub)
+                yield await _part(name, make, redactor)
         finally:
             examined.cancel()
 
@@ -147,18 +147,18 @@ class DebugInfo:
         return self.directory.names_of(OPEN, digest, MAX_NAMES)
 
 
-async def _part(name: str, make: Callable[[], Awaitable[Any]], scrub: Scrub) -> Part:
+async def _part(name: str, make: Callable[[], Awaitable[Any]], redactor: Redactor) -> Part:
     try:
         async with asyncio.timeout(PART_SECONDS):
             made = await make()
     except Exception as error:
         log.info("a part of the debug info is missing", extra={"part": name}, exc_info=error)
         is_late = isinstance(error, TimeoutError)
-        why = f"nothing after {PART_SECONDS:g} s" if is_late else scrub.text(_why(error))
+        why = f"nothing after {PART_SECONDS:g} s" if is_late else redactor.redact(_why(error))
         return Part(name, b"", why)
     if isinstance(made, str):
-        return Part(name, scrub.exact(made).encode())
-    return Part(name, json.dumps(scrub.tree(made), indent=1).encode())
+        return Part(name, redactor.redact_known(made).encode())
+    return Part(name, json.dumps(redactor.redact_tree(made), indent=1).encode())
 
 
 def _why(error: Exception) -> str:

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from inference_svc import spans
 from inference_svc.core import Request
 from inference_svc.engine.messages import (
     Abandon,
@@ -35,6 +34,7 @@ from inference_svc.frontend.output_stream import Delta, Generation
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
 from servicekit.errors import Draining
+from servicekit.telemetry import spans
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from inference_svc.adapters.image_source import (
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.log import configure_logging
-from inference_svc.spans import outgoing
 from inference_svc.store.catalog import (
     AdapterPage,
     AdapterRecord,
@@ -47,6 +45,8 @@ from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, re
 from inference_svc.store.replicas import Endpoint, Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ServiceError
+from servicekit.telemetry.logs import configure_logging
+from servicekit.telemetry.spans import outgoing
 
 CALL_SECONDS = 5.0
 """A store that takes longer for a catalog call counts as unreachable."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from inference_svc.otlp import OtlpTracing
-from inference_svc.spans import SpanContext, caller_of, enter, new_id
 from inference_svc.tracing import TracingSettings, begin_call, end_call, standard_endpoint
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.telemetry.spans import SpanContext, caller_of, enter, new_id
 from tests.inference_svc.serving import Running
 from tests.otlp import Receiver
 

@@ -12,8 +12,8 @@ from inference_svc.api.http.errors import CLIENT_GONE, error_of, is_known, statu
 from inference_svc.api.http.request import REQUEST_ID_HEADER
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.spans import CANCELLED, OpenSpan, enter
 from inference_svc.tracing import Tracing
+from servicekit.telemetry.spans import CANCELLED, OpenSpan, enter
 
 OTHER = "other"
 METHODS = frozenset(

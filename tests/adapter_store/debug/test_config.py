@@ -8,7 +8,7 @@ import pytest
 
 from adapter_store.config import StoreSettings
 from adapter_store.debug.config import secrets_of, shown_settings
-from adapter_store.scrub import Scrub
+from servicekit.telemetry.redact import Redactor
 
 DSN = "postgresql+psycopg://loadout:pa%2Fss-word@db:5432/catalog?sslpassword=query-secret"
 
@@ -31,9 +31,9 @@ def test_settings_are_told_and_the_password_is_not(settings):
 
 
 def test_secrets_are_known_however_they_are_written(settings):
-    scrub = Scrub(secrets_of(settings))
+    redactor = Redactor(secrets_of(settings))
     text = f"{DSN} pa/ss-word pa%2Fss-word query-secret environment-secret proxy-secret"
-    left = scrub.text(text)
+    left = redactor.redact(text)
     for secret in ("pa%2Fss-word", "pa/ss-word", "query-secret", "environment", "proxy-secret"):
         assert secret not in left
-    assert scrub.text("/run/secrets/some-file") == "/run/secrets/some-file"
+    assert redactor.redact("/run/secrets/some-file") == "/run/secrets/some-file"

@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from adapter_store.log import JsonFormatter
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.telemetry.logs import JsonFormatter
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 
 

@@ -9,8 +9,8 @@ import time
 import grpc
 import pytest
 
-from adapter_store.spans import SpanContext, new_id
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.telemetry.spans import SpanContext, new_id
 from tests.otlp import Receiver
 
 

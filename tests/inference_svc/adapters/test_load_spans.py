@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.spans import Span, SpanContext, new_id
+from servicekit.telemetry.spans import Span, SpanContext, new_id
 from tests.inference_svc.adapters.loop import Loop
 
 PULL = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"

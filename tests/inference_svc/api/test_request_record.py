@@ -15,8 +15,8 @@ import grpc
 import pytest
 
 from inference_svc.errors import AdapterUnavailable
-from inference_svc.log import JsonFormatter
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.telemetry.logs import JsonFormatter
 from tests.inference_svc.serving import Running, digest_of, error_of, until
 
 PROMPT = "abc"

@@ -1,4 +1,4 @@
-"""Takes secrets out of text that people will read: log lines, traces and what `debug` collects."""
+"""Hides secrets in text that people will read: log lines, traces and debug bundles."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 HIDDEN = "***"
 MIN_CHARS = 6
-"""Shorter values are words that occur by chance."""
+"""Shorter known secrets are ignored: they occur by chance."""
 
 _NAMES = (
     *("token", "secret", "password", "passwd", "pwd", "signature", "credential"),
     *("api_key", "api-key", "apikey", "access_key", "access-key", "accesskey"),
     *("access_key_id", "access-key-id", "accesskeyid"),
 )
-"""What ends as one of these names a secret."""
+"""A field whose name ends in one of these holds a secret."""
 _WORDS = (*_NAMES, "sig=", "://", "bearer", "basic", "-----begin", "hf_")
-"""One of them, in whatever case, is in all that the patterns match. Most text has none, and to look
-for them takes a tenth of the time."""
+"""Every match of a pattern contains one of these, in any case. Most text contains none, and this
+check takes a tenth of the patterns' time."""
 
 _PATTERNS = (
     # URL credentials, an authorization header, a key in PEM, a hub's token.
@@ -38,59 +38,58 @@ _PATTERNS = (
 
 
 def may_hold_secret(text: str) -> bool:
-    """False: `scrubbed` would change nothing, nor would it in a part of this text."""
-    # What is counted and timed everywhere, and names no value.
+    """Returns False if `redact` would change neither this text nor any part of it."""
+    # Token counts and times are logged everywhere and name no secret.
     lower = text.lower().replace("tokens", "").replace("token_", "")
     return any(map(lower.__contains__, _WORDS))
 
 
-def scrubbed(text: str) -> str:
-    """Without what looks like a secret."""
+def redact(text: str) -> str:
+    """Returns the text with everything hidden that looks like a secret."""
     if may_hold_secret(text):
         for pattern, shown in _PATTERNS:
             text = pattern.sub(shown, text)
     return text
 
 
-def scrubbed_tree(value: Any, scrub: Callable[[str], str] = scrubbed) -> Any:
-    """The same of all strings in what JSON can say, whose escapes could hide a secret, and of what
-    is named as one; what JSON cannot say becomes its string."""
+def redact_tree(value: Any, redact_text: Callable[[str], str] = redact) -> Any:
+    """Applies `redact_text` to all strings of a JSON-like value before escapes could hide a secret,
+    and hides fields named like secrets. Values that JSON does not have become their strings."""
     if isinstance(value, str):
-        return scrub(value)
+        return redact_text(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {
-            scrub(key): HIDDEN if _is_secret(key, each) else scrubbed_tree(each, scrub)
-            for key, each in ((_word(key), each) for key, each in value.items())
+            redact_text(key): (HIDDEN if _is_secret(key, each) else redact_tree(each, redact_text))
+            for key, each in ((_string(key), each) for key, each in value.items())
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [scrubbed_tree(each, scrub) for each in value]
-    return scrub(_word(value))
+        return [redact_tree(each, redact_text) for each in value]
+    return redact_text(_string(value))
 
 
 def _is_secret(name: str, value: object) -> bool:
     return isinstance(value, str) and value != "" and name.lower().endswith(_NAMES)
 
 
-def _word(value: object) -> str:
+def _string(value: object) -> str:
     return str(value.value if isinstance(value, enum.Enum) else value)
 
 
-class Scrub:
-    """Hides these values wherever they occur, and what looks like a secret."""
+class Redactor:
+    """Hides known secrets wherever they occur, and everything that looks like a secret."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         found = sorted({each for each in secrets if len(each) >= MIN_CHARS}, key=len, reverse=True)
-        self._exact = re.compile("|".join(map(re.escape, found))) if found else None
+        self._known = re.compile("|".join(map(re.escape, found))) if found else None
 
-    def exact(self, text: str) -> str:
-        """For text with a grammar of its own: only the known values are hidden."""
-        return text if self._exact is None else self._exact.sub(HIDDEN, text)
+    def redact_known(self, text: str) -> str:
+        """Hides the known secrets only, in text whose grammar the patterns could break."""
+        return text if self._known is None else self._known.sub(HIDDEN, text)
 
-    def text(self, text: str) -> str:
-        return scrubbed(self.exact(text))
+    def redact(self, text: str) -> str:
+        return redact(self.redact_known(text))
 
-    def tree(self, value: Any) -> Any:
-        """As `scrubbed_tree`."""
-        return scrubbed_tree(value, self.text)
+    def redact_tree(self, value: Any) -> Any:
+        return redact_tree(value, self.redact)

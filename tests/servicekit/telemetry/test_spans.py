@@ -1,19 +1,17 @@
-"""Spans as plain data; of both services, whose modules are the same but for their names."""
+"""Spans as plain data."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
-from pathlib import Path
 
 import pytest
 
-from inference_svc import spans
 from inference_svc.errors import AdapterNotFound
-from inference_svc.spans import OpenSpan, Phases, Span, SpanContext, caller_of, new_id, phase
+from servicekit.telemetry import spans
+from servicekit.telemetry.spans import OpenSpan, Phases, Span, SpanContext, caller_of, new_id, phase
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-ROOT = Path(__file__).parents[2]
 
 
 def opened(*, is_sampled: bool = True) -> tuple[OpenSpan, list[Span]]:
@@ -21,13 +19,6 @@ def opened(*, is_sampled: bool = True) -> tuple[OpenSpan, list[Span]]:
     recorded: list[Span] = []
     context = SpanContext(TRACE, SPAN, is_sampled)
     return OpenSpan("work", "server", context, "", recorded.append), recorded
-
-
-def test_both_services_have_the_same() -> None:
-    for name in ("spans.py", "otlp.py"):
-        ours = (ROOT / "inference_svc" / name).read_text()
-        theirs = (ROOT / "adapter_store" / name).read_text()
-        assert ours.replace("inference_svc", "adapter_store") == theirs
 
 
 @pytest.mark.parametrize(
@@ -85,7 +76,7 @@ def test_phases_lie_below_each_other_and_end() -> None:
             assert spans.current() is outer
             with phase("inner"):
                 [(_, parent)] = spans.outgoing()
-                assert spans.log_facts()["trace_id"] == TRACE
+                assert spans.log_fields()["trace_id"] == TRACE
         assert spans.current() is work
     inner, top = recorded
     assert (inner.name, inner.parent_id) == ("inner", top.context.span_id)
@@ -117,7 +108,7 @@ def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
     with spans.using(work), phase("x") as made:
         assert made is None
         assert spans.outgoing() == (("traceparent", f"00-{TRACE}-{SPAN}-02"),)
-        assert spans.log_facts() == {}
+        assert spans.log_fields() == {}
         Phases().enter("y")
     work.end()
     assert recorded == []

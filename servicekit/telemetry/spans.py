@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from inference_svc.scrub import scrubbed
+from servicekit.telemetry.redact import redact
 
 Kind: TypeAlias = Literal["internal", "server", "client"]
 Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
@@ -125,7 +125,7 @@ class OpenSpan:
         secret; what is empty is left out."""
         for key, value in facts.items():
             if value != "":
-                value = scrubbed(value[:MAX_TEXT_CHARS]) if isinstance(value, str) else value
+                value = redact(value[:MAX_TEXT_CHARS]) if isinstance(value, str) else value
                 self.attributes[f"loadout.{key}"] = value
 
     def fail(self, error: BaseException) -> None:
@@ -213,7 +213,7 @@ def outgoing() -> tuple[tuple[str, str], ...]:
     return () if span is None else span.context.headers()
 
 
-def log_facts() -> dict[str, str]:
+def log_fields() -> dict[str, str]:
     """For lines that are logged in the course of it."""
     span = sampled()
     if span is None:
