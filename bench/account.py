@@ -2,7 +2,7 @@
 
     python -m bench.account [--model bench-200m] [--steps 30] [--out bench/results/account.json]
 
-Sixteen requests with 64 tokens in, in the middle of their output; the engine's turns are called one
+Sixteen requests with 64 tokens in, in the middle of their output; the engine's steps are called one
 by one in this thread. First the steps are timed in their parts as they are; then as many are
 profiled: the native program says what each operation took, the torch path is read from torch's
 profiler. Their sum may differ from the computation measured whole by what measuring costs. Medians.
@@ -28,7 +28,7 @@ from bench.models import SHAPES, Prepared, kv_bytes, prepare
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
 from bench.stepper import NUM_REQUESTS, Stepper
-from inference_svc.engine.runner import Runner
+from inference_svc.engine.runner import Runner, StepResult
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from kernels.native.library import Program
@@ -40,14 +40,18 @@ Parts = dict[str, float]
 
 
 def time_parts(stepper: Stepper) -> Parts:
-    """One turn in its parts."""
-    engine, spent = stepper.built.engine, defaultdict[str, float](float)
+    """One step in its parts."""
+    spent = defaultdict[str, float](float)
+    compute_s = 0.0
 
     def timed(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
+            nonlocal compute_s
             began_s = time.perf_counter()
             result = work(*arguments)
             spent[part] += time.perf_counter() - began_s
+            if isinstance(result, StepResult):
+                compute_s += result.timings.forward + result.timings.sample
             return result
 
         return call
@@ -58,15 +62,14 @@ def time_parts(stepper: Stepper) -> Parts:
         for owner, method in owners:
             stack.enter_context(replaced(owner, method, timed(method, getattr(owner, method))))
         began_s = time.perf_counter()
-        stepper.turn()
+        stepper.step()
         whole_s = time.perf_counter() - began_s
-    compute_s = engine.runner.compute_s
     return {
         "schedule": spent["schedule"],
         "inputs and plan": spent["run"] - compute_s,
         "compute and sample": compute_s,
         "settle": spent["settle"],
-        "rest of the turn": whole_s - sum(spent.values()),
+        "rest of the step": whole_s - sum(spent.values()),
         "whole": whole_s,
     }
 
@@ -83,7 +86,7 @@ def replaced(owner: type, method: str, work: Callable[..., Any]) -> Iterator[Non
 
 
 def native_operations(stepper: Stepper) -> Parts:
-    """Of one turn; empty if no native program ran."""
+    """Of one step; empty if no native program ran."""
     spent: Parts = defaultdict(float)
 
     def run(program: Program) -> None:
@@ -91,14 +94,14 @@ def native_operations(stepper: Stepper) -> Parts:
             spent[name] += seconds
 
     with replaced(Program, "run", run):
-        stepper.turn()
+        stepper.step()
     return dict(spent)
 
 
 def torch_operations(stepper: Stepper) -> Parts:
-    """Of one turn, by torch's own names."""
+    """Of one step, by torch's own names."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        stepper.turn()
+        stepper.step()
     return {event.key: event.self_cpu_time_total / 1e6 for event in profile.key_averages()}
 
 
@@ -120,7 +123,7 @@ def name_operations(ops: Sequence[tuple[str, float]]) -> Parts:
 def account(
     prepared: Prepared, num_adapters: int, num_steps: int
 ) -> tuple[dict[str, Parts], float]:
-    """Medians over the steps: the turn's parts, and the computation's operations; and the mean
+    """Medians over the steps: the step's parts, and the computation's operations; and the mean
     context of these steps."""
     stepper = Stepper(prepared, num_adapters)
     first = stepper.context

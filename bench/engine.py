@@ -13,8 +13,8 @@ import psutil
 
 from bench.memory_store import MemoryStore, variant_digest
 from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyRecipe, check_idle
+from inference_svc.config import EngineConfig
 from inference_svc.core import FinishReason, Request, SamplingParams
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import (
     Call,
     Cancel,

@@ -28,10 +28,10 @@ from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
 from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
-from inference_svc.backends.cuda import DeviceModel
+from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from inference_svc.backends.cuda_inputs import DeviceStep
-from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.backends.cuda_inputs import CudaInputs
+from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.layers import Linear, RMSNorm
@@ -146,14 +146,14 @@ class Served:
             pass
         self.arena.apply([TableWrite(resident)])
 
-    def model(self, *, is_captured: bool) -> DeviceModel:
-        reserved = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS)
+    def model(self, *, is_captured: bool) -> CudaBackend:
+        reserved = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS)
         max_pages = CONTEXT // PAGE_SIZE + 8
         device = torch.device("cuda")
-        step = DeviceStep(MAX_TOKENS, MAX_ROWS, max_pages, PAGE_SIZE, device, reserved)
-        lora = DeviceLora(self.arena, lora_groups(self.layout), step.block, MAX_TOKENS, MAX_ROWS)
+        step = CudaInputs(MAX_TOKENS, MAX_ROWS, max_pages, PAGE_SIZE, device, reserved)
+        lora = CudaLora(self.arena, lora_groups(self.layout), step.block, MAX_TOKENS, MAX_ROWS)
         record = CudaRecorder() if is_captured else None
-        model = DeviceModel(self.transformer, self.cache, step, lora, MAX_ROWS, record)
+        model = CudaBackend(self.transformer, self.cache, step, lora, MAX_ROWS, record)
         model.warm_up()
         return model
 
@@ -172,7 +172,7 @@ def sequences(num_rows: int, num_adapters: int) -> list[core.Sequence]:
 
 @torch.inference_mode()
 def step_times(
-    model: DeviceModel,
+    model: CudaBackend,
     rows: list[core.Sequence],
     before_step: Callable[[], None] = lambda: None,
 ) -> tuple[list[float], list[float]]:
@@ -184,8 +184,7 @@ def step_times(
         )
         begin = time.perf_counter()
         before_step()
-        model.prepare(batch)
-        logits = model.forward()
+        logits = model.forward(model.prepare(batch))
         queued = time.perf_counter()
         tokens = logits.argmax(dim=-1).tolist()
         end = time.perf_counter()

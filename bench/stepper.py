@@ -1,4 +1,4 @@
-"""The engine of `bench.account`: its turns are called one by one, in the caller's thread."""
+"""The engine of `bench.account`: its steps are called one by one, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from bench.floor import THREADS
 from bench.memory_store import MemoryStore
 from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
+from inference_svc.config import EngineConfig
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted, Submit
 
 NUM_REQUESTS, NUM_IN, MAX_LEN = 16, 64, 512
@@ -19,7 +19,7 @@ WARM_UP_STEPS = 8
 
 
 class Stepper:
-    """An engine whose turns are called from here, with requests that decode and do not end."""
+    """An engine whose steps are called from here, with requests that decode and do not end."""
 
     def __init__(self, prepared: Prepared, num_adapters: int) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -51,19 +51,19 @@ class Stepper:
             )
             self._inbox.put(Submit(request))
         while not self._all_decode():
-            self.turn()
+            self.step()
         for _ in range(WARM_UP_STEPS):
-            self.turn()
+            self.step()
 
-    def turn(self) -> None:
+    def step(self) -> None:
         messages = []
         while not self._inbox.empty():
             messages.append(self._inbox.get())
-        self.built.engine.turn(messages)
+        self.built.engine.step(messages)
 
     @property
     def context(self) -> float:
-        """Mean tokens that the next turn's rows attend to."""
+        """Mean tokens that the next step's rows attend to."""
         running = self.built.engine.scheduler.running
         return NUM_IN + sum(s.num_output for s in running) / len(running)
 

@@ -38,7 +38,7 @@ from bench.models import (
 from bench.plots import plot_lines
 from bench.results import FOLDER, median, percentile, show, write
 from bench.trace import Arrival, Traffic
-from inference_svc.engine.config import EngineConfig
+from inference_svc.config import EngineConfig
 from inference_svc.engine.status_types import EngineStatus
 
 IN_ARENA = 32

@@ -14,8 +14,13 @@ from typing import TypeAlias
 import torch
 
 from inference_svc.api.service import ServerFacts
-from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
-from inference_svc.engine.config import EngineConfig
+from inference_svc.config import (
+    EngineConfig,
+    InferenceSettings,
+    Machine,
+    ModelFacts,
+    resolve,
+)
 from inference_svc.engine.messages import StoreNews
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread

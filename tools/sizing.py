@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from pydantic import ByteSize, TypeAdapter
@@ -18,6 +18,8 @@ from pydantic import ByteSize, TypeAdapter
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.app import model_facts, to_engine_config
+from inference_svc.backends.cuda import CudaFactory
+from inference_svc.backends.native import NativeFactory
 from inference_svc.config import InferenceSettings, Machine, parse_command_line, resolve
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
@@ -95,9 +97,10 @@ def plan(config: InferenceSettings, device_bytes: int | None = None) -> Plan:
         loaded_bytes = weights_bytes(geometry, getattr(torch, dtype))
         machine = Machine(has_cuda=True, free_bytes=device_bytes - loaded_bytes)
     resolved = resolve(config, machine, model_facts(geometry))
-    # The lines are the same for either device; asking a GPU what it has would need one.
-    on_any = replace(to_engine_config(resolved), device="cpu")
-    [budget] = plan_budgets(on_any, geometry, is_native=device_bytes is None)
+    engine_config = to_engine_config(resolved)
+    backend = NativeFactory() if device_bytes is None else CudaFactory()
+    # All lines in one budget, as if of one memory: asking a GPU what it has would need one.
+    [budget] = plan_budgets(engine_config, backend.memory_needs(engine_config, geometry), None)
     layout = build_layout(geometry, resolved.base_model, (), getattr(torch, resolved.dtype))
     return Plan(resolved, geometry, layout, budget)
 

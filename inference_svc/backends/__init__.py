@@ -1,1 +1,35 @@
-"""backends."""
+"""How one step is computed on a kind of device: the only folder that knows one kind from another.
+
+base            the protocols Backend and BackendFactory, and what all backends allocate
+select          the list of backends, and the choice among them
+torch           the definition: operation by operation, for any CPU and dtype
+native          the decoder as one program in C++, for CPUs with AVX2 or AVX-512
+native_buffers  the inputs and the workspace of that program, at fixed addresses
+native_lora     the operations that add LoRA in that program
+cuda            a CUDA device: Triton kernels, decode steps recorded and replayed
+cuda_graphs     the recordings, one for each number of rows
+cuda_inputs     a step's inputs at fixed addresses, sent to the device in one copy
+cuda_lora       a step's LoRA plans at fixed addresses
+
+To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
+`select.BACKENDS`, before those that it is preferred to. Its `BackendFactory`
+
+1. `supports` says whether it computes on `config.device` with these settings, and logs why not
+   where a user could expect it to; a model that it cannot compute is UnsupportedModel in `build`;
+2. `memory_needs` is arithmetic only, an upper bound: the server is refused at start by it, and
+   `tools.sizing` plans with it on machines without the device;
+3. `device_memory` asks the device for what is free, if its memory is not the host's;
+4. `build` allocates everything, reads the weights through `model.weights.load_weights`, compiles
+   and records what steps need: nothing is left for the first request.
+
+Its `Backend`
+
+1. `prepare` turns a batch into its inputs and sends them, without waiting for the step before;
+2. `forward` computes the logits of `TorchBackend` up to rounding: tests/inference_svc/backends/
+   compares them over mixed batches, with adapters and without;
+3. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
+   arena holds, and when, is decided by `adapters.residency`.
+
+A device's name for users is a value of `--device` in `config`, its memory copies are made in
+`adapters.arena`, and its kernels lie under `kernels/`; nothing else in the tree may ask for it.
+"""

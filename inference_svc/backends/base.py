@@ -1,33 +1,169 @@
-"""What the runner asks of a model, whichever way it is computed."""
+"""What the engine needs of a kind of device, and what every backend is made of."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.config import EngineConfig, padding_pages
 from inference_svc.core import Batch
+from inference_svc.model.geometry import ModelGeometry
+from kernels.attention import KVCache, page_bytes
+
+Inputs = TypeVar("Inputs")
 
 
-class StepModel(Protocol):
-    """Computes one step at a time."""
-
-    @property
-    def num_lora_steps(self) -> int:
-        """Steps that entered the LoRA path."""
+class Backend(Protocol[Inputs]):
+    """Computes steps on one kind of device, and holds what lies in its memory: the weights, the
+    pages of keys and values, and the arena. One thread calls it."""
 
     @property
     def kernels(self) -> str:
-        """What computes: "native" and the instruction set; "torch"; "triton", or "triton, captured"
-        where decode steps are recorded and replayed."""
+        """What computes, for status: "native" and the instruction set; "torch"; "triton", or
+        "triton, captured" where decode steps are recorded and replayed."""
+
+    @property
+    def arena(self) -> Arena:
+        """What residency changes are applied to, before the step that they ride in."""
+
+    @property
+    def num_pages(self) -> int:
+        """The pages that sequences may own: [0, num_pages)."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """The memory of all pages."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """The memory of the model's weights."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What it keeps from step to step to compute them in, where it computes."""
+        """The memory that steps are computed in and that is held between them."""
 
-    def prepare(self, batch: Batch) -> None:
-        """Describes the next step to whoever computes it."""
+    @property
+    def num_lora_steps(self) -> int:
+        """The number of steps so far in which a row used an adapter."""
 
-    def forward(self) -> Tensor:
-        """Computes the step: fp32 logits [rows that sample, vocab_size], in the order of the rows.
-        The caller may change them, and they may be gone with the next step."""
+    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
+        """Binds each thread that computes to one of these sets of processors. Called once, in the
+        thread that will call `forward`."""
+
+    def prepare(self, batch: Batch) -> Inputs:
+        """Returns the step's inputs for `forward`; at most one step is prepared at a time. `batch`
+        has rows."""
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Returns fp32 logits [rows that sample, vocab_size], in the order of the rows. The caller
+        may change them, and the next step may overwrite them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """The bytes that a backend takes on its device beside pages and arena. `loading_bytes` are what
+    reading the weights takes at its peak, before the workspace is allocated."""
+
+    weights_bytes: int
+    workspace_bytes: int
+    loading_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's own memory."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class BackendFactory(Protocol):
+    """What is known of a backend before anything is allocated, and how it is made."""
+
+    @property
+    def has_device_memory(self) -> bool:
+        """Whether the device's memory is not the host's: then images are pulled into a pinned host
+        tier first."""
+
+    @property
+    def profiler_device(self) -> str | None:
+        """What torch's profiler calls the device; None: it is the CPU."""
+
+    def supports(self, config: EngineConfig) -> bool:
+        """Returns whether the backend computes on `config.device` with these settings, on this
+        machine. Logs why not, if the settings would have it."""
+
+    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+        """Computes the needs; needs no device."""
+
+    def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
+        """Asks the device; None where its memory is the host's."""
+
+    def build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> Backend[Any]:
+        """Allocates all memory, reads the weights, and compiles and records what steps need, so
+        that no request waits for it. `host_slab` is the host tier's memory, if there is one.
+
+        Raises UnsupportedModel; ValueError when the memory given does not suffice.
+        """
+
+
+def allocate_arena(config: EngineConfig, layout: ModelLayout, host_slab: Tensor | None) -> Arena:
+    return Arena(
+        layout,
+        config.arena_bytes,
+        config.max_loras,
+        config.max_lora_rank,
+        torch.device(config.device),
+        host_slab,
+    )
+
+
+def allocate_kv_cache(
+    config: EngineConfig, geometry: ModelGeometry, *, is_tiled: bool = False
+) -> KVCache:
+    """Allocates as many pages as `kv_bytes` hold. Raises ValueError if those that sequences may own
+    do not hold one of `max_model_len`."""
+    dtype = getattr(torch, config.dtype)
+    num_bytes = page_bytes(
+        num_layers=geometry.num_layers,
+        page_size=config.page_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=dtype,
+    )
+    num_pages = config.kv_bytes // num_bytes
+    num_padding = padding_pages(config.device)
+    num_tokens = max(0, num_pages - num_padding) * config.page_size
+    if num_tokens < config.max_model_len:
+        needed = (-(-config.max_model_len // config.page_size) + num_padding) * num_bytes
+        raise ValueError(
+            f"kv_memory of {config.kv_bytes} bytes holds {num_tokens} tokens of sequences, "
+            f"less than max_model_len {config.max_model_len}: give it at least {needed} bytes"
+        )
+    return KVCache.allocate(
+        num_layers=geometry.num_layers,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=dtype,
+        device=torch.device(config.device),
+        is_tiled=is_tiled,
+    )
+
+
+def max_pages(config: EngineConfig) -> int:
+    """The number of pages of the longest sequence."""
+    return -(-config.max_model_len // config.page_size)

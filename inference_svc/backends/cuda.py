@@ -1,23 +1,50 @@
-"""A step on a device: inputs at fixed addresses, sent in one copy; decode steps replayed."""
+"""A step on a CUDA device: inputs at fixed addresses, sent in one copy; decode steps replayed."""
 
 from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference_svc.backends.cuda_graphs import CapturedSteps, Record, captured_sizes
-from inference_svc.backends.cuda_inputs import DeviceStep
-from inference_svc.backends.cuda_lora import DeviceLora
+from inference_svc.adapters.layout import ModelLayout, lora_groups
+from inference_svc.backends.base import (
+    Backend,
+    DeviceMemory,
+    MemoryNeeds,
+    allocate_arena,
+    allocate_kv_cache,
+    max_pages,
+)
+from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
+from inference_svc.backends.cuda_inputs import CudaInputs
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.torch import step_bytes
+from inference_svc.config import EngineConfig
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.decoder import Transformer
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.layers import Linear
+from inference_svc.model.weights import load_weights, weights_bytes
 from kernels.attention import KVCache
 
 SHORT_TOKENS = 16
-"""Of a short prompt: too few for the kernels of many tokens, and not a single one."""
+"""The length of a short prompt: too few for the kernels of many tokens, and not a single one."""
 
 
-class DeviceModel:
-    """See `StepModel`. The cache's last page is padding's: no sequence may own it.
+class PreparedStep(NamedTuple):
+    """Which of the tensors at fixed addresses a step uses. `size` is that of the recorded step that
+    is replayed for it; None: it is computed operation by operation."""
+
+    num_rows: int
+    has_lora: bool
+    size: int | None
+
+
+class CudaBackend:
+    """A `Backend` whose inputs lie in `step`. The cache's last page is padding's: no sequence may
+    own it.
 
     `record` records decode steps for replay; None: every step is computed operation by operation.
     """
@@ -26,20 +53,19 @@ class DeviceModel:
         self,
         transformer: Transformer,
         kv_cache: KVCache,
-        step: DeviceStep,
-        lora: DeviceLora,
+        step: CudaInputs,
+        lora: CudaLora,
         max_rows: int,
         record: Record | None,
     ) -> None:
+        self.arena = lora.arena
+        self.num_pages, self.kv_bytes = kv_cache.num_pages - 1, kv_cache.num_bytes
+        self.num_lora_steps = 0
+        self.num_replays = 0
         self._transformer = transformer
         self._kv_cache = kv_cache
         self._step = step
         self._lora = lora
-        self._has_lora = False
-        self._num_rows = 0
-        self._size: int | None = None
-        self.num_lora_steps = 0
-        self.num_replays = 0
         self._max_rows = max_rows
         self._sizes = captured_sizes(max_rows)
         self._captured: CapturedSteps | None = None
@@ -52,9 +78,13 @@ class DeviceModel:
         return "triton" if self._captured is None else "triton, captured"
 
     @property
+    def weights_bytes(self) -> int:
+        return self._transformer.weights.num_bytes
+
+    @property
     def workspace_bytes(self) -> int:
-        """The inputs, and what torch has taken of a CUDA device since: it keeps what a step has
-        freed for the next, and replayed steps hold what they compute in."""
+        """The inputs, and what torch has taken of the device since the backend was made: it keeps
+        what a step has freed for the next, and replayed steps hold what they compute in."""
         device = self._step.block.device
         return self._step.block.num_bytes + _reserved_bytes(device) - self._reserved_bytes
 
@@ -94,26 +124,30 @@ class DeviceModel:
         for lora in (None, *steps):
             self._transformer.forward(inputs, self._kv_cache, lora)
 
-    def prepare(self, batch: Batch) -> None:
-        """Describes the step and sends it. Waits for nothing but an earlier step's copy."""
+    def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
+        """Leaves the threads to the system: the device computes."""
+
+    def prepare(self, batch: Batch) -> PreparedStep:
+        """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
         self._step.block.wait()
         self._step.fill(batch)
-        self._has_lora = self._lora.fill(batch.rows)
-        self.num_lora_steps += self._has_lora
-        self._num_rows = len(batch.rows)
-        self._size = None
+        has_lora = self._lora.fill(batch.rows)
+        self.num_lora_steps += has_lora
+        num_rows, size = len(batch.rows), None
         if self._captured is not None and all(row.is_decode for row in batch.rows):
-            self._size = self._captured.size_for(self._num_rows)
-            if self._size is not None:
-                self._step.pad(self._size, self._padding_page)
+            size = self._captured.size_for(num_rows)
+            if size is not None:
+                self._step.pad(size, self._padding_page)
         self._step.send()
+        return PreparedStep(num_rows, has_lora, size)
 
     @torch.inference_mode()
-    def forward(self) -> Tensor:
-        if self._captured is not None and self._size is not None:
+    def forward(self, inputs: PreparedStep) -> Tensor:
+        if inputs.size is not None:
+            assert self._captured is not None
             self.num_replays += 1
-            return self._captured.replay(self._size, self._has_lora)[: self._num_rows]
-        lora = self._lora.step() if self._has_lora else None
+            return self._captured.replay(inputs.size, inputs.has_lora)[: inputs.num_rows]
+        lora = self._lora.step() if inputs.has_lora else None
         return self._transformer.forward(self._step.inputs(), self._kv_cache, lora)
 
     def _decode(self, size: int, with_lora: bool) -> Tensor:
@@ -122,9 +156,53 @@ class DeviceModel:
 
     @property
     def _padding_page(self) -> int:
-        return self._kv_cache.num_pages - 1
+        return self.num_pages
+
+
+class CudaFactory:
+    """A `BackendFactory` for one CUDA device."""
+
+    has_device_memory = True
+    profiler_device = "cuda"
+
+    def supports(self, config: EngineConfig) -> bool:
+        return torch.device(config.device).type == "cuda"
+
+    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+        dtype = getattr(torch, config.dtype)
+        return MemoryNeeds(weights_bytes(geometry, dtype), step_bytes(config, geometry))
+
+    def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
+        return DeviceMemory(*torch.cuda.mem_get_info(torch.device(config.device)))
+
+    def build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> Backend[PreparedStep]:
+        max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+        kv_cache = allocate_kv_cache(config, geometry)
+        arena = allocate_arena(config, layout, host_slab)
+        dtype = getattr(torch, config.dtype)
+        weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
+        step = CudaInputs(
+            max_tokens,
+            max_rows,
+            max_pages(config),
+            config.page_size,
+            arena.device,
+            reserved_bytes=CudaLora.num_bytes(max_tokens, max_rows),
+        )
+        lora = CudaLora(arena, lora_groups(layout), step.block, max_tokens, max_rows)
+        record = CudaRecorder() if config.cuda_graphs else None
+        transformer = Transformer(geometry, weights)
+        backend = CudaBackend(transformer, kv_cache, step, lora, max_rows, record)
+        backend.warm_up()
+        return backend
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What torch has of it, in use or kept for later; nothing is known of a CPU."""
+    """What torch has of the device, in use or kept for later; 0 on a CPU, where tests run this."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

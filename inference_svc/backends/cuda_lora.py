@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.backends.cuda_step_block import ALIGNMENT_BYTES, StepBlock
-from inference_svc.backends.torch_lora import LoraStep
+from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
+from inference_svc.backends.torch import LoraStep
 from inference_svc.core import BASE_SLOT, BatchRow
 from kernels.lora import LoraGroup, LoraPlan, LoraSegment
 from kernels.lora.plan import ITEM_TILE, TILE_TOKENS, IntArray, plan_items, plan_segments
 
 
-class DeviceLora:
+class CudaLora:
     """For steps of up to `max_tokens` tokens of up to `max_rows` rows, in a block of their own."""
 
     def __init__(
@@ -26,7 +26,7 @@ class DeviceLora:
         max_tokens: int,
         max_rows: int,
     ) -> None:
-        self._arena = arena
+        self.arena = arena
         self._groups = groups
         self._tokens = _PlanArrays(block, max_tokens, max_rows)
         self._heads = _PlanArrays(block, max_rows, max_rows)
@@ -45,7 +45,7 @@ class DeviceLora:
         used = set(slots) - {BASE_SLOT}
         if not used:
             return False
-        adapters = self._arena.table.adapters
+        adapters = self.arena.table.adapters
         self._targets = frozenset().union(*{adapters[slot].target_set for slot in used})
         lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
         self._tokens.fill(np.array(slots, dtype=np.int64), lengths)
@@ -55,21 +55,21 @@ class DeviceLora:
 
     def step(self) -> LoraStep:
         """What was filled."""
-        plans = (arrays.plan(self._arena, self._targets) for arrays in (self._tokens, self._heads))
-        return LoraStep(self._arena, self._groups, *plans)
+        plans = (arrays.plan(self.arena, self._targets) for arrays in (self._tokens, self._heads))
+        return LoraStep(self.arena, self._groups, *plans)
 
     def decode_step(self, num_rows: int) -> LoraStep:
         """For a captured step of so many decode rows, whatever adapters they use."""
         # Every row is one token that samples.
-        plan = self._tokens.any_plan(self._arena, num_rows, has_tiles=False)
-        return LoraStep(self._arena, self._groups, plan, plan)
+        plan = self._tokens.any_plan(self.arena, num_rows, has_tiles=False)
+        return LoraStep(self.arena, self._groups, plan, plan)
 
     def warm_up_step(self, num_tokens: int, has_tiles: bool) -> LoraStep:
         """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
         over what was filled: for base rows, nothing. One row samples."""
-        plan = self._tokens.any_plan(self._arena, num_tokens, has_tiles)
-        heads = self._heads.any_plan(self._arena, 1, has_tiles=False)
-        return LoraStep(self._arena, self._groups, plan, heads)
+        plan = self._tokens.any_plan(self.arena, num_tokens, has_tiles)
+        heads = self._heads.any_plan(self.arena, 1, has_tiles=False)
+        return LoraStep(self.arena, self._groups, plan, heads)
 
 
 class _PlanArrays:

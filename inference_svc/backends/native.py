@@ -1,4 +1,4 @@
-"""The decoder as a program: every operation of a step, top down, over fixed buffers in C++.
+"""A step computed by one program in C++: the decoder's operations, top down, over fixed buffers.
 
 What `Transformer` computes, in the same order and with the same roundings, but in one call: no
 Python between operations, no allocation. Programs differ only in which adapters' operations they
@@ -7,26 +7,48 @@ hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from inference_svc.backends.native_buffers import StepArrays
-from inference_svc.backends.native_workspace import Workspace
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, lora_groups
+from inference_svc.backends.base import (
+    Backend,
+    DeviceMemory,
+    MemoryNeeds,
+    allocate_arena,
+    allocate_kv_cache,
+    max_pages,
+)
+from inference_svc.backends.native_buffers import StepArrays, Workspace
+from inference_svc.backends.native_lora import NativeLoraOps
+from inference_svc.backends.torch import step_bytes
+from inference_svc.config import EngineConfig
+from inference_svc.core import Batch
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import RMSNorm
-from inference_svc.model.weights import LayerWeights, ModelWeights
-from kernels.attention import KVCache
+from inference_svc.model.weights import (
+    LayerWeights,
+    ModelWeights,
+    largest_projection_bytes,
+    load_weights,
+    weights_bytes,
+)
+from kernels.attention import KVCache, can_tile
 from kernels.attention.native import NativeAttention, rope_and_store_op, rotary_angles_op
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from kernels.elementwise import gather_op, rms_norm_op, swiglu_op
+from kernels.host_memory import Slab
 from kernels.linear import PackedLinear, linear_op
-from kernels.native.library import Library, NativeOp, Program
+from kernels.native.library import Library, NativeOp, Program, load
 
-EMBEDDING, HEAD = "embed", "head"
+log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that there could be any number."""
@@ -104,8 +126,12 @@ class NativeTransformer:
         )
 
     @property
+    def weights_bytes(self) -> int:
+        return self._weights.num_bytes
+
+    @property
     def num_bytes(self) -> int:
-        """Of the memory that steps are computed in."""
+        """The memory that steps are computed in."""
         angles = sum(tensor.nbytes for tensor in self._angles)
         attention = sum(attention.num_bytes for attention in self._attention.values())
         return self._workspace.num_bytes + angles + self._scratch.num_bytes + attention
@@ -200,3 +226,109 @@ class NativeTransformer:
 
 def _of(group: str, ops: Iterable[NativeOp]) -> Iterator[tuple[str, NativeOp]]:
     return ((group, op) for op in ops)
+
+
+class NativeBackend:
+    """A `Backend` whose inputs lie in `step`; a prepared step is the groups that its adapters
+    change, which select the program."""
+
+    def __init__(
+        self,
+        transformer: NativeTransformer,
+        kv_cache: KVCache,
+        arena: Arena,
+        step: StepArrays,
+        lora: NativeLoraOps,
+        library: Library,
+    ) -> None:
+        self.arena = arena
+        self.num_pages, self.kv_bytes = kv_cache.num_pages, kv_cache.num_bytes
+        self.kernels = f"native {library.variant}"
+        self.num_lora_steps = 0
+        self._transformer = transformer
+        self._step = step
+        self._lora = lora
+        self._library = library
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._transformer.weights_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._transformer.num_bytes + self._lora.workspace_bytes
+
+    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
+        self._library.place_threads(processors)
+
+    def prepare(self, batch: Batch) -> frozenset[str]:
+        self._step.fill(batch)
+        groups = self._lora.plan(batch.rows)
+        self.num_lora_steps += bool(groups)
+        return groups
+
+    def forward(self, inputs: frozenset[str]) -> Tensor:
+        return self._transformer.forward(inputs)
+
+
+class NativeFactory:
+    """A `BackendFactory` for CPUs that the native kernels are compiled for."""
+
+    has_device_memory = False
+    profiler_device = None
+
+    def supports(self, config: EngineConfig) -> bool:
+        if not config.native_kernels or torch.device(config.device).type != "cpu":
+            return False
+        if config.dtype not in ("float32", "bfloat16"):
+            log.warning("the native kernels do not compute %s: the torch path serves", config.dtype)
+            return False
+        return load() is not None
+
+    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+        dtype = getattr(torch, config.dtype)
+        needed_bytes = weights_bytes(geometry, dtype)
+        if geometry.tie_word_embeddings:  # packed, the head cannot share the embedding's memory
+            needed_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
+        workspace = step_bytes(config, geometry) + _native_bytes(config, geometry)
+        # While a projection is read, the tensor of its file is there beside its packed form.
+        return MemoryNeeds(needed_bytes, workspace, largest_projection_bytes(geometry, dtype))
+
+    def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
+        return None
+
+    def build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> Backend[frozenset[str]]:
+        library, dtype = load(), getattr(torch, config.dtype)
+        assert library is not None, "the backend is supported"
+        max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+        is_tiled = can_tile(config.page_size, geometry.head_dim, dtype)
+        kv_cache = allocate_kv_cache(config, geometry, is_tiled=is_tiled)
+        arena = allocate_arena(config, layout, host_slab)
+        pack = partial(PackedLinear.pack, allocate=Slab().take)
+        packed = load_weights(config.model_dir, geometry, dtype, config.device, pack)
+        step = StepArrays(max_tokens, max_rows, max_pages(config), config.page_size)
+        lora = NativeLoraOps(arena, lora_groups(layout), max_tokens, max_rows)
+        workspace = Workspace.allocate(geometry, max_tokens, max_rows, dtype)
+        transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)
+        return NativeBackend(transformer, kv_cache, arena, step, lora, library)
+
+
+def _native_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """What the native kernels add to a step's memory: what the rows that sample take apart in the
+    last layer, and what each thread computes attention in."""
+    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
+    per_sample = (g.hidden_size + g.q_size + 3 * config.max_lora_rank) * item_bytes
+    shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)
+    attention = shape.num_bytes(
+        config.max_batch_tokens,
+        config.max_sequences,
+        config.num_threads or torch.get_num_threads(),
+        len(set(g.sliding_windows)),
+    )
+    return int(config.max_sequences * per_sample + attention)

@@ -1,26 +1,84 @@
-"""A step computed operation by operation in torch (and Triton, on CUDA)."""
+"""A step computed operation by operation in torch: the definition that all backends must equal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.backends.torch_lora import LoraStep, make_lora_step
-from inference_svc.core import Batch
+from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, lora_groups
+from inference_svc.backends.base import (
+    Backend,
+    DeviceMemory,
+    MemoryNeeds,
+    allocate_arena,
+    allocate_kv_cache,
+)
+from inference_svc.config import EngineConfig
+from inference_svc.core import BASE_SLOT, Batch, BatchRow
 from inference_svc.model.decoder import Transformer
+from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.inputs import StepInputs
+from inference_svc.model.layers import Linear
+from inference_svc.model.weights import load_weights, weights_bytes
 from kernels.attention import KVCache
-from kernels.lora import LoraGroup
+from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
 
 
-class TorchModel:
-    """See `StepModel`. Owns nothing but references: the model, its KV cache, the arena."""
+@dataclass(frozen=True, slots=True)
+class LoraStep:
+    """What the decoder calls after each base projection; see `model.lora.Lora`.
+
+    `plan` covers all tokens of the step, `head_plan` the rows that produce logits.
+    """
+
+    arena: Arena
+    groups: Mapping[str, LoraGroup]
+    plan: LoraPlan
+    head_plan: LoraPlan
+
+    def add(self, group: str, x: Tensor, out: Tensor) -> None:
+        arena = self.arena
+        add_lora(out, x, arena.flat, arena.table, self.plan, self.groups[group])
+
+    def add_embedding(self, token_ids: Tensor, out: Tensor) -> None:
+        arena, (target,) = self.arena, self.groups[EMBEDDING].targets
+        add_lora_embedding(out, token_ids, arena.flat, arena.table, self.plan, target)
+
+    def add_head(self, x: Tensor, out: Tensor) -> None:
+        arena = self.arena
+        add_lora(out, x, arena.flat, arena.table, self.head_plan, self.groups[HEAD])
+
+
+def plan_lora(
+    rows: Sequence[BatchRow], arena: Arena, groups: Mapping[str, LoraGroup]
+) -> LoraStep | None:
+    """Returns None when no row of the batch has an adapter: the LoRA path is not entered."""
+    if all(row.slot == BASE_SLOT for row in rows):
+        return None
+    slots = [row.slot for row in rows]
+    sampling = [row.slot for row in rows if row.samples]
+    plan = LoraPlan.build(slots, [row.num_tokens for row in rows], arena.table, arena.device)
+    head_plan = LoraPlan.build(sampling, [1] * len(sampling), arena.table, arena.device)
+    return LoraStep(arena, groups, plan, head_plan)
+
+
+class TorchInputs(NamedTuple):
+    """One step's inputs. `lora` is None when no row has an adapter."""
+
+    step: StepInputs
+    lora: LoraStep | None
+
+
+class TorchBackend:
+    """A `Backend` without memory of its own: each step allocates what it computes in."""
 
     kernels = "torch"
     workspace_bytes = 0
-    """Each step allocates what it computes in, and frees it."""
 
     def __init__(
         self,
@@ -29,19 +87,70 @@ class TorchModel:
         arena: Arena,
         groups: Mapping[str, LoraGroup],
     ) -> None:
+        self.arena = arena
+        self.num_pages, self.kv_bytes = kv_cache.num_pages, kv_cache.num_bytes
+        self.num_lora_steps = 0
         self._transformer = transformer
         self._kv_cache = kv_cache
-        self._arena = arena
         self._groups = groups
-        self._inputs: StepInputs | None = None
-        self._lora: LoraStep | None = None
-        self.num_lora_steps = 0
 
-    def prepare(self, batch: Batch) -> None:
-        self._inputs = StepInputs.build(batch, self._kv_cache.page_size, self._arena.device)
-        self._lora = make_lora_step(batch.rows, self._arena, self._groups)
-        self.num_lora_steps += self._lora is not None
+    @property
+    def weights_bytes(self) -> int:
+        return self._transformer.weights.num_bytes
 
-    def forward(self) -> Tensor:
-        assert self._inputs is not None, "a step is prepared first"
-        return self._transformer.forward(self._inputs, self._kv_cache, self._lora)
+    def place_threads(self, processors: Sequence[Sequence[int]]) -> None:
+        """Leaves torch's threads to the system."""
+
+    def prepare(self, batch: Batch) -> TorchInputs:
+        step = StepInputs.build(batch, self._kv_cache.page_size, self.arena.device)
+        lora = plan_lora(batch.rows, self.arena, self._groups)
+        self.num_lora_steps += lora is not None
+        return TorchInputs(step, lora)
+
+    def forward(self, inputs: TorchInputs) -> Tensor:
+        return self._transformer.forward(inputs.step, self._kv_cache, inputs.lora)
+
+
+class TorchFactory:
+    """A `BackendFactory` for any CPU and every dtype."""
+
+    has_device_memory = False
+    profiler_device = None
+
+    def supports(self, config: EngineConfig) -> bool:
+        return torch.device(config.device).type == "cpu"
+
+    def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+        dtype = getattr(torch, config.dtype)
+        return MemoryNeeds(weights_bytes(geometry, dtype), step_bytes(config, geometry))
+
+    def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
+        return None
+
+    def build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> Backend[TorchInputs]:
+        kv_cache = allocate_kv_cache(config, geometry)
+        arena = allocate_arena(config, layout, host_slab)
+        dtype = getattr(torch, config.dtype)
+        weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
+        return TorchBackend(Transformer(geometry, weights), kv_cache, arena, lora_groups(layout))
+
+
+def step_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
+    them to, the keys and values of one longest sequence side by side, logits and the sampler's
+    copies of `max_sequences`."""
+    item_bytes = getattr(torch, config.dtype).itemsize
+    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
+    attention = 3 * geometry.q_size + 4 * geometry.kv_size
+    per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
+    per_token += 3 * config.max_lora_rank * item_bytes
+    per_token += 2 * hidden * 4  # norms, in fp32
+    gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
+    logits = config.max_sequences * geometry.vocab_size * 4
+    return int(config.max_batch_tokens * per_token + gathered + 3 * logits)

@@ -1,6 +1,6 @@
-"""The engine's loop: take messages, then schedule (decide), run (compute), settle (account).
+"""The engine's step: take messages, then schedule (decide), run (compute), settle (account).
 
-It never reads a file, waits on a socket or parses; it waits only for messages, when idle.
+It never reads a file, waits on a socket or parses.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from servicekit.errors import Draining, ServiceError
 
 @dataclass
 class Engine:
-    """Wires the parts; `build.build_engine` makes them. One thread calls `turn`, and `times.end`
-    when it has handed on what the turn said."""
+    """Wires the parts; `build.build_engine` makes them. One thread calls `step`, within
+    `times.measure`."""
 
     scheduler: Scheduler
     runner: Runner
@@ -56,25 +56,25 @@ class Engine:
     _outputs: list[Output] = field(default_factory=list)
     _replies: list[Reply] = field(default_factory=list)
 
-    def turn(self, messages: list[Message | PullEvent]) -> tuple[StepOutputs, bool]:
-        """Takes all messages, then one step, if there is anything to compute.
+    def step(self, messages: list[Message | PullEvent]) -> tuple[StepOutputs, bool]:
+        """Takes all messages, then computes one batch, if there is anything to compute.
 
-        Returns what there is to say, and whether to go on at once: if not, nothing will change
-        before the next message or `next_expiry_s`.
+        Returns the outputs, and whether to go on at once: if not, nothing will change before the
+        next message or `next_expiry_s`.
         """
-        self.times.begin()
         for message in messages:
             self._take(message, time.monotonic())
-        self._before_step(time.monotonic())
-        stepped = not self.is_stopping and self.step()
+        self._before_batch(time.monotonic())
+        has_run = not self.is_stopping and self._run_batch()
         self._replies += self.commands.poll(time.monotonic())
-        return self._say(), stepped or self.residency.is_copying
+        return self._flush_outputs(), has_run or self.residency.is_copying
 
-    def step(self) -> bool:
+    def _run_batch(self) -> bool:
+        """Returns whether there was a batch: tokens to compute, or residency changes."""
         with self.commands.profiler.step():
-            return self._step()
+            return self._run_traced()
 
-    def _step(self) -> bool:
+    def _run_traced(self) -> bool:
         began_s = time.monotonic()
         profiler = self.commands.profiler
         self.residency.finish_copies(self.runner.pop_completed_copies(), began_s)
@@ -83,9 +83,8 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        runner = self.runner
-        sampled = runner.run(batch)
-        self.times.changed(runner.changes_s)
+        sampled, timings = self.runner.run(batch)
+        self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
             outputs = self.settler.settle(batch, sampled, settled_s)
@@ -98,18 +97,16 @@ class Engine:
         if batch.rows:
             profiler.stepped()
             schedule_s, settle_s = scheduled_s - began_s, time.monotonic() - settled_s
-            self.times.stepped(
-                StepPhases(
-                    schedule_s, runner.prepare_s, runner.forward_s, runner.sample_s, settle_s
-                )
+            self.times.computed(
+                StepPhases(schedule_s, timings.prepare, timings.forward, timings.sample, settle_s)
             )
         return True
 
-    def _say(self) -> StepOutputs:
+    def _flush_outputs(self) -> StepOutputs:
         spans = self.residency.pop_spans()
-        said = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
+        flushed = StepOutputs(tuple(self._outputs), tuple(self._replies), spans=spans)
         self._outputs, self._replies = [], []
-        return said
+        return flushed
 
     def next_expiry_s(self) -> float | None:
         """When, on the monotonic clock, a waiting sequence or load would expire."""
@@ -167,9 +164,9 @@ class Engine:
         if sequence is not None:
             self._end(sequence, now_s, reason=FinishReason.ABORTED)
 
-    # Around the step.
+    # Around the batch.
 
-    def _before_step(self, now_s: float) -> None:
+    def _before_batch(self, now_s: float) -> None:
         """Ends what has expired or failed, then lets loads go on."""
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
@@ -229,17 +226,18 @@ class Engine:
             self._end(sequence, now_s, error=error)
         self._replies += self.commands.fail_all(error)
         self.residency.cancel_all()
-        return self._say()
+        return self._flush_outputs()
 
     def give_up(self, error: Exception) -> StepOutputs:
-        """What was to be said, and `error` for everything open. Of a trace no file stays; touches
-        no other structure: after a bug they may be broken."""
-        said = self._say()
-        ended = {output.request_id for output in said.outputs if output.is_last}
+        """Returns the outputs so far, and `error` for what is open. Removes the files of a trace;
+        touches no other structure: after a bug they may be broken."""
+        flushed = self._flush_outputs()
+        ended = {output.request_id for output in flushed.outputs if output.is_last}
         lost = [Output(r, error=error) for r in self.sequences if r not in ended]
         replies = [Reply(call_id, error=error) for call_id in self.commands.open_call_ids]
         self.commands.profiler.give_up()
-        return StepOutputs((*said.outputs, *lost), (*said.replies, *replies), error, said.spans)
+        outputs = (*flushed.outputs, *lost)
+        return StepOutputs(outputs, (*flushed.replies, *replies), error, flushed.spans)
 
     def check_integrity(self) -> None:
         """Asserts that queues, pages, pins, memory and waiters agree."""

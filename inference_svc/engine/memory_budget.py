@@ -8,13 +8,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
-
-from inference_svc.engine.config import EngineConfig
+from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
+from inference_svc.config import EngineConfig
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
-from inference_svc.model.weights import largest_projection_bytes, weights_bytes
-from kernels.attention.native_memory import AttentionShape
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +72,11 @@ def human(num_bytes: int) -> str:
     return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.1f} {UNITS[unit]}"
 
 
-def check_budgets(config: EngineConfig, geometry: ModelGeometry, *, is_native: bool) -> Budget:
-    """The budget of the device. Raises ValueError with the arithmetic of one that does not fit."""
-    budgets = plan_budgets(config, geometry, is_native=is_native)
+def check_budgets(config: EngineConfig, geometry: ModelGeometry, backend: BackendFactory) -> Budget:
+    """Returns the device's budget. Raises ValueError with the arithmetic of one that does not
+    fit."""
+    needs, memory = backend.memory_needs(config, geometry), backend.device_memory(config)
+    budgets = plan_budgets(config, needs, memory)
     for budget in budgets:
         budget.check()
         log.info("memory of the %s:\n%s", budget.place, budget)
@@ -85,26 +84,23 @@ def check_budgets(config: EngineConfig, geometry: ModelGeometry, *, is_native: b
 
 
 def plan_budgets(
-    config: EngineConfig, geometry: ModelGeometry, *, is_native: bool
+    config: EngineConfig, needs: MemoryNeeds, memory: DeviceMemory | None
 ) -> tuple[Budget, ...]:
-    """The device's budget first; on CUDA the host has one of its own. Nothing is allocated.
-    `is_native`: the native kernels compute."""
-    dtype = getattr(torch, config.dtype)
-    workspace = workspace_bytes(config, geometry, is_native=is_native)
+    """Returns the device's budget first; where the device has `memory` of its own, the host's
+    follows. Nothing is allocated."""
     on_device: tuple[Line, ...] = (
-        Line("weights", _weights_bytes(geometry, dtype, is_native), "a smaller model or --dtype"),
+        Line("weights", needs.weights_bytes, "a smaller model or --dtype"),
         Line("kv_pages", config.kv_bytes, "--kv-memory"),
         Line("arena", config.arena_bytes, "--adapter-memory"),
         Line(
             "workspace",
-            workspace,
+            needs.workspace_bytes,
             "--max-batch-tokens, --max-sequences, --max-model-len, --num-threads",
         ),
     )
     # The workspace is allocated after the weights, so that only what exceeds it adds to the peak.
-    # While a projection is read, the tensor of its file takes the place of its packed form.
-    beyond = largest_projection_bytes(geometry, dtype) - workspace
-    if is_native and beyond > 0:
+    beyond = needs.loading_bytes - needs.workspace_bytes
+    if beyond > 0:
         on_device += (Line("packing", beyond, "a smaller model or --dtype"),)
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
@@ -112,11 +108,10 @@ def plan_budgets(
         # The last one, and all of it is there already.
         Line("process", resident_bytes() + config.frontend_bytes),
     )
-    if config.device == "cpu":
+    if memory is None:
         return (_budget("host", (*on_device, *on_host), config.memory_limit_bytes),)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(torch.device(config.device))
-    limit_bytes = config.memory_limit_bytes or total_bytes
-    in_use = Line("in use", total_bytes - free_bytes, "other programs on the device")
+    limit_bytes = config.memory_limit_bytes or memory.total_bytes
+    in_use = Line("in use", memory.total_bytes - memory.free_bytes, "other programs on the device")
     change = "--memory-limit, or a larger device"
     return (
         Budget("device", (*on_device, in_use), limit_bytes, change),
@@ -125,48 +120,9 @@ def plan_budgets(
 
 
 def _budget(place: str, lines: tuple[Line, ...], limit_bytes: int) -> Budget:
-    """Of the host. Without a limit it is what this process has and what is left to it."""
+    """Returns one of the host. Without a limit it is what this process has and what is left."""
     if limit_bytes:
         return Budget(place, lines, limit_bytes, "--memory-limit")
     left_bytes = available_bytes()
     limit = None if left_bytes is None else left_bytes + lines[-1].num_bytes
     return Budget(place, lines, limit, "what the machine and its container leave")
-
-
-def _weights_bytes(geometry: ModelGeometry, dtype: torch.dtype, is_native: bool) -> int:
-    """Packed, as the native kernels read it, a tied head cannot share the embedding's memory."""
-    num_bytes = weights_bytes(geometry, dtype)
-    if geometry.tie_word_embeddings and is_native:
-        num_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
-    return num_bytes
-
-
-def workspace_bytes(config: EngineConfig, geometry: ModelGeometry, *, is_native: bool) -> int:
-    """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
-    them to, the keys and values of one longest sequence side by side, logits and the sampler's
-    copies of `max_sequences`, and of the native kernels what the rows that sample take apart in the
-    last layer, and what each thread computes attention in."""
-    item_bytes = getattr(torch, config.dtype).itemsize
-    hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
-    attention = 3 * geometry.q_size + 4 * geometry.kv_size
-    per_token = (3 * hidden + attention + 3 * intermediate) * item_bytes
-    per_token += 3 * config.max_lora_rank * item_bytes
-    per_token += 2 * hidden * 4  # norms, in fp32
-    gathered = config.max_model_len * 2 * geometry.kv_size * item_bytes
-    logits = config.max_sequences * geometry.vocab_size * 4
-    whole = config.max_batch_tokens * per_token + gathered + 3 * logits
-    if not is_native:
-        return whole
-    per_sample = (hidden + geometry.q_size + 3 * config.max_lora_rank) * item_bytes
-    return whole + config.max_sequences * per_sample + _attention_bytes(config, geometry)
-
-
-def _attention_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
-    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
-    shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)
-    return shape.num_bytes(
-        config.max_batch_tokens,
-        config.max_sequences,
-        config.num_threads or torch.get_num_threads(),
-        len(set(g.sliding_windows)),
-    )

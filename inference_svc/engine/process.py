@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.engine.config import EngineConfig
+from inference_svc.config import EngineConfig
 from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreNews
 from inference_svc.engine.process_main import Ready, StoreRecipe, encode
 from inference_svc.errors import EngineFailed

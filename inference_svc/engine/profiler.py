@@ -18,8 +18,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 # torch.profiler's own class is around this one; to begin it loads a compiler, seconds and 150 MB.
 from torch.autograd.profiler import profile, record_function
 
@@ -81,9 +79,9 @@ class _Tracing:
 
 @dataclass
 class StepProfiler:
-    """`device` is torch's name of what computes."""
+    """`device` is the profiler's name of what computes, if that is not the CPU."""
 
-    device: str
+    device: str | None
     marks: Marks = field(default_factory=Marks)
     _tracing: _Tracing | None = None
     _warmer: threading.Thread | None = None
@@ -180,8 +178,7 @@ class StepProfiler:
     # Within.
 
     def _make(self) -> profile:
-        on_device = "cuda" if torch.device(self.device).type == "cuda" else None
-        return profile(use_kineto=True, use_device=on_device)
+        return profile(use_kineto=True, use_device=self.device)
 
     def _warm_up(self) -> None:
         try:

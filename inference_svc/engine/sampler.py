@@ -87,7 +87,7 @@ class _Draws:
         """This step's number of each row: fp64 [N, 1]."""
         positions = np.array([len(s.token_ids) for s in self._sequences], np.uint64)
         drawn = torch.from_numpy(uniforms(self._seeds, positions)).unsqueeze(1)
-        if self.rows.is_cuda:
+        if not self.rows.is_cpu:
             # From memory that is not pinned the copy would wait for the step.
             drawn = drawn.pin_memory()
         return drawn.to(self.rows.device, non_blocking=True)

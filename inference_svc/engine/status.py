@@ -24,8 +24,6 @@ class Describe:
     residency: Residency
     runner: Runner
     settler: Settler
-    weights_bytes: int
-    kv_bytes: int
     budget: Budget
     times: StepTimes
     machine: str
@@ -41,7 +39,7 @@ class Describe:
             counters=self._counters(),
             memory_limit_bytes=self.budget.limit_bytes or 0,
             process_id=os.getpid(),
-            kernels=self.runner.model.kernels,
+            kernels=self.runner.backend.kernels,
             machine=self.machine,
             histograms=self._histograms(),
             phases=self._phases(),
@@ -56,14 +54,14 @@ class Describe:
         """What is allocated counts as capacity whole, and `process` is the rest of what is resident
         in this process: Python, libraries, buffers."""
         pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
-        kv_used = self.kv_bytes * pages.num_used // pages.num_pages
-        # The budget's line is what the widest step may take at most.
-        workspace_bytes = self.runner.model.workspace_bytes
+        backend = self.runner.backend
+        kv_used = backend.kv_bytes * pages.num_used // pages.num_pages
         on_device = {
-            "weights": (self.weights_bytes, self.weights_bytes),
-            "kv_pages": (kv_used, self.kv_bytes),
+            "weights": (backend.weights_bytes, backend.weights_bytes),
+            "kv_pages": (kv_used, backend.kv_bytes),
             "arena": (device.used_bytes, device.capacity),
-            "workspace": (workspace_bytes, workspace_bytes),
+            # The budget's line is what the widest step may take at most.
+            "workspace": (backend.workspace_bytes, backend.workspace_bytes),
         }
         is_on_host = self.budget.place == "host"
         host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)
@@ -85,7 +83,7 @@ class Describe:
             "prefetch_hits": prefetch.hits,
             "prefetch_wasted_bytes": prefetch.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
-            "lora_steps": self.runner.model.num_lora_steps,
+            "lora_steps": self.runner.backend.num_lora_steps,
             "kv_page_evictions": self.scheduler.pages.num_evictions,
         }
 

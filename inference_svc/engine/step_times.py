@@ -13,8 +13,8 @@ from inference_svc.histogram import Histogram
 
 
 class StepPhases(NamedTuple):
-    """Seconds of one step, in order: who runs is decided, the step is described to what computes
-    it, computed, its tokens are chosen, and accounted for. On a device that computes beside us
+    """Seconds of one step's phases, in order: the batch is chosen, its inputs are prepared, it is
+    computed, its tokens are sampled, and accounted for. On a device that computes beside the host
     `forward` launches, and `sample` waits for what was launched."""
 
     schedule: float
@@ -26,11 +26,11 @@ class StepPhases(NamedTuple):
 
 @dataclass
 class StepTimes:
-    """One observation each per step, a turn that computes tokens.
+    """One observation each per step that computes tokens.
 
-    `step` is the whole turn, from its messages taken to its outputs handed over; `host` what of it
-    is not the model's computation: schedule, inputs, settle, say. `blocked_by_load` is what loads
-    cost it: their messages, their room, and their changes to arena and table.
+    `step` is the whole step, from its messages taken to its outputs handed over; `host` what of it
+    is not the model's computation. `blocked_by_load` is what loads cost it: their messages, their
+    placement, and their changes to arena and table.
     """
 
     step: Histogram = field(default_factory=Histogram)
@@ -39,40 +39,40 @@ class StepTimes:
     phases: tuple[Histogram, ...] = field(
         default_factory=lambda: tuple(Histogram() for _ in StepPhases._fields)
     )
-    _began_s: float = 0.0
     _phases_s: StepPhases | None = None
     _load_s: float = 0.0
 
-    def begin(self) -> None:
-        """A turn begins. What loads cost turns without a step does not delay any."""
-        self._began_s, self._phases_s, self._load_s = time.perf_counter(), None, 0.0
-
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Within, loads are looked after."""
+    def measure(self) -> Iterator[None]:
+        """Measures one step and the hand-over of its outputs. What loads cost a step without a
+        batch does not delay any."""
+        self._load_s = 0.0
         began_s = time.perf_counter()
         yield
-        self._load_s += time.perf_counter() - began_s
-
-    def changed(self, seconds: float) -> None:
-        """Arena and table have been changed for so long in this turn."""
-        self._load_s += seconds
-
-    def stepped(self, phases: StepPhases) -> None:
-        """Tokens have been computed in this turn."""
-        self._phases_s = phases
-
-    def end(self) -> None:
-        """The turn's outputs have been handed over."""
         phases_s, self._phases_s = self._phases_s, None
         if phases_s is None:
             return
-        step_s = time.perf_counter() - self._began_s
+        step_s = time.perf_counter() - began_s
         self.step.observe(step_s)
         self.host.observe(max(0.0, step_s - phases_s.forward - phases_s.sample))
         self.blocked_by_load.observe(self._load_s)
         for histogram, seconds in zip(self.phases, phases_s, strict=True):
             histogram.observe(seconds)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Counts the time within as spent on loads."""
+        began_s = time.perf_counter()
+        yield
+        self.add_load(time.perf_counter() - began_s)
+
+    def add_load(self, seconds: float) -> None:
+        """Counts time that this step spent on loads."""
+        self._load_s += seconds
+
+    def computed(self, phases: StepPhases) -> None:
+        """This step has computed tokens."""
+        self._phases_s = phases
 
     @property
     def states(self) -> dict[str, HistogramState]:
@@ -84,7 +84,6 @@ class StepTimes:
 
     @property
     def phase_states(self) -> dict[str, HistogramState]:
-        """By phase."""
         return {
             name: histogram.state
             for name, histogram in zip(StepPhases._fields, self.phases, strict=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import PullEvent
+from inference_svc.config import EngineConfig
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
@@ -81,10 +81,11 @@ class EngineThread:
         try:
             go_on = False
             while not engine.is_stopping:
-                outputs, go_on = engine.turn(self._messages(wait=not go_on))
-                if outputs.outputs or outputs.replies or outputs.spans:
-                    self._on_outputs(outputs)
-                engine.times.end()
+                messages = self._messages(wait=not go_on)
+                with engine.times.measure():
+                    outputs, go_on = engine.step(messages)
+                    if outputs.outputs or outputs.replies or outputs.spans:
+                        self._on_outputs(outputs)
             error: Exception = Draining("the server is shutting down")
             self._on_outputs(engine.end_all(error))
         except Exception:

@@ -72,7 +72,7 @@ class Transformer:
     ) -> Tensor:
         """q [T, num_heads, head_dim], normed and rotated; k and v go to their cells."""
         g, cells = self.geometry, step.inputs.attention.cells
-        if qkv.is_cuda:
+        if not qkv.is_cpu:
             rotate_and_store(
                 qkv,
                 step.kv_cache,

@@ -8,10 +8,10 @@ from inference_svc.config import (
     InferenceSettings,
     Machine,
     ModelFacts,
+    padding_pages,
     parse_command_line,
     resolve,
 )
-from inference_svc.engine.config import padding_pages
 from servicekit.settings import split_address
 
 MIB = 1 << 20

@@ -107,7 +107,7 @@ def test_without_adapters_the_lora_path_is_not_entered(
     running = start(native_kernels=native_kernels)
     running.submit("load", [5, 6], "r16", max_tokens=1)
     running.result("load")
-    before, steps = num_calls(), running.engine.built.engine.runner.model.num_lora_steps
+    before, steps = num_calls(), running.engine.built.engine.runner.backend.num_lora_steps
     assert steps > 0
     assert native_kernels or before > 0
     for index in range(4):
@@ -115,7 +115,7 @@ def test_without_adapters_the_lora_path_is_not_entered(
     for index in range(4):
         running.result(f"{index}")
     assert num_calls() == before
-    assert running.engine.built.engine.runner.model.num_lora_steps == steps
+    assert running.engine.built.engine.runner.backend.num_lora_steps == steps
 
 
 def test_seeded_sampling_is_the_same_in_any_company(start: Callable) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from inference_svc.config import EngineConfig
 from inference_svc.core import FinishReason, Request, SamplingParams
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.messages import Cancel, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, QueueFull
@@ -69,16 +69,16 @@ def test_the_turn_that_takes_a_cancel_frees_everything(
     requests = [Request("r", (5,) * num_prompt, greedy, digest, arrival_s=1.0)]
     if stage == "queued":
         requests.insert(0, Request("first", (6,) * 5, greedy))
-    engine.turn([Submit(request) for request in requests])
+    engine.step([Submit(request) for request in requests])
     for _ in range(num_turns):
-        engine.turn([])
+        engine.step([])
     (sequence,) = [s for name, s in engine.sequences.items() if name == "r"]
     assert (sequence.num_computed > 0) == (stage in ("prefilling", "decoding"))
     assert (sequence.num_output > 0) == (stage == "decoding")
     computed, held = sequence.num_computed, len(sequence.page_ids)
     free = engine.scheduler.pages.num_free
 
-    said, _go_on = engine.turn([Cancel("r")])
+    said, _go_on = engine.step([Cancel("r")])
     (last,) = [output for output in said.outputs if output.request_id == "r"]
     assert last.finish_reason is FinishReason.ABORTED
     assert sequence.num_computed == computed

@@ -14,12 +14,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import build_layout, lora_groups
-from inference_svc.backends.cuda import DeviceModel
+from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_graphs import Compute, CudaRecorder, captured_sizes
-from inference_svc.backends.cuda_inputs import DeviceStep
-from inference_svc.backends.cuda_lora import DeviceLora
-from inference_svc.backends.torch import TorchModel
-from inference_svc.backends.torch_lora import LoraStep
+from inference_svc.backends.cuda_inputs import CudaInputs
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.torch import LoraStep, TorchBackend
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
@@ -73,12 +72,12 @@ class Bench:
             device=self.device,
         )
 
-    def plain(self) -> TorchModel:
-        return TorchModel(
+    def plain(self) -> TorchBackend:
+        return TorchBackend(
             self.transformer, self.cache(), self.arena, lora_groups(self.arena.layout)
         )
 
-    def fixed(self, record: Callable | None) -> DeviceModel:
+    def fixed(self, record: Callable | None) -> CudaBackend:
         model = self.cold(self.transformer, self.cache(), record)
         model.warm_up()
         return model
@@ -86,12 +85,12 @@ class Bench:
     def cold(
         self, transformer: Transformer, cache: KVCache, record: Callable | None,
         max_tokens: int = MAX_TOKENS,
-    ) -> DeviceModel:  # fmt: skip
-        reserved = DeviceLora.num_bytes(max_tokens, MAX_ROWS)
-        step = DeviceStep(max_tokens, MAX_ROWS, MAX_PAGES, PAGE_SIZE, self.device, reserved)
+    ) -> CudaBackend:  # fmt: skip
+        reserved = CudaLora.num_bytes(max_tokens, MAX_ROWS)
+        step = CudaInputs(max_tokens, MAX_ROWS, MAX_PAGES, PAGE_SIZE, self.device, reserved)
         groups = lora_groups(self.arena.layout)
-        lora = DeviceLora(self.arena, groups, step.block, max_tokens, MAX_ROWS)
-        return DeviceModel(transformer, cache, step, lora, MAX_ROWS, record)
+        lora = CudaLora(self.arena, groups, step.block, max_tokens, MAX_ROWS)
+        return CudaBackend(transformer, cache, step, lora, MAX_ROWS, record)
 
 
 class Spy:
@@ -192,11 +191,10 @@ def steps(slots: list[int]) -> list[core.Batch]:
 
 
 @torch.inference_mode()
-def run(model: DeviceModel | TorchModel, batches: list[core.Batch]) -> list[torch.Tensor]:
+def run(model: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[torch.Tensor]:
     found = []
     for batch in batches:
-        model.prepare(batch)
-        found.append(model.forward().clone())
+        found.append(model.forward(model.prepare(batch)).clone())
     return found
 
 
@@ -220,8 +218,8 @@ def test_wider_steps_than_were_recorded_are_computed(bench):
     model = bench.fixed(Eager)
     assert captured_sizes(MAX_ROWS) == [1, 2, 4, 6]
     assert captured_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
-    model.prepare(steps([0, 0, 1, 1, 1])[0])
-    assert model.forward().shape == (4, 64)
+    inputs = model.prepare(steps([0, 0, 1, 1, 1])[0])
+    assert model.forward(inputs).shape == (4, 64)
     assert model.num_replays == 0
 
 
@@ -278,7 +276,7 @@ def test_a_step_waits_for_nothing(bench):
 
 def test_what_steps_are_computed_in_is_counted(bench):
     model = bench.fixed(CudaRecorder() if bench.device.type == "cuda" else None)
-    inputs_bytes = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS) + 4 * MAX_ROWS * 20
+    inputs_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS) + 4 * MAX_ROWS * 20
     assert model.workspace_bytes > inputs_bytes
     if bench.device.type == "cuda":
         assert model.workspace_bytes > inputs_bytes + (1 << 20), "recordings have a pool"

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from inference_svc.backends import cuda_inputs
-from inference_svc.backends.cuda_inputs import DeviceStep
-from inference_svc.backends.cuda_step_block import StepBlock
+from inference_svc.backends.cuda_inputs import CudaInputs, StepBlock
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 
@@ -26,9 +25,9 @@ class ApartBlock(StepBlock):
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> DeviceStep:
+def step(monkeypatch: pytest.MonkeyPatch) -> CudaInputs:
     monkeypatch.setattr(cuda_inputs, "StepBlock", ApartBlock)
-    made = DeviceStep(MAX_TOKENS, MAX_ROWS, MAX_PAGES, PAGE_SIZE, CPU, reserved_bytes=512)
+    made = CudaInputs(MAX_TOKENS, MAX_ROWS, MAX_PAGES, PAGE_SIZE, CPU, reserved_bytes=512)
     made.block.zeros(128, dtype=torch.int32)  # made later, and lies before the page table
     return made
 
@@ -40,7 +39,7 @@ def make_sequence(length: int, rng: random.Random) -> Sequence:
     return sequence
 
 
-def check(step: DeviceStep, batch: Batch) -> None:
+def check(step: CudaInputs, batch: Batch) -> None:
     """What the device has is what the step's tensors say."""
     step.fill(batch)
     step.send()
@@ -56,7 +55,7 @@ def check(step: DeviceStep, batch: Batch) -> None:
         assert table[row, :pages].equal(wanted_table[row, :pages])
 
 
-def test_step_after_step_arrives_whole(step: DeviceStep) -> None:
+def test_step_after_step_arrives_whole(step: CudaInputs) -> None:
     """Also the rows that an earlier step wrote, and that a later one finds unchanged."""
     rng = random.Random(0)
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(MAX_ROWS)]
@@ -73,7 +72,7 @@ def test_step_after_step_arrives_whole(step: DeviceStep) -> None:
         check(step, Batch(tuple(rows)))
 
 
-def test_rows_behind_the_last_are_not_sent(step: DeviceStep) -> None:
+def test_rows_behind_the_last_are_not_sent(step: CudaInputs) -> None:
     rng = random.Random(1)
     batches = [
         Batch(tuple(BatchRow(make_sequence(9, rng), 0, 9, samples=True) for _ in range(count)))

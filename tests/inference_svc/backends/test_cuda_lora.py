@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout, lora_groups
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from inference_svc.backends.cuda_lora import DeviceLora
-from inference_svc.backends.cuda_step_block import StepBlock
-from inference_svc.backends.torch_lora import LoraStep, make_lora_step
+from inference_svc.backends.cuda_inputs import StepBlock
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.torch import LoraStep, plan_lora
 from inference_svc.core import BASE_SLOT, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
 from kernels.lora import TableEntry
@@ -71,9 +71,9 @@ class Bench:
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.arena = make_arena(dtype, device)
         self.groups = lora_groups(self.arena.layout)
-        num_bytes = DeviceLora.num_bytes(MAX_TOKENS, MAX_ROWS)
+        num_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS)
         self.block = StepBlock(num_bytes, self.arena.device)
-        self.lora = DeviceLora(self.arena, self.groups, self.block, MAX_TOKENS, MAX_ROWS)
+        self.lora = CudaLora(self.arena, self.groups, self.block, MAX_TOKENS, MAX_ROWS)
 
     def fill(self, rows: Sequence[BatchRow]) -> bool:
         self.block.wait()
@@ -82,7 +82,7 @@ class Bench:
         return has_adapters
 
     def anew(self, rows: Sequence[BatchRow]) -> LoraStep | None:
-        return make_lora_step(rows, self.arena, self.groups)
+        return plan_lora(rows, self.arena, self.groups)
 
     def inputs(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1)

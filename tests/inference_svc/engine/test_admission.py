@@ -259,7 +259,7 @@ def test_the_engine_looks_at_every_turn() -> None:
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
     runner = Mock(pop_completed_copies=list)
-    commands = Commands(world.residency, Mock(), Mock(), StepProfiler("cpu"), 10.0)
+    commands = Commands(world.residency, Mock(), Mock(), StepProfiler(None), 10.0)
     engine = Engine(
         world.scheduler,
         runner,
@@ -271,8 +271,8 @@ def test_the_engine_looks_at_every_turn() -> None:
         10.0,
     )
     for number, digest in enumerate("abcde"):
-        engine.turn([Submit(request(number, "t", digest))])
-        engine.turn([Cancel(f"{number}")])
+        engine.step([Submit(request(number, "t", digest))])
+        engine.step([Cancel(f"{number}")])
     assert not engine.sequences
     assert admission._unparked.per_s is not None
     runner.run.assert_not_called()

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc.backends.native import NativeBackend, NativeFactory
 from inference_svc.backends.native_buffers import StepArrays
-from inference_svc.backends.native_model import NativeModel
+from inference_svc.backends.torch import TorchFactory
+from inference_svc.config import EngineConfig
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.config import EngineConfig
 from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
-from inference_svc.model.geometry import load_geometry
+from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
@@ -23,6 +24,16 @@ from kernels.attention.native_memory import AttentionScratch, AttentionShape
 from tests.native import native_library
 
 MIB = 1 << 20
+NATIVE, TORCH = NativeFactory(), TorchFactory()
+
+
+def budget_of(
+    config: EngineConfig,
+    geometry: ModelGeometry,
+    backend: NativeFactory | TorchFactory = NATIVE,
+) -> Budget:
+    (budget,) = plan_budgets(config, backend.memory_needs(config, geometry), None)
+    return budget
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
     geometry = load_geometry(config.model_dir)
     changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
     changed = replace(changed, tokenizer_bytes=3 * MIB)
-    (budget,) = plan_budgets(changed, geometry, is_native=True)
+    budget = budget_of(changed, geometry)
     assert budget.place == "host"
     assert budget.limit_bytes == 1 << 30
     assert budget.bytes_of("kv_pages") == 96 * MIB
@@ -93,15 +104,13 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
     num_parameters = 2 * 2048 * 512 + 2 * (4 * 512 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
     assert budget.bytes_of("weights") == 4 * num_parameters
     wider = replace(changed, max_batch_tokens=1024)
-    (wider_budget,) = plan_budgets(wider, geometry, is_native=True)
-    assert wider_budget.bytes_of("workspace") > budget.bytes_of("workspace")
+    assert budget_of(wider, geometry).bytes_of("workspace") > budget.bytes_of("workspace")
 
 
 def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
     geometry = replace(load_geometry(config.model_dir), tie_word_embeddings=True)
     plain, packed = (
-        plan_budgets(config, geometry, is_native=is_native)[0].bytes_of("weights")
-        for is_native in (False, True)
+        budget_of(config, geometry, backend).bytes_of("weights") for backend in (TORCH, NATIVE)
     )
     assert packed - plain == 4 * 2048 * 512
 
@@ -123,12 +132,12 @@ def test_the_native_path_stays_within_its_lines(
         config, dtype=dtype, num_threads=num_threads, max_sequences=max_sequences, max_lora_rank=128
     )
     built = build_engine(config, NoStore(), lambda event: None)
-    (budget,) = plan_budgets(config, built.geometry, is_native=True)
-    model, describe = built.engine.runner.model, built.engine.commands.describe
-    assert isinstance(model, NativeModel)
-    assert 0 < model.workspace_bytes <= budget.bytes_of("workspace")
+    budget = budget_of(config, built.geometry)
+    backend, describe = built.engine.runner.backend, built.engine.commands.describe
+    assert isinstance(backend, NativeBackend)
+    assert 0 < backend.workspace_bytes <= budget.bytes_of("workspace")
     memory = describe().memory
-    assert memory["workspace"] == (model.workspace_bytes, model.workspace_bytes)
+    assert memory["workspace"] == (backend.workspace_bytes, backend.workspace_bytes)
     weights_bytes, _ = memory["weights"]
     assert weights_bytes <= 1.01 * budget.bytes_of("weights")
     built.puller.close()
@@ -138,13 +147,13 @@ def test_a_projection_that_is_packed_counts_beyond_the_workspace(config: EngineC
     """Its unpacked form is gone before the workspace is there."""
     geometry = replace(load_geometry(config.model_dir), vocab_size=8192)
     small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
-    (budget,) = plan_budgets(small, geometry, is_native=True)
+    budget = budget_of(small, geometry)
     assert budget.bytes_of("packing") == 4 * 8192 * 512 - budget.bytes_of("workspace")
-    (tied,) = plan_budgets(small, replace(geometry, tie_word_embeddings=True), is_native=True)
+    tied = budget_of(small, replace(geometry, tie_word_embeddings=True))
     gate_up_bytes = 4 * 2 * 1024 * 512
     assert tied.bytes_of("packing") == gate_up_bytes - tied.bytes_of("workspace")
-    for plenty, is_native in ((replace(config, max_batch_tokens=4096), True), (small, False)):
-        (budget,) = plan_budgets(plenty, geometry, is_native=is_native)
+    for plenty, backend in ((replace(config, max_batch_tokens=4096), NATIVE), (small, TORCH)):
+        budget = budget_of(plenty, geometry, backend)
         assert "packing" not in {line.name for line in budget.lines}
 
 
@@ -173,7 +182,7 @@ from pathlib import Path
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.messages import Submit
 from inference_svc.engine.build import build_engine
-from inference_svc.engine.config import EngineConfig
+from inference_svc.config import EngineConfig
 from inference_svc.host.memory import resident_bytes
 from inference_svc.store.client import NoStore
 fields = json.loads(sys.argv[1])
@@ -183,7 +192,7 @@ built = build_engine(config, NoStore(), lambda event: None)
 sampling = SamplingParams(max_tokens=2, ignore_eos=True)
 for number in range(4):
     request = Request(str(number), tuple(range(3, 131)), sampling, arrival_s=time.monotonic())
-    built.engine.turn([Submit(request)])
+    built.engine.step([Submit(request)])
 status = built.engine.commands.describe()
 print(json.dumps([before, resident_bytes(), status.memory, status.memory_limit_bytes]))
 built.puller.close()

@@ -26,14 +26,13 @@ def clock(monkeypatch: Any) -> Clock:
 
 def test_a_step_is_computation_and_what_is_around_it(clock: Clock) -> None:
     times = StepTimes()
-    times.begin()
-    with times.loading():
-        clock.now_s += 0.25
-    times.changed(0.5)
-    clock.now_s += 2.0
     phases = StepPhases(schedule=0.125, prepare=0.25, forward=1.0, sample=0.5, settle=0.0625)
-    times.stepped(phases)
-    times.end()
+    with times.measure():
+        with times.loading():
+            clock.now_s += 0.25
+        times.add_load(0.5)
+        clock.now_s += 2.0
+        times.computed(phases)
     assert times.step.state.sum_seconds == 2.25
     assert times.host.state.sum_seconds == 0.75
     assert times.blocked_by_load.state.sum_seconds == 0.75
@@ -41,15 +40,13 @@ def test_a_step_is_computation_and_what_is_around_it(clock: Clock) -> None:
     assert found == phases._asdict()
 
 
-def test_a_turn_without_a_step_counts_nothing(clock: Clock) -> None:
+def test_a_step_without_a_batch_counts_nothing(clock: Clock) -> None:
     times = StepTimes()
-    times.begin()
-    with times.loading():
+    with times.measure(), times.loading():
         clock.now_s += 1.0
-    times.end()
-    times.begin()
-    times.stepped(StepPhases(0.0, 0.0, 0.0, 0.0, 0.0))
-    times.end()
-    times.end()
+    with times.measure():
+        times.computed(StepPhases(0.0, 0.0, 0.0, 0.0, 0.0))
+    with times.measure():
+        pass
     assert sum(times.step.state.counts) == 1
-    assert times.blocked_by_load.state.sum_seconds == 0, "an idle turn delays no step"
+    assert times.blocked_by_load.state.sum_seconds == 0, "an idle step delays no other"

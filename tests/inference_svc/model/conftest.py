@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
 from inference_svc.backends.native import AdapterOps, NativeTransformer
-from inference_svc.backends.native_buffers import StepArrays
-from inference_svc.backends.native_workspace import Workspace
+from inference_svc.backends.native_buffers import StepArrays, Workspace
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
