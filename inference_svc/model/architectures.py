@@ -1,18 +1,123 @@
-"""Every key that config.json may hold, and what becomes of it.
+"""The supported architectures, one row each, and what becomes of every key of their config.json.
 
-A key is READ by `geometry`, or IGNORED because it cannot change a served token (training, file
-keeping, sampling defaults), or REFUSED by name. A key that is in no table is refused unless its
-value is null or false: we cannot know what it means, and a model served with other maths than it
-was trained with fails in silence. Names that begin with an underscore are transformers' private
-notes.
+A Llama-like architecture is added by a row in `ARCHITECTURES` (and one in `test_parity.py`, which
+compares its logits with those of transformers).
+
+A key of config.json is READ by `geometry`, or IGNORED because it cannot change a served token
+(training, file keeping, sampling defaults), or REFUSED by name. Any other key is refused unless its
+value is null or false: its meaning is unknown, and a model served with other maths than it was
+trained with fails silently. Names that begin with an underscore are transformers' private notes.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+
+
+class SlidingWindow(enum.Enum):
+    """Which layers see only a window of positions, and the config keys that say so.
+
+    EVERY_LAYER: all, if `sliding_window` is not null. SOME_LAYERS: if `use_sliding_window`, those
+    that `layer_types` names, or else those from `max_window_layers` on.
+    """
+
+    NO_LAYER = ()
+    EVERY_LAYER = ("sliding_window",)
+    SOME_LAYERS = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What distinguishes one architecture from Llama's decoder without biases.
+
+    `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the key of config.json that says which.
+    `qk_norm`: queries and keys are normalised per head. `defaults` are what transformers assumes
+    for keys that config.json leaves out, where that differs from `DEFAULTS`.
+    """
+
+    name: str
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    sliding_window: SlidingWindow = SlidingWindow.NO_LAYER
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of config.json that are read for this architecture, in addition to `READ`."""
+        flags = (self.qkv_bias, self.o_bias, self.mlp_bias)
+        return frozenset((*(f for f in flags if isinstance(f, str)), *self.sliding_window.value))
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+"""What transformers assumes for a key that config.json leaves out, where an architecture does not
+say otherwise. A bias that is left out is absent."""
+
+_QWEN_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture(
+            "LlamaForCausalLM",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            mlp_bias="mlp_bias",
+        ),
+        Architecture(
+            "MistralForCausalLM",
+            sliding_window=SlidingWindow.EVERY_LAYER,
+            defaults={
+                "intermediate_size": 14336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 4096,
+            },
+        ),
+        Architecture(
+            "Qwen2ForCausalLM",
+            qkv_bias=True,
+            sliding_window=SlidingWindow.SOME_LAYERS,
+            defaults=_QWEN_DEFAULTS,
+        ),
+        Architecture(
+            "Qwen3ForCausalLM",
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            sliding_window=SlidingWindow.SOME_LAYERS,
+            defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        ),
+    )
+}
 
 
 def _names(*lists: str) -> frozenset[str]:
@@ -28,15 +133,7 @@ READ = _names(
     rope_parameters rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings
     """
 )
-
-READ_BY_ARCHITECTURE = {
-    "LlamaForCausalLM": frozenset({"attention_bias", "mlp_bias"}),
-    "MistralForCausalLM": frozenset({"sliding_window"}),
-    "Qwen2ForCausalLM": frozenset({"use_sliding_window", "sliding_window", "max_window_layers"}),
-    "Qwen3ForCausalLM": frozenset(
-        {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers"}
-    ),
-}
+"""Keys that are read for every architecture."""
 
 _IGNORED_TRAINING = """
     initializer_range attention_dropout embd_pdrop resid_pdrop use_cache gradient_checkpointing
@@ -77,14 +174,26 @@ REFUSED = {
 }
 
 
-def check_keys(config: Mapping[str, Any], architecture: str) -> None:
-    """Raises UnsupportedModel naming the first key that is not honoured."""
-    known = READ | READ_BY_ARCHITECTURE[architecture] | IGNORED
+def find_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Returns the row that `architectures` names.
+
+    Raises UnsupportedModel if there is none, or for a key of `config` that is not honoured.
+    """
+    names = config.get("architectures") or []
+    architecture = next((row for name, row in ARCHITECTURES.items() if names == [name]), None)
+    if architecture is None:
+        supported = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(
+            f"config.json: architectures = {names!r}: supported is one of {supported}"
+        )
+    known = READ | architecture.keys | IGNORED
     for key, value in config.items():
         if key in known or key.startswith("_") or value is None or value is False or value == {}:
             continue
-        reason = REFUSED.get(key, f"not known for {architecture}, and it may change the maths")
+        unknown = f"not known for {architecture.name}, and it may change the maths"
+        reason = REFUSED.get(key, unknown)
         raise UnsupportedModel(f"config.json: {key} = {_shortened(value)}: {reason}")
+    return architecture
 
 
 def _shortened(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a model directory's config.json says that the decoder computes."""
+"""Reads the shapes and constants of a decoder from its model directory's config.json."""
 
 from __future__ import annotations
 
@@ -11,56 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model.architectures import READ_BY_ARCHITECTURE, check_keys
+from inference_svc.model.architectures import (
+    DEFAULTS,
+    Architecture,
+    SlidingWindow,
+    find_architecture,
+)
 from inference_svc.model.rope import Rope, parse_rope
-
-# What transformers assumes for a key that config.json leaves out.
-_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_DEFAULTS_BY_ARCHITECTURE: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "Qwen2ForCausalLM": _QWEN_DEFAULTS,
-    "Qwen3ForCausalLM": _QWEN_DEFAULTS | {"head_dim": 128},
-}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """The shapes and constants of one decoder.
 
-    `sliding_windows[i]` is how many positions a query of layer i sees, its own included; None: all.
-    `dtype` is what the weights were saved as, by torch's name. `config_sha256` is the hex digest of
-    config.json as canonical JSON: keys sorted, no spaces.
+    `sliding_windows[i]` is how many positions a query of layer i attends to, its own included;
+    None: all. `dtype` is what the weights were saved as, by torch's name. `config_sha256` is the hex
+    digest of config.json as canonical JSON: keys sorted, no spaces.
     """
 
     architecture: str
@@ -99,9 +65,8 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
     Raises UnsupportedModel naming the key that is malformed or not honoured.
     """
     config = _read_json(model_dir / "config.json")
-    architecture = _architecture(config)
-    check_keys(config, architecture)
-    values = _DEFAULTS | _DEFAULTS_BY_ARCHITECTURE[architecture] | config
+    architecture = find_architecture(config)
+    values = {**DEFAULTS, **architecture.defaults, **config}
     if values["hidden_act"] != "silu":
         raise _unsupported("hidden_act", values["hidden_act"], "only silu is supported")
     num_heads = _positive(values, "num_attention_heads")
@@ -114,7 +79,7 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
         values["head_dim"] = hidden_size // num_heads
     max_position_embeddings = _positive(values, "max_position_embeddings")
     geometry = ModelGeometry(
-        architecture=architecture,
+        architecture=architecture.name,
         config_sha256=_canonical_sha256(config),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         vocab_size=_positive(values, "vocab_size"),
@@ -128,10 +93,10 @@ def load_geometry(model_dir: Path) -> ModelGeometry:
         max_position_embeddings=max_position_embeddings,
         rope=parse_rope(config, max_position_embeddings),
         sliding_windows=_sliding_windows(values, architecture),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or _flag(values, "attention_bias"),
-        o_bias=architecture != "Qwen2ForCausalLM" and _flag(values, "attention_bias"),
-        mlp_bias=_flag(values, "mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=_flag(values, architecture.qkv_bias),
+        o_bias=_flag(values, architecture.o_bias),
+        mlp_bias=_flag(values, architecture.mlp_bias),
+        qk_norm=architecture.qk_norm,
         tie_word_embeddings=_flag(values, "tie_word_embeddings"),
         eos_token_ids=_eos_token_ids(model_dir, values),
     )
@@ -160,32 +125,23 @@ def _canonical_sha256(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
-    for architecture in READ_BY_ARCHITECTURE:
-        if names == [architecture]:
-            return architecture
-    supported = ", ".join(READ_BY_ARCHITECTURE)
-    raise _unsupported("architectures", names, f"supported is one of {supported}")
-
-
-def _sliding_windows(values: Mapping[str, Any], architecture: str) -> tuple[int | None, ...]:
-    """Per layer. Mistral slides in all layers, Qwen in those that `layer_types` names or else from
-    `max_window_layers` on if `use_sliding_window`; Llama in none."""
+def _sliding_windows(
+    values: Mapping[str, Any], architecture: Architecture
+) -> tuple[int | None, ...]:
+    """Returns the window of each layer; see `SlidingWindow`."""
     num_layers = _positive(values, "num_hidden_layers")
-    window = values.get("sliding_window")
-    is_qwen = architecture.startswith("Qwen")
-    if window is not None and (not is_qwen or _flag(values, "use_sliding_window")):
-        window = _positive(values, "sliding_window")
-    else:
-        window = None
-    first = _count(values, "max_window_layers") if is_qwen else 0
+    by_layer = architecture.sliding_window is SlidingWindow.SOME_LAYERS
+    has_window = values.get("sliding_window") is not None and (
+        not by_layer or _flag(values, "use_sliding_window")
+    )
+    window = _positive(values, "sliding_window") if has_window else None
+    first = _count(values, "max_window_layers") if by_layer else 0
     plain = tuple(window if layer >= first else None for layer in range(num_layers))
     if values.get("layer_types") is None:
         return plain
     windows = _windows_of_layer_types(values["layer_types"], num_layers, window)
-    if not is_qwen and windows != plain:
-        reason = f"{architecture} has the same attention in all layers"
+    if not by_layer and windows != plain:
+        reason = f"{architecture.name} has the same attention in all layers"
         raise _unsupported("layer_types", values["layer_types"], reason)
     return windows
 
@@ -229,8 +185,11 @@ def _count(values: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values[key]
+def _flag(values: Mapping[str, Any], key: str | bool) -> bool:
+    """Returns the value of a key that may be left out, or of a constant."""
+    if isinstance(key, bool):
+        return key
+    value = values.get(key)
     if value not in (None, False, True):
         raise _unsupported(key, value, "must be true or false")
     return bool(value)

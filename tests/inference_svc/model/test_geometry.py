@@ -9,9 +9,10 @@ import pytest
 import transformers
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model.architectures import ARCHITECTURES
 from inference_svc.model.geometry import load_geometry
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+FAMILIES = [name.removesuffix("ForCausalLM") for name in ARCHITECTURES]
 LLAMA_32 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,

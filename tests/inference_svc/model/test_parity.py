@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inference_svc.model.architectures import ARCHITECTURES
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -49,6 +51,10 @@ MODELS = {
     ),
 }
 NUM_TOKENS = 100
+
+
+def test_every_architecture_has_a_row() -> None:
+    assert {f"{family}ForCausalLM" for family, _ in MODELS.values()} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
