@@ -23,7 +23,7 @@ from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
 from inference_svc.engine.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
-from inference_svc.host.cpus import usable_processors
+from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import cpu_name
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import MAX_NAMES
@@ -211,7 +211,7 @@ def _versions() -> dict[str, Any]:
         "kernel": f"{platform.release()} {platform.version()}",
         "libc": " ".join(platform.libc_ver()),
         "processor": cpu_name(),
-        "num_usable_processors": usable_processors(),
+        "num_usable_processors": usable_cpus(),
     }
 
 

@@ -31,7 +31,7 @@ from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.status import Describe
 from inference_svc.engine.step_times import StepTimes
-from inference_svc.host.cpus import share_processors, usable_processors
+from inference_svc.host.cpus import partition_cpus, usable_cpus
 from inference_svc.host.device_info import machine_name
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from kernels.host_memory import return_freed
@@ -50,7 +50,7 @@ class BuiltEngine:
     def place_threads(self) -> None:
         """Gives the calling thread, which will call `engine.step`, and those that compute with it
         processors of their own, where there are as many."""
-        processors = share_processors(torch.get_num_threads())
+        processors = partition_cpus(torch.get_num_threads())
         if processors:
             self.engine.runner.backend.place_threads(processors)
 
@@ -65,7 +65,7 @@ def build_engine(
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("max_sequences must be above 0 and at most max_batch_tokens")
     # Torch counts the machine's cores, whatever part of them is this process's.
-    num_threads = config.num_threads or min(torch.get_num_threads(), usable_processors())
+    num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     geometry = load_geometry(config.model_dir)
     factory = select_backend(config)

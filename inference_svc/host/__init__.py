@@ -1,1 +1,6 @@
-"""host."""
+"""The machine that this process runs on.
+
+memory       Its resident set, and what the machine and its control groups leave.
+cpus         The processors that it may use, and how threads share them.
+device_info  The name and the properties of the device that computes.
+"""

@@ -1,5 +1,4 @@
-"""Which processors this process may keep busy, and how many: those it is bound to, and its groups'
-quotas."""
+"""The processors that this process may use: its affinity, and its control groups' quotas."""
 
 from __future__ import annotations
 
@@ -7,25 +6,25 @@ import contextlib
 import os
 from pathlib import Path
 
-from inference_svc.host.cgroups import Group, groups_above
+from inference_svc.host.memory import ControlGroup, control_groups
 
 
-def usable_processors(root: Path = Path("/")) -> int:
-    """At least 1. A part of a processor counts as a whole one: what is left of it is idle.
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Returns how many processors this process may keep busy, at least 1; a part counts as one.
 
-    More threads than a quota pays for run for a part of its period, and then all of them stand
-    still until the next.
+    More threads than a quota allows run for a part of its period, and then all of them are stopped
+    until the next.
     """
-    quotas = (_quota(group) for group in groups_above(root, "cpu"))
-    return max(1, min([_bound_to(), *(quota for quota in quotas if quota is not None)]))
+    quotas = (_quota(group) for group in control_groups(root, "cpu"))
+    return max(1, min([_affinity_size(), *(quota for quota in quotas if quota is not None)]))
 
 
-def share_processors(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
-    """The processors of this process in one part for each thread, so that no two threads meet on
-    one. Empty if there are fewer than threads, or the system does not say which they are.
+def partition_cpus(num_threads: int, root: Path = Path("/")) -> list[list[int]]:
+    """Returns this process's processors in disjoint parts, one for each thread; empty if there are
+    fewer than threads, or their numbers are unknown.
 
-    A part is a processor where there are just enough, and else some to choose from: those of one
-    core first of all, as threads beside each other would share it.
+    A part is one processor where there are just enough, else several: siblings of one core are
+    put in one part first, as threads of different parts would share the core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -37,7 +36,7 @@ def share_processors(num_threads: int, root: Path = Path("/")) -> list[list[int]
 
 
 def _siblings(processor: int, root: Path) -> tuple[int, list[int]]:
-    """A processor, and those of its core, itself among them."""
+    """Returns a processor and all those of its core, ascending."""
     path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
     siblings = {processor}
     with contextlib.suppress(OSError, ValueError):
@@ -47,16 +46,16 @@ def _siblings(processor: int, root: Path) -> tuple[int, list[int]]:
     return processor, sorted(siblings)
 
 
-def _bound_to() -> int:
+def _affinity_size() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _quota(group: Group) -> int | None:
-    """In processors, rounded up. None: the group sets none."""
+def _quota(group: ControlGroup) -> int | None:
+    """Returns a group's quota in processors, rounded up; None if it sets none."""
     try:
-        if group.is_first:
+        if group.is_v1:
             words = [
                 (group.folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
             ]
@@ -65,5 +64,5 @@ def _quota(group: Group) -> int | None:
         quota_us, period_us = (int(word) for word in words)
     except (OSError, ValueError):  # also "max", for no quota
         return None
-    # The first generation's way to say that there is none is -1.
+    # Version 1 has -1 where there is none.
     return -(-quota_us // period_us) if quota_us > 0 and period_us > 0 else None

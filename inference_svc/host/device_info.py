@@ -1,5 +1,7 @@
-"""What computes: its name, and what torch knows of it. Asked in the engine's process: asking a GPU
-takes memory of it."""
+"""The device that computes: its name and its properties.
+
+Called in the engine's process only: querying a GPU takes memory on it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from inference_svc.host.cpus import usable_processors
+from inference_svc.host.cpus import usable_cpus
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
@@ -16,15 +18,15 @@ _MODEL_KEYS = ("model name", "Model", "cpu model")
 
 @cache
 def machine_name(device: str) -> str:
-    """Such as "AMD EPYC 9B14, 2 processors" or "NVIDIA H200": what figures can be compared by. To
-    be asked first before threads are bound to processors."""
+    """Returns a name such as "AMD EPYC 9B14, 2 processors" or "NVIDIA H200", by which measurements
+    can be compared. Must be called first before threads are bound to processors."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{cpu_name()}, {usable_processors()} processors"
+    return f"{cpu_name()}, {usable_cpus()} processors"
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
+    """Returns the processor's name in /proc/cpuinfo."""
     try:
         lines = CPU_INFO.read_text(errors="replace").splitlines()
     except OSError:
@@ -35,7 +37,7 @@ def cpu_name() -> str:
 
 
 def device_facts(device: str) -> dict[str, object]:
-    """For people."""
+    """Returns the device's properties for the debug page."""
     facts: dict[str, object] = {
         "device": device,
         "machine": machine_name(device),

@@ -1,21 +1,50 @@
-"""What memory this process has: its resident set, and what the machine and its container leave.
+"""This process's memory: its resident set, and what the machine and its control groups leave.
 
-Both generations of control groups are understood; without /proc nothing is known.
+Both versions of control groups are supported; without /proc nothing is known.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-from inference_svc.host.cgroups import groups_above
-
+CGROUPS = Path("proc/self/cgroup")
+CGROUP_MOUNTS = Path("sys/fs/cgroup")
 MEMINFO = Path("proc/meminfo")
 V1_UNLIMITED_BYTES = 1 << 62
 
 
+class ControlGroup(NamedTuple):
+    """A folder that may exist; `is_v1` says which version's files it holds."""
+
+    folder: Path
+    is_v1: bool
+
+
+def control_groups(root: Path, controller: str) -> list[ControlGroup]:
+    """Returns the groups above this process that may limit what `controller` controls, such as
+    "memory"; none without /proc."""
+    try:
+        lines = (root / CGROUPS).read_text().splitlines()
+    except OSError:
+        return []
+    found: list[ControlGroup] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        is_v1 = controllers != ""
+        if is_v1 and controller not in controllers.split(","):
+            continue
+        mount = root / CGROUP_MOUNTS / controller if is_v1 else root / CGROUP_MOUNTS
+        # In a container the mount often shows the process's own group as its root.
+        parts = [part for part in path.split("/") if part]
+        for count in range(len(parts) + 1):
+            found.append(ControlGroup(mount.joinpath(*parts[:count]), is_v1))
+    return found
+
+
 def resident_bytes() -> int:
-    """The resident set of this process; 0 where it cannot be told."""
+    """Returns the resident set of this process; 0 where it is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -24,8 +53,8 @@ def resident_bytes() -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What may still be allocated: the least that the machine and every control group above this
-    process leave. Page cache counts as free, because it gives way. None where nothing is known.
+    """Returns what may still be allocated: the least that the machine and every control group above
+    this process leave; None where nothing is known. Page cache counts as free: it is reclaimed.
     """
     found = [_machine_available(root / MEMINFO), *_groups_available(root)]
     return min((num_bytes for num_bytes in found if num_bytes is not None), default=None)
@@ -37,12 +66,12 @@ def _machine_available(meminfo: Path) -> int | None:
 
 
 def _groups_available(root: Path) -> list[int | None]:
-    """One for each control group that may limit memory."""
-    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    second = "memory.max", "memory.current", "inactive_file"
+    """Returns what each control group that may limit memory leaves."""
+    v1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    v2 = "memory.max", "memory.current", "inactive_file"
     return [
-        _group_available(group.folder, *(first if group.is_first else second))
-        for group in groups_above(root, "memory")
+        _group_available(group.folder, *(v1 if group.is_v1 else v2))
+        for group in control_groups(root, "memory")
     ]
 
 
@@ -54,7 +83,7 @@ def _group_available(folder: Path, limit: str, usage: str, cache: str) -> int | 
 
 
 def _number(path: Path) -> int | None:
-    """None also for "max"."""
+    """Returns the number that a file holds; None if there is none, or "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -62,7 +91,7 @@ def _number(path: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Reads lines of a name and a number."""
     try:
         words = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -1,7 +1,7 @@
-"""The decoder, top down. One class computes all supported architectures; they differ in geometry.
+"""The decoder in torch: one class computes all supported architectures, which differ in geometry.
 
-The decoder knows nothing of requests, pages or adapters: it reads a step's inputs, the key-value
-cache, and a `Lora` if the step has adapters.
+It reads a step's inputs, the key-value cache, and a `Lora` if the step has adapters; requests,
+pages and adapters are unknown here.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: Lora | None = None) -> Tensor:
-        """One step. Returns fp32 logits [len(inputs.logit_rows), vocab_size], an inference tensor.
+        """Computes one step; returns fp32 logits [len(inputs.logit_rows), vocab_size], an inference
+        tensor.
 
-        Writes the step's keys and values to the cells of `inputs.attention`; what each token sees
-        must lie in the cache already, or be computed in this step. Without `lora` no code of the
-        adapters is entered.
+        Writes the step's keys and values to the cells of `inputs.attention`; what each token
+        attends to must be in the cache already, or be computed in this step. Without `lora` no
+        adapter code runs.
         """
         hidden = F.embedding(inputs.token_ids, self.weights.embedding)
         if lora is not None:
@@ -70,7 +71,7 @@ class Transformer:
     def _rotate_and_store(
         self, index: int, layer: LayerWeights[Linear], qkv: Tensor, step: _Step
     ) -> Tensor:
-        """q [T, num_heads, head_dim], normed and rotated; k and v go to their cells."""
+        """Returns q [T, num_heads, head_dim], normed and rotated; writes k and v to their cells."""
         g, cells = self.geometry, step.inputs.attention.cells
         if not qkv.is_cpu:
             rotate_and_store(
@@ -90,7 +91,7 @@ class Transformer:
             q, k = heads.split((g.num_heads, g.num_kv_heads), dim=1)
             heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
         q, k = step.rotation(heads).split((g.num_heads, g.num_kv_heads), dim=1)
-        # The rotated keys go back beside the values, as the cache wants them.
+        # The rotated keys return next to the values, the form that the cache takes.
         qkv[:, g.q_size : g.q_size + g.kv_size].view(k.shape).copy_(k)
         step.kv_cache.write(index, cells, qkv[:, g.q_size :])
         return q

@@ -25,8 +25,8 @@ class ModelGeometry:
     """The shapes and constants of one decoder.
 
     `sliding_windows[i]` is how many positions a query of layer i attends to, its own included;
-    None: all. `dtype` is what the weights were saved as, by torch's name. `config_sha256` is the hex
-    digest of config.json as canonical JSON: keys sorted, no spaces.
+    None: all. `dtype` is what the weights were saved as, by torch's name. `config_sha256` is the
+    hex digest of config.json as canonical JSON: keys sorted, no spaces.
     """
 
     architecture: str

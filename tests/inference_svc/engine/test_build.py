@@ -50,7 +50,7 @@ def built(folder: Path, **fields: object) -> BuiltEngine:
 def test_threads_are_as_many_as_there_are_processors_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, usable: int, got: int
 ) -> None:
-    monkeypatch.setattr(build, "usable_processors", lambda: usable)
+    monkeypatch.setattr(build, "usable_cpus", lambda: usable)
     built(folder, num_threads=wanted, native_kernels=False)
     assert torch.get_num_threads() == got
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.host.cpus import share_processors, usable_processors
+from inference_svc.host.cpus import partition_cpus, usable_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def write(path: Path, text: str) -> None:
 def test_without_control_groups_it_is_what_the_process_is_bound_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert usable_processors(tmp_path) == 8
+    assert usable_cpus(tmp_path) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
-    assert usable_processors(tmp_path) == 1
+    assert usable_cpus(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,16 @@ def test_a_quota(tmp_path: Path, written: str, wanted: int) -> None:
     write(tmp_path / "proc/self/cgroup", "0::/docker/0123\n")
     # A container sees its own group as the root.
     write(tmp_path / "sys/fs/cgroup/cpu.max", f"{written}\n")
-    assert usable_processors(tmp_path) == wanted
+    assert usable_cpus(tmp_path) == wanted
 
 
 def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "0::/pod/container\n")
     write(tmp_path / "sys/fs/cgroup/pod/cpu.max", "300000 100000\n")
     write(tmp_path / "sys/fs/cgroup/pod/container/cpu.max", "max 100000\n")
-    assert usable_processors(tmp_path) == 3
+    assert usable_cpus(tmp_path) == 3
     write(tmp_path / "sys/fs/cgroup/pod/container/cpu.max", "50000 50000\n")
-    assert usable_processors(tmp_path) == 1
+    assert usable_cpus(tmp_path) == 1
 
 
 def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
@@ -62,19 +62,19 @@ def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/cpu/a"
     write(group / "cpu.cfs_period_us", "100000\n")
     write(group / "cpu.cfs_quota_us", "-1\n")
-    assert usable_processors(tmp_path) == 8
+    assert usable_cpus(tmp_path) == 8
     write(group / "cpu.cfs_quota_us", "150000\n")
-    assert usable_processors(tmp_path) == 2
+    assert usable_cpus(tmp_path) == 2
 
 
 def test_every_thread_has_processors_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert share_processors(8, tmp_path) == [[i] for i in range(8)]
-    assert share_processors(3, tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
-    assert share_processors(9, tmp_path) == [], "two would meet"
+    assert partition_cpus(8, tmp_path) == [[i] for i in range(8)]
+    assert partition_cpus(3, tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert partition_cpus(9, tmp_path) == [], "two would meet"
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 9})
-    assert share_processors(2, tmp_path) == [[5], [9]]
+    assert partition_cpus(2, tmp_path) == [[5], [9]]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_the_processors_of_a_core_go_to_one_thread(
     for i in range(8):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{i}/topology"
         write(folder / "thread_siblings_list", siblings(i) + "\n")
-    assert share_processors(4, tmp_path) == wanted
+    assert partition_cpus(4, tmp_path) == wanted
