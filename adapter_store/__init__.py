@@ -1,1 +1,21 @@
-"""Service 1: fetches, validates, compiles and streams adapters."""
+"""Service 1, the adapter store: fetches, validates, compiles and streams adapters.
+
+__main__           the command: reads the settings and runs the store until SIGTERM
+app                wires the parts together, starts them, and stops them in order
+config             the settings, from the command line and the environment
+core               plain data that every module shares: layouts, names, records, events
+errors             the errors that a caller can get, each with its reason
+service            the use cases, as the transport calls them
+store_status       the state of the store, for operators and for Prometheus
+garbage_collector  removes what no record points to, and images for unused layouts
+api                the gRPC contract: messages in, calls to `service`, messages out
+debug              what an operator needs to diagnose a running store
+registration       from a caller's request to a durable record
+sources            where adapters come from: folders, S3, the Hugging Face Hub, uploads
+checkpoint         an adapter's files, read as hostile and checked byte by byte
+images             compiled images: layout, compilation, tiers, streaming
+blobs              the adapters' source files by digest, local or shared between replicas
+replication        what replicas that share a catalog do together
+catalog            names, versions, events, layouts and verdicts in a database
+metrics            the Prometheus metrics
+"""

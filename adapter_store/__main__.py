@@ -57,7 +57,8 @@ def _print_digest(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m adapter_store digest DIR", file=sys.stderr)
         return 2
-    from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+    from adapter_store.checkpoint.files import CheckpointLimits
+    from adapter_store.checkpoint.open import open_checkpoint
 
     try:
         print(open_checkpoint(Path(arguments[0]), CheckpointLimits()).digest)

@@ -15,28 +15,33 @@ from datetime import timedelta
 from pathlib import Path
 
 from adapter_store.blobs.fsync import make_folder
+from adapter_store.blobs.local import Blobs, LocalBlobs
+from adapter_store.blobs.s3_prefix import Bucket
+from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.watch import Watch
-from adapter_store.checkpoint.open import CheckpointLimits
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
-from adapter_store.garbage_collector import Collector
+from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.cache import Images
-from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.disk_tier import DiskTier
+from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.precompile import Ahead
+from adapter_store.images.shared_tier import SharedTier
 from adapter_store.images.worker_pool import Workers
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar
+from adapter_store.replication.leases import Leases
 from adapter_store.replication.pin_refresh import Followed
 from adapter_store.service import Registry
-from adapter_store.sharing import open_catalog, open_kept
-from adapter_store.sources import FetchLimits, Sources
+from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
+from adapter_store.sources.staging import FetchLimits
 from servicekit.errors import FailedPrecondition
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,15 @@ logger = logging.getLogger(__name__)
 CALL_THREADS = 8
 BESIDE_THREADS = 4
 """For what compiling does on the side: hashing, recording that it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`images` is None where nothing is shared."""
+
+    blobs: Blobs
+    collector: Collector
+    images: SharedTier | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +130,34 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
             stack.callback(Followed(catalog, registry.refresh_pinned).close)
         stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
         yield Store(catalog, images, ahead, watch, registry, metrics, policies)
+
+
+def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:
+    """Raises CorruptData for one of another release, CatalogUnavailable."""
+    dsn = settings.catalog_dsn
+    return Catalog(
+        folder / "catalog.sqlite3" if dsn is None else dsn.get_secret_value(),
+        event_retention=settings.event_retention,
+        delete_grace=grace,
+        layout_ttl=timedelta(seconds=settings.layout_ttl_seconds),
+    )
+
+
+def open_kept(
+    stack: ExitStack, settings: StoreSettings, folder: Path, catalog: Catalog, disk: DiskTier
+) -> Kept:
+    """`stack` ends what runs in the background for it."""
+    grace = timedelta(seconds=settings.delete_grace_seconds)
+    local = LocalBlobs(folder)
+    if not settings.shared_s3:
+        return Kept(local, Collector(catalog, local, disk, grace), None)
+    endpoint = settings.shared_s3_endpoint_url or settings.s3_endpoint_url
+    bucket = Bucket(settings.shared_s3, endpoint, settings.s3_region)
+    leases = Leases(catalog, settings.lease_seconds)
+    stack.callback(leases.close)
+    blobs = SharedBlobs(local, bucket, catalog, leases, folder, settings.fetched_bytes)
+    images = SharedTier(bucket, leases)
+    return Kept(blobs, SharedCollector(catalog, blobs, disk, grace, images, leases), images)
 
 
 def _sources(settings: StoreSettings) -> Sources:

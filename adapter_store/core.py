@@ -5,12 +5,19 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from servicekit.refs import AdapterName
 
 Tenants: TypeAlias = frozenset[str] | None
 """Tenants that something is confined to; None: all of them."""
+
+
+class ImageKey(NamedTuple):
+    """Identifies an image: an adapter's digest under a layout."""
+
+    digest: str
+    layout_id: str
 
 
 class TargetKind(enum.Enum):

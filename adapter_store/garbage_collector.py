@@ -11,6 +11,7 @@ from datetime import timedelta
 from adapter_store.blobs.local import Blobs
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.core import ImageKey
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.shared_tier import SharedTier
 from adapter_store.replication.leases import Leases
@@ -43,9 +44,9 @@ class Collector:
     def forget_images(self) -> list[str]:
         """Drops images of digests that are gone from the disk tier; gives these digests."""
         keys = self._disk.cached()
-        gone = self._catalog.unknown_digests(sorted({key[0] for key in keys}))
+        gone = self._catalog.unknown_digests(sorted({key.digest for key in keys}))
         for key in keys:
-            if key[0] in gone:
+            if key.digest in gone:
                 self._disk.remove(key, Removal.DELETED)
         return sorted(gone)
 
@@ -53,7 +54,7 @@ class Collector:
         """Drops images for unused layouts from the disk tier; gives these layouts."""
         unused = self._catalog.unused_layouts()
         for key in self._disk.cached():
-            if key[1] in unused:
+            if key.layout_id in unused:
                 self._disk.remove(key, Removal.UNUSED)
         return unused
 
@@ -81,10 +82,10 @@ class Collector:
                 return False
             self._blobs.remove(digest, place)
         for layout_id in self._catalog.layout_ids():
-            self._remove_image((digest, layout_id))
+            self._remove_image(ImageKey(digest, layout_id))
         return True
 
-    def _remove_image(self, key: tuple[str, str]) -> None:
+    def _remove_image(self, key: ImageKey) -> None:
         self._disk.remove(key, Removal.DELETED)
 
 
@@ -125,7 +126,7 @@ class SharedCollector(Collector):
             gone = []
         return sorted({*gone, *self.forget_images()})
 
-    def _remove_image(self, key: tuple[str, str]) -> None:
+    def _remove_image(self, key: ImageKey) -> None:
         super()._remove_image(key)
         try:
             self._images.remove(key)

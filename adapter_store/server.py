@@ -28,7 +28,7 @@ from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.gate import Gate
-from adapter_store.images.compile import COMPILER_REVISION
+from adapter_store.images.plan import COMPILER_REVISION
 from adapter_store.metrics.metrics import Sample
 from adapter_store.reload import Reload
 from adapter_store.service import Registry

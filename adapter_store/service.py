@@ -18,15 +18,17 @@ from typing import ParamSpec, TypeVar
 
 from adapter_store.access import Action, Principal
 from adapter_store.audit import AuditLine
-from adapter_store.catalog.catalog import Catalog, CatalogCounts, VersionsPage
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layout_usage import LayoutUses
+from adapter_store.catalog.records import VersionsPage
+from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
-from adapter_store.core import AdapterEvent, AdapterRecord, ImageState, Layout
+from adapter_store.core import AdapterEvent, AdapterRecord, ImageKey, ImageState, Layout
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import Images
-from adapter_store.images.compile import IMAGE_FORMATS
 from adapter_store.images.disk_tier import TierCounts
+from adapter_store.images.plan import IMAGE_FORMATS
 from adapter_store.images.precompile import Ahead
 from adapter_store.images.pull import PullMessage, Pulls
 from adapter_store.metrics.metrics import Metrics
@@ -190,7 +192,7 @@ class Registry:
     def pull(
         self, who: Principal, digest: str, layout_id: str, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        return self._pulls.stream((digest, layout_id), offset, image_id, who.tenants)
+        return self._pulls.stream(ImageKey(digest, layout_id), offset, image_id, who.tenants)
 
     async def compile_ahead(self) -> None:
         """At start: what live layouts miss."""
@@ -298,7 +300,7 @@ class Registry:
         record, revision = await job
         live = frozenset(await self._call(self._catalog.live_layouts))
         self._ahead.want_current(
-            (record.digest, verdict.layout_id)
+            ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING and verdict.layout_id in live
         )

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_store.catalog.catalog import CatalogCounts
+from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.images.cache import ImageInProgress
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull

@@ -32,11 +32,13 @@ from adapter_store.api.convert import from_layout
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.images.buffers import allocate_buffer
-from adapter_store.images.compile import IMAGE_FORMAT, Image, compile_parts, plan_image
+from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.file import write_image
-from adapter_store.sources import FetchLimits, Sources, Staging
+from adapter_store.images.plan import IMAGE_FORMAT, plan_image
+from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
+from adapter_store.sources.staging import FetchLimits, Staging
 from bench.store_adapters import BENCH_200M, make_adapter, make_layout
 from bench.store_process import bench_store
 from loadout.demo.process import Process

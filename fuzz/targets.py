@@ -17,10 +17,10 @@ from pathlib import Path
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
 from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
 from adapter_store.checkpoint.json import parse_object
-from adapter_store.checkpoint.keys import parse_key
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
+from adapter_store.checkpoint.tensors import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from adapter_store.policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3

@@ -48,20 +48,19 @@ from adapter_store.catalog.migrations import migrate
 from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.usage import CatalogCounts
-from adapter_store.catalog.verdicts import ImageKey, Standing
+from adapter_store.catalog.verdicts import Standing
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
     BlobPlace,
     EventKind,
+    ImageKey,
     LayoutVerdict,
     Quota,
     Tenants,
 )
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
-
-__all__ = ["Catalog", "CatalogCounts", "ImageKey", "NewVersion", "Standing", "VersionsPage"]
 
 _TRIM_EVERY = 64
 _UNLIMITED = Quota()

@@ -21,11 +21,8 @@ from adapter_store.catalog.schema import (
     leases,
     versions,
 )
-from adapter_store.core import ImageState, LayoutVerdict, Tenants
+from adapter_store.core import ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import LimitExceeded
-
-ImageKey = tuple[str, str]
-"""(digest, layout_id)"""
 
 _SETTLED = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
 
@@ -45,8 +42,8 @@ def standing(
 ) -> Standing:
     """What stands in these tenants' way of pulling an image."""
     return Standing(
-        has_record(conn, key[0], deleted_after, tenants),
-        has_record(conn, key[0], deleted_after, tenants, key[1]),
+        has_record(conn, key.digest, deleted_after, tenants),
+        has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
         verdict(conn, key),
     )
 
@@ -54,7 +51,7 @@ def standing(
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
     row = conn.execute(select(images).where(_is(key))).first()
     if row is None:
-        return LayoutVerdict(key[1], ImageState.PENDING)
+        return LayoutVerdict(key.layout_id, ImageState.PENDING)
     return LayoutVerdict(row.layout_id, ImageState(row.state), row.reason, row.image_bytes)
 
 
@@ -109,7 +106,7 @@ def pinned_keys(conn: Connection, live_since: int) -> list[ImageKey]:
         .join(layouts, layouts.c.layout_id == layout_bases.c.layout_id)
         .where(versions.c.pinned.is_(True), is_live(live_since))
     )
-    return [(row.digest, row.layout_id) for row in conn.execute(query)]
+    return [ImageKey(row.digest, row.layout_id) for row in conn.execute(query)]
 
 
 def check_pinned_bytes(conn: Connection, max_bytes: int) -> None:
@@ -180,4 +177,4 @@ def _current_digests() -> Select[tuple[str]]:
 
 
 def _is(key: ImageKey) -> Any:
-    return and_(images.c.digest == key[0], images.c.layout_id == key[1])
+    return and_(images.c.digest == key.digest, images.c.layout_id == key.layout_id)

@@ -21,24 +21,13 @@ from adapter_store.checkpoint.files import (
     RegularFile,
     check_source_bytes,
     find_weight_files,
-    is_adapter_file,
 )
-from adapter_store.checkpoint.keys import target_of
 from adapter_store.checkpoint.peft_config import AdapterConfig, read_config
 from adapter_store.checkpoint.safetensors import read_header
 from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord, pair_targets
+from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord, pair_targets, target_of
 from adapter_store.core import DataType, SegmentKind
 from adapter_store.errors import CorruptData, InvalidAdapter
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointLimits",
-    "TargetWeights",
-    "TensorRecord",
-    "is_adapter_file",
-    "open_checkpoint",
-]
 
 TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
     DataType.FLOAT32: torch.float32,

@@ -11,8 +11,7 @@ from typing import Any
 
 from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
 from adapter_store.checkpoint.json import parse_object, show
-from adapter_store.checkpoint.module_patterns import ModuleMatcher, PatternTable
-from adapter_store.checkpoint.patterns import MatchBudget
+from adapter_store.checkpoint.module_patterns import MatchBudget, ModuleMatcher, PatternTable
 from adapter_store.checkpoint.peft_fields import check_fields
 from adapter_store.errors import InvalidAdapter
 

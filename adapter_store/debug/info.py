@@ -24,7 +24,7 @@ from prometheus_client import generate_latest
 from adapter_store.config import StoreSettings
 from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
-from adapter_store.images.compile import COMPILER_REVISION, IMAGE_FORMATS
+from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.service import Registry
 from servicekit.telemetry.redact import Redactor

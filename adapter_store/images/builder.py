@@ -15,17 +15,19 @@ from datetime import timedelta
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
-from adapter_store.catalog.catalog import Catalog, ImageKey
-from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
-from adapter_store.core import ImageState, Layout, LayoutVerdict, Tenants
+from adapter_store.core import ImageKey, ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter
-from adapter_store.images.compile import Image, ImagePlan, compile_parts, plan_image
+from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.file import open_image, read_parts, write_image
 from adapter_store.images.layout import from_json
 from adapter_store.images.partial_image import GrowingImage
-from adapter_store.images.shared_images import Claim, SharedImages
+from adapter_store.images.plan import ImagePlan, plan_image
+from adapter_store.images.shared_tier import Claim, SharedImages
 from adapter_store.images.worker_pool import Turn
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import NotFound
@@ -188,7 +190,7 @@ class ImageBuilder:
         return layout
 
     def _open(self, key: ImageKey) -> Checkpoint:
-        digest = key[0]
+        digest = key.digest
         folder = self._blobs.path(digest)
         checkpoint = self._verified.find(digest, folder)
         if checkpoint is not None:
@@ -247,7 +249,7 @@ class ImageBuilder:
                 stream = self._shared.find(build.key, build.plan)
                 if stream is not None:
                     with closing(stream):
-                        name = f"shared image of {build.key[0]}"
+                        name = f"shared image of {build.key.digest}"
                         parts = read_parts(
                             stream, build.plan, image.buffer, name, num_final=len(image.parts)
                         )
@@ -284,7 +286,7 @@ class ImageBuilder:
             build.settle_compiling()
             self._settle(build.key, ImageState.PENDING)
             if isinstance(error, CorruptData):
-                raise self._damaged_blob(build.key[0], str(error)) from error
+                raise self._damaged_blob(build.key.digest, str(error)) from error
             raise
         self._metrics.compiles.labels("ready").inc()
         self._metrics.compile_seconds.observe(time.monotonic() - start)
@@ -320,7 +322,9 @@ class ImageBuilder:
         self, key: ImageKey, state: ImageState, reason: str = "", image_bytes: int = 0
     ) -> bool:
         """False: the adapter has been collected meanwhile."""
-        return self._catalog.set_verdict(key[0], LayoutVerdict(key[1], state, reason, image_bytes))
+        return self._catalog.set_verdict(
+            key.digest, LayoutVerdict(key.layout_id, state, reason, image_bytes)
+        )
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:
         logger.error("damaged blob", extra={"digest": digest, "why": why})

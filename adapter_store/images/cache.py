@@ -13,8 +13,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from adapter_store.catalog.catalog import ImageKey
-from adapter_store.core import Tenants
+from adapter_store.core import ImageKey, Tenants
 from adapter_store.errors import Overloaded
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.builder import Build, ImageBuilder, NotAhead
@@ -132,11 +131,11 @@ class Images:
         try:
             await asyncio.shield(flight.task)
         except NotAhead:
-            logger.debug("not to be compiled ahead", extra={"digest": key[0]})
+            logger.debug("not to be compiled ahead", extra={"digest": key.digest})
         except ServiceError as error:
-            logger.info("not compiled ahead", extra={"digest": key[0], "why": str(error)})
+            logger.info("not compiled ahead", extra={"digest": key.digest, "why": str(error)})
         except Exception:
-            logger.exception("compiling ahead failed", extra={"digest": key[0]})
+            logger.exception("compiling ahead failed", extra={"digest": key.digest})
 
     def refresh_pinned(self, pinned: Iterable[ImageKey]) -> list[ImageKey]:
         """Takes over what is pinned now; gives the pinned keys that are not in memory."""
@@ -226,7 +225,7 @@ class Images:
                 )
                 if span is not None:
                     span.name = "compile" if build.is_compiled else span.name
-                    span.note(source=build.source, bytes=build.plan.total_bytes, digest=key[0])
+                    span.note(source=build.source, bytes=build.plan.total_bytes, digest=key.digest)
             is_wanted = is_wanted or flight.priority is not Priority.AHEAD
             if is_wanted:
                 self._memory.put(entry)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapter_store.blobs.fsync import make_folder
-from adapter_store.catalog.catalog import ImageKey
+from adapter_store.core import ImageKey
 from adapter_store.images.file import remove_image, sha256_path
 
 
@@ -170,7 +170,7 @@ class DiskTier:
         for path in set(self._folder.glob("*/*")) - images - set(map(sha256_path, images)):
             path.unlink()
         for path in images:
-            key = (f"sha256:{path.stem}", f"sha256:{path.parent.name}")
+            key = ImageKey(f"sha256:{path.stem}", f"sha256:{path.parent.name}")
             found.append((path.stat().st_atime_ns, key))
         for _, key in sorted(found):
             self.add(key)

@@ -23,7 +23,8 @@ from adapter_store.blobs.fsync import sync_folder, write_atomically
 from adapter_store.core import ImagePart
 from adapter_store.errors import CorruptData
 from adapter_store.images.buffers import allocate_buffer
-from adapter_store.images.compile import Image, ImagePlan
+from adapter_store.images.compile import Image
+from adapter_store.images.plan import ImagePlan
 
 DATA_ALIGNMENT = 4096
 _LENGTH_BYTES = 8

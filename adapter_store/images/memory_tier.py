@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adapter_store.catalog.catalog import ImageKey
+from adapter_store.core import ImageKey
 from adapter_store.images.buffers import BufferPool
 from adapter_store.images.disk_tier import Removal, TierCounts
 from adapter_store.images.partial_image import GrowingImage
@@ -170,10 +170,10 @@ class MemoryTier:
 
     def drop_digests(self, digests: Set[str]) -> None:
         """In one pass: whoever collects may have thousands, on the event loop."""
-        self._drop_all(lambda key: key[0] in digests, Removal.DELETED)
+        self._drop_all(lambda key: key.digest in digests, Removal.DELETED)
 
     def drop_layouts(self, layout_ids: Set[str]) -> None:
-        self._drop_all(lambda key: key[1] in layout_ids, Removal.UNUSED)
+        self._drop_all(lambda key: key.layout_id in layout_ids, Removal.UNUSED)
 
     def shrink(self) -> None:
         """Lets the least recently used go until capacity is met, and gives away what is free."""

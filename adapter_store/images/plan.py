@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from adapter_store.checkpoint.digest import canonical_json, sha256_text
 from adapter_store.checkpoint.module_patterns import path_tails
-from adapter_store.checkpoint.open import Checkpoint, TargetWeights
+from adapter_store.checkpoint.open import Checkpoint
+from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import DataType, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.layout import layout_id, runs

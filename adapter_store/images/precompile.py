@@ -7,7 +7,8 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor
 
-from adapter_store.catalog.catalog import Catalog, ImageKey
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.core import ImageKey
 from adapter_store.images.cache import Images
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import OpenSpan
@@ -88,7 +89,7 @@ class Ahead:
                 while digests := await loop.run_in_executor(
                     self._executor, self._catalog.unsettled, layout_id, digest, PAGE_DIGESTS
                 ):
-                    self.want_current((digest, layout_id) for digest in digests)
+                    self.want_current(ImageKey(digest, layout_id) for digest in digests)
                     digest = digests[-1]
                     await self._keys.join()
             except Exception:

@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from adapter_store.catalog.catalog import ImageKey
-from adapter_store.core import ImagePart, Segment, Tenants
+from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
 from adapter_store.images.cache import Images
-from adapter_store.images.compile import ImagePlan
+from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.telemetry.spans import Phases
@@ -107,7 +106,7 @@ class Pulls:
         failure: BaseException | None = None
         try:
             async with self._images.hold(key, tenants) as image:
-                self._use_layout(key[1])
+                self._use_layout(key.layout_id)
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - began_s)
                 phases.enter("stream")

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from adapter_store.blobs.s3_prefix import MAX_PUT_BYTES, Bucket, ObjectStream
-from adapter_store.catalog.catalog import ImageKey
+from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
-from adapter_store.images.compile import COMPILER_REVISION, ImagePlan
 from adapter_store.images.disk_tier import TierCounts
+from adapter_store.images.file import ImageStream
+from adapter_store.images.plan import COMPILER_REVISION, ImagePlan
 from adapter_store.replication.leases import Leases
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,33 @@ logger = logging.getLogger(__name__)
 FOLDER = "compiled"
 POLL_SECONDS = 0.1
 WAIT_SECONDS = 1.0
+
+
+class Claim(Protocol):
+    """The right to compile one image, as long as no other replica may."""
+
+    def release(self) -> None:
+        """Lets others in; what was published before is there for them to find."""
+
+
+class SharedImages(Protocol):
+    """The tier of images that all replicas of a store share. Blocking and thread-safe.
+
+    It is a cache: when it does not answer (OSError), images are compiled here.
+    """
+
+    def find(self, key: ImageKey, plan: ImagePlan) -> ImageStream | None:
+        """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
+
+    def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
+        """The right to compile the image here. None: look again with `find`, another replica
+        had it, and may still be at work. With `wait` that is only after a moment's waiting."""
+
+    def publish(self, key: ImageKey, path: Path) -> None:
+        """Copies a whole image file there. One that is there already stays."""
+
+    def remove(self, key: ImageKey) -> None:
+        """Takes away an image that is damaged; it may be absent."""
 
 
 class LeaseClaim:
@@ -74,7 +103,7 @@ class SharedTier:
     def publish(self, key: ImageKey, path: Path) -> None:
         """Copies a whole image file there. One that is there already stays."""
         if path.stat().st_size > MAX_PUT_BYTES:
-            logger.info("image too large to be shared", extra={"digest": key[0]})
+            logger.info("image too large to be shared", extra={"digest": key.digest})
             return
         self._bucket.put_if_absent(self._object(key), path)
 
@@ -121,11 +150,11 @@ def _is_outdated(key: str) -> bool:
 
 def _image_key(name: str) -> ImageKey:
     path = Path(name)
-    return f"sha256:{path.stem}", f"sha256:{path.parent.name}"
+    return ImageKey(f"sha256:{path.stem}", f"sha256:{path.parent.name}")
 
 
 def _lease_name(key: ImageKey) -> str:
-    return f"image:{key[0]}:{key[1]}"
+    return f"image:{key.digest}:{key.layout_id}"
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
-from adapter_store.catalog.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.filters import check_labels
-from adapter_store.checkpoint.files import PICKLE_FILE
-from adapter_store.checkpoint.open import Checkpoint, CheckpointLimits, open_checkpoint
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits
+from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_config import names_local_path
 from adapter_store.checkpoint.unpickle import convert_pickle
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
@@ -32,7 +33,8 @@ from adapter_store.errors import (
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
-from adapter_store.sources import FetchLimits, Sources, Staging
+from adapter_store.sources import Sources
+from adapter_store.sources.staging import FetchLimits, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef

@@ -22,10 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.staging import Staging
 from servicekit.errors import InvalidArgument
-
-__all__ = ["FetchLimits", "Source", "Sources", "Staging"]
 
 MAX_URI_LENGTH = 2048
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.hub_errors import changed, translated, unavailable
 from adapter_store.sources.local import LocalSource
-from adapter_store.sources.parallel import copy_all
-from adapter_store.sources.retry import Retry, RetryPolicy
 from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
-from servicekit.errors import InvalidArgument, NotFound
+from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
+from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 API_TIMEOUT_S = 15
 READ_TIMEOUT_S = 30
@@ -112,7 +111,7 @@ class HubSource:
         retry = Retry(self._retry, staging)
         while True:
             try:
-                with translated(str(place)):
+                with translate_errors(str(place)):
                     info = api.model_info(
                         place.repo_id,
                         revision=place.revision,
@@ -123,7 +122,7 @@ class HubSource:
             except SourceUnavailable as error:
                 retry.failed(error)
             except (ValueError, TypeError, KeyError, AttributeError) as exc:
-                raise unavailable(str(place), "its server does not speak the hub's API") from exc
+                raise _unavailable(str(place), "its server does not speak the hub's API") from exc
         if info.id != place.repo_id:  # the hub follows renames, an allow-list must not
             raise NotFound(
                 f"source_uri: {place} has moved to {info.id[:200]!r}",
@@ -132,7 +131,7 @@ class HubSource:
             )
         commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
-            raise unavailable(str(place), "its server names no commit")
+            raise _unavailable(str(place), "its server names no commit")
         files = {
             file.rfilename: HubFile(
                 file.size, file.lfs.sha256 if file.lfs else "", file.blob_id or ""
@@ -156,14 +155,14 @@ class HubSource:
             while file.size_bytes < expected.size_bytes:
                 before_bytes = file.size_bytes
                 try:
-                    with translated(where):
+                    with translate_errors(where):
                         _read_on(url, where, commit, expected.size_bytes, file, digest)
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
                         retry.progressed()
                     retry.failed(error)
             if expected_digest and digest.hexdigest() != expected_digest:
-                raise changed(where, f"is not what commit {commit} records")
+                raise _changed(where, f"is not what commit {commit} records")
 
     def _copy_cached(self, place: HubPlace, staging: Staging) -> str:
         from huggingface_hub import constants, try_to_load_from_cache
@@ -180,7 +179,7 @@ class HubSource:
             )
         snapshot = Path(found).parent
         if not _COMMIT.fullmatch(snapshot.name):
-            raise unavailable(str(place), "the cache folder names no commit")
+            raise _unavailable(str(place), "the cache folder names no commit")
         cache_dir = Path(self._cache_dir or constants.HF_HUB_CACHE)
         repo_dir = cache_dir / f"models--{place.organization}--{place.name}"
         LocalSource([repo_dir]).copy_folder(snapshot, str(place), staging)
@@ -203,17 +202,17 @@ def _read_on(
         hf_raise_for_status(answer)
         for response in (*answer.history, answer):
             if response.headers.get("X-Repo-Commit", commit) != commit:
-                raise changed(where, f"is answered from another commit than {commit}")
+                raise _changed(where, f"is answered from another commit than {commit}")
         length = answer.headers.get("Content-Length", "")
         if length != str(size_bytes - start):
-            raise changed(where, f"has {length[:20]} bytes, its commit says {size_bytes}")
+            raise _changed(where, f"has {length[:20]} bytes, its commit says {size_bytes}")
         if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise unavailable(where, "it was not continued where it broke")
+            raise _unavailable(where, "it was not continued where it broke")
         for data in answer.iter_raw(READ_BYTES):
             file.write(data)
             digest.update(data)
     if file.size_bytes != size_bytes:
-        raise unavailable(where, f"{file.size_bytes} of {size_bytes} bytes arrived")
+        raise _unavailable(where, f"{file.size_bytes} of {size_bytes} bytes arrived")
 
 
 def place_of(uri: str) -> HubPlace:
@@ -226,3 +225,63 @@ def place_of(uri: str) -> HubPlace:
             subject="source_uri",
         )
     return HubPlace(match[1], match[2], revision)
+
+
+@contextmanager
+def translate_errors(where: str) -> Iterator[None]:
+    """Turns the hub client's errors into ours; `where` is what was being read."""
+    from huggingface_hub import errors
+
+    # The base class of what the HTTP library underneath raises, whichever that is.
+    transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    try:
+        yield
+    except errors.GatedRepoError as exc:
+        raise _denied(where, "it is gated, and access has not been granted to it") from exc
+    except errors.DisabledRepoError as exc:
+        raise _denied(where, "it is disabled") from exc
+    except errors.RepositoryNotFoundError as exc:
+        raise _missing(where, "or needs a token that this store does not have") from exc
+    except errors.RevisionNotFoundError as exc:
+        raise _missing(where, "at this revision") from exc
+    except errors.EntryNotFoundError as exc:
+        raise _missing(where, "at this commit") from exc
+    except errors.HfHubHTTPError as exc:
+        raise _from_status(where, exc) from exc
+    except transport_error as exc:
+        raise _unavailable(where, type(exc).__name__) from exc
+
+
+def _changed(where: str, how: str) -> SourceUnavailable:
+    """For content that is not that of the commit."""
+    return SourceUnavailable(f"source_uri: {where} {how}", subject="source_uri", reason=CHANGED)
+
+
+def _unavailable(where: str, why: str) -> SourceUnavailable:
+    """For trouble that may pass."""
+    return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
+
+
+def _from_status(where: str, error: Any) -> ServiceError:
+    status = error.response.status_code
+    if status in (401, 403):
+        return _denied(where, str(status))
+    if status in (404, 410):
+        return _missing(where, f"({status})")
+    return _unavailable(where, str(status))
+
+
+def _missing(where: str, how: str) -> NotFound:
+    return NotFound(
+        f"source_uri: {where} does not exist {how}",
+        subject="source_uri",
+        reason="SOURCE_NOT_FOUND",
+    )
+
+
+def _denied(where: str, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"source_uri: this store may not read {where}: {why}",
+        subject="source_uri",
+        reason="SOURCE_ACCESS_DENIED",
+    )

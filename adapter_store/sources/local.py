@@ -49,7 +49,7 @@ class LocalSource:
 
     def copy_folder(self, path: Path, uri: str, staging: Staging) -> None:
         """Copies the adapter in folder `path`; errors call it `uri`. Raises as `fetch`."""
-        with _translated(uri):
+        with _translate_errors(uri):
             folder = self._resolve(path, uri)
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
                 names = staging.choose_files(os.listdir(fd), uri)
@@ -148,7 +148,7 @@ def _changed(uri: str, name: str) -> SourceUnavailable:
 
 
 @contextmanager
-def _translated(uri: str) -> Iterator[None]:
+def _translate_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as exc:

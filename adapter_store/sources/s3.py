@@ -7,22 +7,27 @@ number of attempts, and they are listed again in the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.parallel import copy_all
-from adapter_store.sources.retry import Retry, RetryPolicy
-from adapter_store.sources.s3_errors import changed, translated, unavailable
 from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
-from servicekit.errors import InvalidArgument, NotFound
+from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
+from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 30
 MAX_LIST_PAGES = 20
 MAX_CONNECTIONS = 64
+
+_MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NotFound"})
+_DENIED = frozenset(
+    {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"}
+)
+_CHANGED = frozenset({"412", "PreconditionFailed", "416", "InvalidRange"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class S3Source:
         now = self._list(client, place, staging)
         for name in names:
             if now.get(name) != objects[name]:
-                raise changed(f"{place}{name}")
+                raise _changed(f"{place}{name}")
         return " ".join(f"{name}={objects[name].etag.strip(chr(34))}" for name in names)
 
     def _endpoint_of(self, place: S3Place) -> str:
@@ -97,7 +102,7 @@ class S3Source:
         retry = Retry(self._retry, staging)
         while True:
             try:
-                with translated(str(place)):
+                with translate_errors(str(place)):
                     objects = _list_once(client, place)
                 break
             except SourceUnavailable as error:
@@ -121,7 +126,7 @@ class S3Source:
             while file.size_bytes < expected.size_bytes:
                 before_bytes = file.size_bytes
                 try:
-                    with translated(where):
+                    with translate_errors(where):
                         _read_on(get, where, expected, file)
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
@@ -179,13 +184,13 @@ def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None
     with answer["Body"] as body:
         # A service that does not know conditions or ranges must not pass for one that does.
         if answer["ETag"] != expected.etag or answer["ContentLength"] != size - start:
-            raise changed(where)
+            raise _changed(where)
         if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
-            raise unavailable(where, "it was not continued where it broke")
+            raise _unavailable(where, "it was not continued where it broke")
         while file.size_bytes < size and (data := body.read(READ_BYTES)):
             file.write(data)
     if file.size_bytes != size:
-        raise unavailable(where, f"the connection ended after {file.size_bytes} of {size} bytes")
+        raise _unavailable(where, f"the connection ended after {file.size_bytes} of {size} bytes")
 
 
 def place_of(uri: str) -> S3Place:
@@ -198,3 +203,53 @@ def place_of(uri: str) -> S3Place:
             f"source_uri: {uri} is not of the form s3://bucket/prefix", subject="source_uri"
         )
     return S3Place(bucket, f"{prefix}/" if prefix else "")
+
+
+@contextmanager
+def translate_errors(where: str) -> Iterator[None]:
+    """Turns the S3 client's errors into ours; `where` is what was being read."""
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except ClientError as exc:
+        raise _from_code(where, str(exc.response.get("Error", {}).get("Code", "?"))[:64]) from exc
+    except NoCredentialsError as exc:
+        raise _denied(where, "this store has no credentials") from exc
+    except (BotoCoreError, HTTPError) as exc:
+        raise _unavailable(where, type(exc).__name__) from exc
+
+
+def _changed(where: str) -> SourceUnavailable:
+    """For an object that is no longer the one that was listed."""
+    return SourceUnavailable(
+        f"source_uri: {where} changed while it was read", subject="source_uri", reason=CHANGED
+    )
+
+
+def _unavailable(where: str, why: str) -> SourceUnavailable:
+    """For trouble that may pass."""
+    return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
+
+
+def _from_code(where: str, code: str) -> ServiceError:
+    if code in _MISSING:
+        return NotFound(
+            f"source_uri: {where} does not exist ({code})",
+            subject="source_uri",
+            reason="SOURCE_NOT_FOUND",
+        )
+    if code in _DENIED:
+        return _denied(where, code)
+    if code in _CHANGED:
+        return _changed(where)
+    return _unavailable(where, code)
+
+
+def _denied(where: str, why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"source_uri: this store may not read {where}: {why}",
+        subject="source_uri",
+        reason="SOURCE_ACCESS_DENIED",
+    )

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.open import open_checkpoint
 from servicekit.errors import ServiceError
 
 CONFIG = "adapter_config.json"

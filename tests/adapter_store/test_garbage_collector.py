@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from adapter_store.blobs.local import LocalBlobs
-from adapter_store.catalog.catalog import Catalog, NewVersion
-from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from adapter_store.garbage_collector import Collector
 from adapter_store.images.disk_tier import DiskTier
 from servicekit.refs import AdapterName, AdapterRef
@@ -39,15 +40,15 @@ class Parts:
         staged = self.blobs.stage()
         (staged / "file").write_bytes(b"x")
         self.blobs.keep(staged, digest)
-        path = self.disk.prepare((digest, LAYOUT), 3)
+        path = self.disk.prepare(ImageKey(digest, LAYOUT), 3)
         path.write_bytes(b"xyz")
-        self.disk.add((digest, LAYOUT))
+        self.disk.add(ImageKey(digest, LAYOUT))
 
     def register(self, name: AdapterName, digest: str) -> None:
         self.catalog.register(NewVersion(name, digest, "base", "", 1, (), 1))
 
     def exists(self, digest: str) -> tuple[bool, bool]:
-        return self.blobs.path(digest).exists(), self.disk.path((digest, LAYOUT)).exists()
+        return self.blobs.path(digest).exists(), self.disk.path(ImageKey(digest, LAYOUT)).exists()
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from functools import partial
 
 import pytest
 
-from adapter_store import sharing
+from adapter_store import app
 from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
-from adapter_store.core import ImageState
+from adapter_store.core import ImageKey, ImageState
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
@@ -37,7 +37,7 @@ def clock() -> Clock:
 @pytest.fixture
 def start(tmp_path, clock, monkeypatch):
     """start(): a store over tmp_path, with the catalog on a clock that tests turn."""
-    monkeypatch.setattr(sharing, "Catalog", partial(Catalog, clock=clock))
+    monkeypatch.setattr(app, "Catalog", partial(Catalog, clock=clock))
 
     @asynccontextmanager
     async def start_store(**others):
@@ -114,7 +114,7 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
             # A verdict is written down beside the pull, which does not wait for it.
             for name in ("a", "b"):
                 await eventually(lambda name=name: state(store, name) is ImageState.READY)
-            await eventually(lambda: (digest, layout_id) in store.images._pinned)
+            await eventually(lambda: ImageKey(digest, layout_id) in store.images._pinned)
             await register(store, c, "c")
             await store.ahead.idle()
             assert state(store, "c") is ImageState.READY

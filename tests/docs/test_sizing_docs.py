@@ -12,7 +12,7 @@ import torch
 from adapter_store.api.convert import from_layout as to_store_layout
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.images.compile import plan_image
+from adapter_store.images.plan import plan_image
 from bench import store_catalog
 from bench.models import NAME as BENCH_NAME
 from bench.models import SHAPES

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from adapter_store.app import open_store
 from adapter_store.config import StoreSettings
+from adapter_store.core import ImageKey
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
 from tests.soak.contents import make_contents
@@ -169,7 +170,7 @@ class Soak:
         async with open_store(StoreSettings(**replica.settings)) as store:
             for digest in store.catalog.blob_digests():
                 for layout_id in store.catalog.layout_ids():
-                    async with store.images.hold((digest, layout_id)):
+                    async with store.images.hold(ImageKey(digest, layout_id)):
                         pass
             await store.ahead.idle()
             await store.images.settle()

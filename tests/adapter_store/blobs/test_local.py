@@ -12,14 +12,16 @@ import pytest
 from adapter_store.blobs import fsync
 from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.policy import PolicyFile
 from adapter_store.registration.registrar import Registrar, Registration
-from adapter_store.sources import FetchLimits, Sources
+from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
+from adapter_store.sources.staging import FetchLimits
 from servicekit.refs import AdapterName
 
 DIGEST = "sha256:" + "ab" * 32

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.blobs.shared import SharedBlobs
-from adapter_store.catalog.catalog import NewVersion
+from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData
 from servicekit.refs import AdapterName

@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from adapter_store.catalog.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
+from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import AdapterEvent
 from servicekit.refs import AdapterName, AdapterRef
 

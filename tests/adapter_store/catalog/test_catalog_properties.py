@@ -17,7 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from adapter_store.catalog.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import EventKind
 from adapter_store.errors import Conflict
 from servicekit.errors import NotFound

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapter_store.catalog.catalog import Catalog, NewVersion, VersionsPage
-from adapter_store.core import AdapterRecord, Quota
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.records import VersionsPage
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.core import AdapterRecord, ImageKey, Quota
 from servicekit.errors import ServiceError
 from servicekit.refs import AdapterName, AdapterRef
 
@@ -92,7 +94,7 @@ class World:
             found.append(answer(catalog.versions, full_name, 0, "", tenants))
         found += [answer(catalog.get, ref, tenants) for ref in refs]
         for digest in self.digests:
-            found.append(catalog.standing((digest, LAYOUT), timedelta(hours=1), tenants))
+            found.append(catalog.standing(ImageKey(digest, LAYOUT), timedelta(hours=1), tenants))
         return found
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from servicekit.refs import AdapterName
 
 GRACE = timedelta(seconds=60)
@@ -18,7 +18,7 @@ def test_states_appear_in_the_record(names, catalog):
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     catalog.set_verdict("d1", ready)
     assert names.get("a").verdicts == (ready,)
-    assert catalog.standing(("d1", "L1"), GRACE).verdict == ready
+    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict == ready
 
 
 def test_adding_a_layout_again_changes_nothing(catalog):
@@ -33,9 +33,9 @@ def test_aliases_serve(names, catalog):
     catalog.add_layout("L1", ["org/tiny", "tiny"], {})
     names.register("a", "d1", base_model="tiny")
     names.register("b", "d2", base_model="elsewhere")
-    assert catalog.standing(("d1", "L1"), GRACE).serves_base
-    assert not catalog.standing(("d2", "L1"), GRACE).serves_base
-    assert catalog.standing(("d2", "L1"), GRACE).has_record
+    assert catalog.standing(ImageKey("d1", "L1"), GRACE).serves_base
+    assert not catalog.standing(ImageKey("d2", "L1"), GRACE).serves_base
+    assert catalog.standing(ImageKey("d2", "L1"), GRACE).has_record
 
 
 def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
@@ -60,7 +60,7 @@ def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
 def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
     catalog.add_layout("L1", ["org/tiny"], {})
     catalog.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
-    assert catalog.standing(("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert catalog.standing(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
@@ -71,8 +71,8 @@ def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
     catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.close()
     again = Catalog(place, event_retention=10)
-    assert again.standing(("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
-    assert again.standing(("d2", "L1"), GRACE).verdict.state is ImageState.READY
+    assert again.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert again.standing(ImageKey("d2", "L1"), GRACE).verdict.state is ImageState.READY
     again.close()
 
 
@@ -82,9 +82,9 @@ def test_another_compiler_judges_anew(names, catalog):
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
     assert not catalog.adopt_compiler("1")
-    assert catalog.standing(("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
+    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
     assert catalog.adopt_compiler("2")
-    assert catalog.standing(("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_pinned_keys(names, catalog):

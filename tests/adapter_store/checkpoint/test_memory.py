@@ -22,7 +22,7 @@ from pathlib import Path
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from adapter_store.images.compile import compile_image
-from adapter_store.sources import FetchLimits, Staging
+from adapter_store.sources.staging import FetchLimits, Staging
 from adapter_store.sources.local import LocalSource
 
 def peak(start=False):

@@ -14,7 +14,7 @@ from adapter_store.app import Store, open_store
 from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import DataType, ImageState
+from adapter_store.core import DataType, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -87,7 +87,8 @@ def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout,
             compiles.gate.clear()
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             pulls = [
-                asyncio.create_task(pulled_bytes(store, (digest, layout_id))) for _ in range(8)
+                asyncio.create_task(pulled_bytes(store, ImageKey(digest, layout_id)))
+                for _ in range(8)
             ]
             await asyncio.sleep(0.05)
             pulls[0].cancel()
@@ -117,10 +118,10 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
         async with start() as store:
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             first = (await register(store, folders[0], "first")).digest
-            await pulled_bytes(store, (first, layout_id))
+            await pulled_bytes(store, ImageKey(first, layout_id))
             await store.ahead.idle()
             second = (await register(store, folders[1], "second")).digest
-            async with store.images.hold((second, layout_id)) as image:
+            async with store.images.hold(ImageKey(second, layout_id)) as image:
                 assert image.buffer is spares[0]
                 expected = compile_image(open_checkpoint(folders[1]), make_layout())
                 assert torch.equal((await image.whole()).buffer, expected.buffer)
@@ -136,14 +137,14 @@ def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compi
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             await store.ahead.idle()
-            first = await pulled_bytes(store, (digest, layout_id))
+            first = await pulled_bytes(store, ImageKey(digest, layout_id))
             assert store.images.memory_counts.hits == 1
             assert state(store) is ImageState.READY
         async with start() as store:
-            assert await pulled_bytes(store, (digest, layout_id)) == first
+            assert await pulled_bytes(store, ImageKey(digest, layout_id)) == first
             assert (store.images.memory_counts.misses, store.images.disk_counts.hits) == (1, 1)
         async with start(disk_cache_bytes=1) as store:
-            assert await pulled_bytes(store, (digest, layout_id)) == first
+            assert await pulled_bytes(store, ImageKey(digest, layout_id)) == first
             assert (store.images.disk_counts.misses, store.images.disk_counts.images) == (1, 0)
         assert compiles.made == [digest, digest]
 
@@ -159,7 +160,7 @@ def test_a_damaged_disk_file_is_built_anew(start, make_adapter, make_layout, tmp
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             await store.ahead.idle()
-            good = await pulled_bytes(store, (digest, layout_id))
+            good = await pulled_bytes(store, ImageKey(digest, layout_id))
         (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
         data = bytearray(path.read_bytes())
         if damage == "gone":
@@ -169,10 +170,10 @@ def test_a_damaged_disk_file_is_built_anew(start, make_adapter, make_layout, tmp
             data[at] ^= 0x40
             path.write_bytes({"cut": data[:-1], "emptied": b""}.get(damage, data))
         async with start() as store:
-            assert await pulled_bytes(store, (digest, layout_id)) == good
+            assert await pulled_bytes(store, ImageKey(digest, layout_id)) == good
             assert store.images.disk_counts.misses == 1
         async with start() as store:
-            assert await pulled_bytes(store, (digest, layout_id)) == good
+            assert await pulled_bytes(store, ImageKey(digest, layout_id)) == good
             assert store.images.disk_counts.hits == 1
 
     asyncio.run(main())
@@ -191,7 +192,7 @@ def test_a_damaged_blob_is_data_loss_until_registered_again(
             weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             await store.ahead.idle()
-            key = (record.digest, layout_id)
+            key = ImageKey(record.digest, layout_id)
             with pytest.raises(CorruptData, match="register the adapter again"):
                 await pulled_bytes(store, key)
             assert state(store) is ImageState.PENDING
@@ -219,7 +220,7 @@ def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layou
             assert state(store) is ImageState.INCOMPATIBLE
         async with start() as store:  # the verdict is kept
             with pytest.raises(IncompatibleAdapter, match=r"q_proj\.lora_B\.weight: shape"):
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             assert compiles.made == []
 
     asyncio.run(main())
@@ -238,8 +239,8 @@ def test_overflow_in_the_cast_is_incompatible_with_that_dtype_only(
                 for dtype in (DataType.FLOAT16, DataType.FLOAT32)
             ]
             with pytest.raises(IncompatibleAdapter, match="not finite"):
-                await pulled_bytes(store, (digest, ids[0]))
-            assert await pulled_bytes(store, (digest, ids[1]))
+                await pulled_bytes(store, ImageKey(digest, ids[0]))
+            assert await pulled_bytes(store, ImageKey(digest, ids[1]))
 
     asyncio.run(main())
 
@@ -250,16 +251,16 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
     async def main() -> None:
         async with start() as store:
             with pytest.raises(NotFound, match="no layout sha256:00"):
-                await pulled_bytes(store, ("sha256:" + "11" * 32, "sha256:" + "00" * 32))
+                await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, "sha256:" + "00" * 32))
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             with pytest.raises(NotFound, match="no adapter sha256:11"):
-                await pulled_bytes(store, ("sha256:" + "11" * 32, layout_id))
+                await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, layout_id))
             digest = (await register(store, folder, base_model="org/other")).digest
             with pytest.raises(IncompatibleAdapter, match="not registered for") as caught:
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             assert caught.value.reason == "WRONG_BASE"
             await register(store, folder, "b", base_model="tiny")
-            assert await pulled_bytes(store, (digest, layout_id))
+            assert await pulled_bytes(store, ImageKey(digest, layout_id))
 
     asyncio.run(main())
 
@@ -277,7 +278,7 @@ def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compi
             while not compiles.made:
                 await asyncio.sleep(0.01)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
-            pull = asyncio.create_task(pulled_bytes(store, (wanted, layout_id)))
+            pull = asyncio.create_task(pulled_bytes(store, ImageKey(wanted, layout_id)))
             await asyncio.sleep(0.05)
             compiles.gate.set()
             await pull
@@ -304,7 +305,7 @@ def test_ahead_fills_free_disk_space_only(start, make_adapter, make_layout, comp
             assert (states.count(ImageState.READY), states.count(ImageState.PENDING)) == (2, 2)
             assert store.images.disk_counts.evictions == 0
             for digest in digests:
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             await store.images.settle()
             assert store.images.disk_counts.evictions == 2
 
@@ -324,21 +325,21 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
             ]
             await store.ahead.idle()
             for digest in digests:
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             hits = store.images.memory_counts.hits
-            await pulled_bytes(store, (digests[0], layout_id))
+            await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == hits + 1
             await store.images.settle()
             store.images.check_integrity()
         async with start(memory_bytes=2 * size) as store:  # warm again after a restart
             await store.ahead.idle()
-            await pulled_bytes(store, (digests[0], layout_id))
+            await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == 1
             await store.registry.set_pinned(OPEN, AdapterRef(AdapterName("default", "n0")), False)
             for digest in digests[1:]:
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             misses = store.images.memory_counts.misses
-            await pulled_bytes(store, (digests[0], layout_id))
+            await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.misses == misses + 1
 
     asyncio.run(main())
@@ -356,7 +357,9 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
             ]
             await store.ahead.idle()
             for _ in range(3):
-                await asyncio.gather(*(pulled_bytes(store, (d, layout_id)) for d in digests))
+                await asyncio.gather(
+                    *(pulled_bytes(store, ImageKey(d, layout_id)) for d in digests)
+                )
                 assert store.images.memory_counts.used_bytes <= 2 * size
             await store.images.settle()
             store.images.check_integrity()
@@ -385,14 +388,14 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
             await store.registry.delete(OPEN, AdapterName("default", "a"), 0)
             with pytest.raises(NotFound):
                 await store.registry.get(OPEN, AdapterRef(digest=digest))
-            assert await pulled_bytes(store, (digest, layout_id))
+            assert await pulled_bytes(store, ImageKey(digest, layout_id))
             for _ in range(100):
                 await asyncio.sleep(0.05)
                 is_gone = not list((tmp_path / "data" / "blobs").iterdir())
                 if is_gone and not store.images.memory_counts.images:
                     break
             with pytest.raises(NotFound):
-                await pulled_bytes(store, (digest, layout_id))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
             assert list((tmp_path / "data" / "images").glob("*/*")) == []
             counts = store.images.memory_counts
             assert (counts.used_bytes, counts.images) == (0, 0)

@@ -12,24 +12,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapter_store.checkpoint.open import (
-    TORCH_DTYPES,
-    Checkpoint,
-    CheckpointLimits,
-    TargetWeights,
-    TensorRecord,
-    open_checkpoint,
-)
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
+from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord
 from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import CorruptData, IncompatibleAdapter
-from adapter_store.images.compile import (
-    Image,
-    compile_image,
-    compile_parts,
-    plan_image,
-    trailer_sha256,
-)
+from adapter_store.images.compile import Image, compile_image, compile_parts, trailer_sha256
+from adapter_store.images.plan import plan_image
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Q0 = "model.layers.0.self_attn.q_proj"

@@ -5,12 +5,13 @@ import time
 
 import pytest
 
+from adapter_store.core import ImageKey
 from adapter_store.images.disk_tier import VERIFIED_SECONDS, DiskTier, Removal
 from adapter_store.images.file import sha256_path
 
 
-def key(name: str) -> tuple[str, str]:
-    return f"sha256:{name}", "sha256:layout"
+def key(name: str) -> ImageKey:
+    return ImageKey(f"sha256:{name}", "sha256:layout")
 
 
 def write(tier: DiskTier, name: str, num_bytes: int) -> bool:

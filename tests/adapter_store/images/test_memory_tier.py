@@ -8,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapter_store.core import ImageKey
 from adapter_store.images.disk_tier import Removal
 from adapter_store.images.memory_tier import MemoryEntry, MemoryTier
 from adapter_store.images.worker_pool import Priority
 
 
-def key(name: str) -> tuple[str, str]:
-    return f"sha256:{name}", "sha256:layout"
+def key(name: str) -> ImageKey:
+    return ImageKey(f"sha256:{name}", "sha256:layout")
 
 
 def plan(num_bytes: int):

@@ -11,7 +11,8 @@ import pytest
 
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog import leases as lease_rows
-from adapter_store.catalog.catalog import NewVersion
+from adapter_store.catalog.rows import NewVersion
+from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import SharedCollector
 from adapter_store.images import shared_tier
@@ -21,7 +22,7 @@ from adapter_store.images.shared_tier import SharedTier
 from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import LAYOUT_TTL, WAIT_SECONDS, SharedParts, die
 
-KEY = ("sha256:" + "a" * 64, "sha256:" + "b" * 64)
+KEY = ImageKey("sha256:" + "a" * 64, "sha256:" + "b" * 64)
 PLAN: ImagePlan = None  # it is for tiers that need to know what they look for
 
 

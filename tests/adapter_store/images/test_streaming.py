@@ -12,6 +12,7 @@ import pytest
 from adapter_store.app import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
+from adapter_store.core import ImageKey
 from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images.compile import compile_image
@@ -85,7 +86,7 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
             async with asyncio.timeout(SECONDS * 2):
-                await test(store, pulls, (digest, layout_id), folder)
+                await test(store, pulls, ImageKey(digest, layout_id), folder)
             store.images.check_integrity()
 
     asyncio.run(main())
@@ -254,14 +255,14 @@ def test_a_pull_without_room_is_refused_and_told_to_come_again(
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
             await store.ahead.idle()
-            async with store.images.hold((digests[0], layout_id)) as held:
+            async with store.images.hold(ImageKey(digests[0], layout_id)) as held:
                 await held.whole()
                 await store.images.settle()
                 with pytest.raises(Overloaded) as caught:
-                    async with store.images.hold((digests[1], layout_id)):
+                    async with store.images.hold(ImageKey(digests[1], layout_id)):
                         pass
                 assert caught.value.retry_after_s > 0
-            async with store.images.hold((digests[1], layout_id)) as image:
+            async with store.images.hold(ImageKey(digests[1], layout_id)) as image:
                 await image.whole()
             await store.images.settle()
             store.images.check_integrity()

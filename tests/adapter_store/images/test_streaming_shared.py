@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.app import Store
+from adapter_store.core import ImageKey
 from adapter_store.images import builder as builder_module
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.file import open_image
@@ -29,7 +30,7 @@ class FolderShared:
         self.calls: list[str] = []
 
     def path(self, key) -> Path:
-        return self.folder / key[0][7:]
+        return self.folder / key.digest[7:]
 
     def find(self, key, plan):
         self.calls.append("find")
@@ -97,7 +98,7 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
             digest = (await register(store, folder)).digest
             await store.ahead.idle()
             pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
-            data, _ = await read(pulls.stream((digest, layout_id), 0, ""))
+            data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
             await store.images.settle()
             assert store.images.disk_counts.images == 1
@@ -105,11 +106,11 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
             store.images.forget([digest])
             (path,) = (tmp_path / "data2" / "images").glob("*/*.safetensors")
             path.unlink()
-            shared_file = share.path((digest, layout_id))
+            shared_file = share.path(ImageKey(digest, layout_id))
             damaged = bytearray(shared_file.read_bytes())
             damaged[-1] ^= 1
             shared_file.write_bytes(damaged)
-            data, _ = await read(pulls.stream((digest, layout_id), 0, ""))
+            data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
             await store.images.settle()
             assert share.calls[-4:] == ["find", "remove", "claim", "publish"]

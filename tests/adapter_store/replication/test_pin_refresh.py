@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from adapter_store.catalog.catalog import Catalog, NewVersion
+from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.rows import NewVersion
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.replication import pin_refresh as followed_module
 from adapter_store.replication.pin_refresh import Followed

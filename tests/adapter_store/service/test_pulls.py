@@ -13,7 +13,8 @@ from grpc_status import rpc_status
 
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Target, TargetKind
-from adapter_store.images.compile import IMAGE_FORMAT, compile_image
+from adapter_store.images.compile import compile_image
+from adapter_store.images.plan import IMAGE_FORMAT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 MODULES = ("q_proj", "v_proj", "down_proj")

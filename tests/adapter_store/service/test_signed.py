@@ -7,7 +7,8 @@ import base64
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from adapter_store.checkpoint.open import CheckpointLimits, open_checkpoint
+from adapter_store.checkpoint.files import CheckpointLimits
+from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.adapter_store.service.test_quotas import details

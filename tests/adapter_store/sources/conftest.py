@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.sources import FetchLimits, Staging
+from adapter_store.sources.staging import FetchLimits, Staging
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

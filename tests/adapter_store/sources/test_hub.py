@@ -10,7 +10,7 @@ from huggingface_hub import constants, hf_hub_download
 
 from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources.hub import HubPlace, HubSource, place_of
-from adapter_store.sources.retry import RetryPolicy
+from adapter_store.sources.transfer import RetryPolicy
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 from tests.adapter_store.sources.hub_server import HubServer, Repo

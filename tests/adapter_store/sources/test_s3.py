@@ -13,9 +13,8 @@ import pytest
 
 from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources import s3 as s3_module
-from adapter_store.sources.retry import RetryPolicy
-from adapter_store.sources.s3 import S3Source
-from adapter_store.sources.s3_errors import translated
+from adapter_store.sources.s3 import S3Source, translate_errors
+from adapter_store.sources.transfer import RetryPolicy
 from loadout.demo.process import Process
 from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
@@ -362,5 +361,5 @@ def test_without_credentials(endpoint, bucket, staging, monkeypatch):
 def test_answers_of_the_service_keep_their_code(code, kind):
     from botocore.exceptions import ClientError
 
-    with pytest.raises(kind, match="s3://b/k"), translated("s3://b/k"):
+    with pytest.raises(kind, match="s3://b/k"), translate_errors("s3://b/k"):
         raise ClientError({"Error": {"Code": code, "Message": "x"}}, "GetObject")

@@ -1,12 +1,19 @@
-"""Trying again: exponential waits with jitter, so that many stores do not return in step."""
+"""Copying an adapter's files: several at once, each with retries.
+
+Waits between attempts grow exponentially, with jitter: many stores do not retry in step.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import Staging
+from adapter_store.sources.staging import Abandoned, Staging
+
+FILES_AT_ONCE = 4
 
 CHANGED = "SOURCE_CHANGED"
 """The reason of a failure that trying again cannot mend: the pinned moment is gone."""
@@ -46,3 +53,20 @@ class Retry:
         )
         seconds = random.uniform(0, longest)
         self._staging.wait(max(seconds, min(at_least_seconds, self._policy.max_seconds)))
+
+
+def copy_all(names: Iterable[str], copy: Callable[[str], None], staging: Staging) -> None:
+    """Calls `copy` with each name, some at a time. The first error ends the others and is raised.
+
+    What still writes to `staging` or waits on it when that happens ends there.
+    """
+    with ThreadPoolExecutor(FILES_AT_ONCE, "copy") as pool:
+        jobs = [pool.submit(copy, name) for name in names]
+        wait(jobs, return_when=FIRST_EXCEPTION)
+        if any(job.done() and job.exception() is not None for job in jobs):
+            staging.abandon()
+            pool.shutdown(wait=True, cancel_futures=True)
+    errors = [job.exception() for job in jobs if not job.cancelled()]
+    for error in errors:
+        if error is not None and not isinstance(error, Abandoned):
+            raise error

@@ -6,9 +6,8 @@ import time
 import pytest
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources import FetchLimits, Staging
-from adapter_store.sources.parallel import copy_all
-from adapter_store.sources.retry import CHANGED, Retry, RetryPolicy
+from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
 from servicekit.errors import Draining
 
 
