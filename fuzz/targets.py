@@ -89,8 +89,7 @@ def fuzz_config(data: bytes) -> None:
     with _refused(InvalidAdapter):
         config = parse_config(parse_object(data, CONFIG_FILE), LIMITS)
         for module in MODULES:
-            assert 1 <= config.rank_of(module) <= LIMITS.max_rank
-            config.scale_of(config.rank_of(module), config.alpha_of(module))
+            assert 1 <= config.settings_for(module).rank <= LIMITS.max_rank
             config.selects(module, is_embedding=False)
         config.modules.unweighted(MODULES)
         json.dumps(config.modules.fields).encode()

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from adapter_store.core import DataType, SegmentKind, TargetKind
+from adapter_store.checkpoint.peft_config import AdapterConfig
+from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.core import SegmentKind, TargetKind
 
 DEFAULT_ALPHA = 8
 
@@ -37,53 +38,56 @@ _ROLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorContent:
-    """One tensor as the digest sees it; `sha256` is of its raw bytes."""
-
-    target: str
-    kind: TargetKind
-    side: SegmentKind
-    dtype: DataType
-    shape: tuple[int, ...]
-    sha256: bytes
-
-
 def compute_digest(
-    tensors: Iterable[TensorContent],
-    alphas: Mapping[str, float],
-    use_rslora: bool,
-    modules: Mapping[str, Any] | None = None,
+    config: AdapterConfig, targets: Mapping[str, TargetWeights], sha256: Mapping[str, bytes]
 ) -> str:
-    """The digest, "sha256:<hex>". `alphas` holds the effective alpha of every target."""
+    """Returns the digest, "sha256:<hex>". `sha256` holds the hash of each tensor's raw bytes, by
+    tensor key."""
     records = sorted(
-        [t.target, _ROLES[t.kind, t.side], t.dtype.value, list(t.shape), t.sha256.hex()]
-        for t in tensors
+        [
+            target.name,
+            _ROLES[target.kind, side],
+            record.dtype.value,
+            list(record.shape),
+            sha256[record.key].hex(),
+        ]
+        for target in targets.values()
+        for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
     )
-    maths: dict[str, Any] = {}
-    changed = {name: _number(alpha) for name, alpha in alphas.items() if alpha != DEFAULT_ALPHA}
-    if changed:
-        maths["alpha"] = changed
-    if modules:
-        maths["modules"] = modules
-    if use_rslora:
-        maths["use_rslora"] = True
-    lines = ["loadout-digest-v1", *map(canonical_json, records), canonical_json(maths)]
+    lines = ["loadout-digest-v1", *map(canonical_json, records)]
+    lines.append(canonical_json(_maths(config, targets)))
     return sha256_text("".join(f"{line}\n" for line in lines))
 
 
+def _maths(config: AdapterConfig, targets: Mapping[str, TargetWeights]) -> dict[str, Any]:
+    """Returns what changes the maths besides the tensors, without defaults."""
+    maths: dict[str, Any] = {}
+    alphas = {
+        name: _number(target.alpha)
+        for name, target in targets.items()
+        if target.alpha != DEFAULT_ALPHA
+    }
+    if alphas:
+        maths["alpha"] = alphas
+    if config.modules.unweighted(target.module for target in targets.values()):
+        maths["modules"] = config.modules.fields
+    if config.use_rslora:
+        maths["use_rslora"] = True
+    return maths
+
+
 def canonical_json(value: Any) -> str:
-    """The one spelling that identities are computed from."""
+    """Returns the one spelling that identities are computed from."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
 
 
 def sha256_text(text: str) -> str:
-    """ "sha256:<hex>" of UTF-8 text: the form of every identity in the system."""
+    """Returns "sha256:<hex>" of UTF-8 text: the form of every identity in the system."""
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _number(value: float) -> float:
-    """16 and 16.0 are one alpha."""
+    """Returns one spelling for 16 and 16.0."""
     return int(value) if value == int(value) else value

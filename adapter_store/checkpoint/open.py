@@ -15,18 +15,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from adapter_store.checkpoint.digest import TensorContent, compute_digest
+from adapter_store.checkpoint.digest import compute_digest
 from adapter_store.checkpoint.files import (
     CheckpointLimits,
     RegularFile,
-    check_source_bytes,
-    find_weight_files,
 )
 from adapter_store.checkpoint.peft_config import AdapterConfig, read_config
-from adapter_store.checkpoint.safetensors import read_header
+from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.checkpoint.scan import scan_tensors
-from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord, pair_targets, target_of
-from adapter_store.core import DataType, SegmentKind
+from adapter_store.checkpoint.tensors import TargetWeights, pair_targets, read_tensors, target_of
+from adapter_store.core import DataType
 from adapter_store.errors import CorruptData, InvalidAdapter
 
 TORCH_DTYPES: Mapping[DataType, torch.dtype] = {
@@ -70,7 +68,8 @@ class Checkpoint:
 
     @property
     def lost_modules(self) -> frozenset[str]:
-        """What target_modules lists although no weight belongs to it, named as targets are."""
+        """Modules that target_modules lists although the adapter has no weight for them, named as
+        targets are."""
         modules = [target.module for target in self.targets.values()]
         return frozenset(map(target_of, self.config.modules.unweighted(modules)))
 
@@ -121,7 +120,7 @@ class Checkpoint:
 
     def compute_digest(self, sha256: Mapping[str, bytes]) -> str:
         """The digest that follows from the sha256 of each tensor's raw bytes, by tensor key."""
-        return _digest(self.config, self.targets, sha256)
+        return compute_digest(self.config, self.targets, sha256)
 
 
 def open_checkpoint(
@@ -139,61 +138,9 @@ def open_checkpoint(
     """
     limits = limits or CheckpointLimits()
     config = read_config(folder, limits)
-    records, source_bytes = _read_records(folder, limits)
+    records, source_bytes = read_tensors(folder, limits)
     targets = pair_targets(records, config)
     is_verified = digest is None
     if digest is None:
-        digest = _digest(config, targets, scan_tensors(folder, list(records.values())))
+        digest = compute_digest(config, targets, scan_tensors(folder, records))
     return Checkpoint(folder, config, targets, digest, source_bytes, is_verified)
-
-
-def _read_records(folder: Path, limits: CheckpointLimits) -> tuple[dict[str, TensorRecord], int]:
-    """All tensors of the weight files by name, in order of file and offset; and the files' size."""
-    names, index = find_weight_files(folder, limits)
-    records: dict[str, TensorRecord] = {}
-    source_bytes = 0
-    for name in names:
-        with RegularFile(folder, name) as file:
-            source_bytes += file.size_bytes
-            check_source_bytes(source_bytes, limits)
-            entries = read_header(
-                file.read_at,
-                file.size_bytes,
-                name,
-                max_header_bytes=limits.max_header_bytes,
-                max_tensors=limits.max_tensors - len(records),
-            )
-        for entry in entries:
-            if index is not None and index.get(entry.name) != name:
-                raise InvalidAdapter(
-                    f"{name}: {entry.name} is not indexed in this file",
-                    subject=entry.name,
-                    reason="INDEX_MISMATCH",
-                )
-            records[entry.name] = TensorRecord(
-                entry.name, name, entry.dtype, entry.shape, entry.offset, entry.length_bytes
-            )
-    missing = sorted(set(index or ()) - records.keys())
-    if missing:
-        raise InvalidAdapter(
-            f"{missing[0]} is in the index but in no file",
-            subject=missing[0],
-            reason="INDEX_MISMATCH",
-        )
-    return records, source_bytes
-
-
-def _digest(
-    config: AdapterConfig, targets: Mapping[str, TargetWeights], sha256: Mapping[str, bytes]
-) -> str:
-    contents = [
-        TensorContent(
-            target.name, target.kind, side, record.dtype, record.shape, sha256[record.key]
-        )
-        for target in targets.values()
-        for side, record in ((SegmentKind.A, target.a), (SegmentKind.B, target.b))
-    ]
-    alphas = {target.name: target.alpha for target in targets.values()}
-    weighted = [target.module for target in targets.values()]
-    modules = config.modules.fields if config.modules.unweighted(weighted) else None
-    return compute_digest(contents, alphas, config.use_rslora, modules)

@@ -1,4 +1,4 @@
-"""What `adapter_config.json` says, typed and checked: which modules, at which rank and scale."""
+"""Parses `adapter_config.json` into one typed object: which modules, at which rank and scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapter_store.checkpoint.files import CONFIG_FILE, CheckpointLimits, read_capped
 from adapter_store.checkpoint.json import parse_object, show
@@ -21,13 +21,21 @@ DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
 
 
+class ModuleSettings(NamedTuple):
+    """The rank, alpha and scale that a config gives to one module."""
+
+    rank: int
+    alpha: float
+    scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
     """The fields of a PEFT LoraConfig that change the maths, and how to apply them.
 
     `base_model` is "" when the file does not name one; it may be a trainer's local path, see
-    `names_local_path`. The methods raise InvalidAdapter
-    PATTERN_TOO_SLOW when the seconds for matching this adapter's patterns are used up.
+    `names_local_path`. The methods raise InvalidAdapter PATTERN_TOO_SLOW when the seconds for
+    matching this adapter's patterns are used up.
     """
 
     base_model: str
@@ -38,24 +46,21 @@ class AdapterConfig:
     alpha_pattern: PatternTable[float]
     modules: ModuleMatcher
 
-    def rank_of(self, name: str) -> int:
-        return self.rank_pattern.lookup(name, self.rank)
+    def selects(self, module: str, *, is_embedding: bool) -> bool:
+        """Returns whether PEFT would adapt the module."""
+        return self.modules.selects(module, is_embedding=is_embedding)
 
-    def alpha_of(self, name: str) -> float:
-        return self.alpha_pattern.lookup(name, self.alpha)
-
-    def scale_of(self, rank: int, alpha: float) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732)."""
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-
-    def selects(self, name: str, *, is_embedding: bool) -> bool:
-        """Whether PEFT would adapt module `name`."""
-        return self.modules.selects(name, is_embedding=is_embedding)
+    def settings_for(self, module: str) -> ModuleSettings:
+        """Applies the patterns. The scale is alpha / r, or alpha / sqrt(r) for rank-stabilised
+        LoRA (arXiv 2312.03732)."""
+        rank = self.rank_pattern.lookup(module, self.rank)
+        alpha = self.alpha_pattern.lookup(module, self.alpha)
+        return ModuleSettings(rank, alpha, alpha / (math.sqrt(rank) if self.use_rslora else rank))
 
 
 def names_local_path(base_model: str) -> bool:
-    """Whether a base model's name is a path on some trainer's machine: no hub and no operator
-    calls a model so, and it means nothing here."""
+    """Returns whether a base model's name is a path on some trainer's machine: no hub and no
+    operator names a model like this, and here it has no meaning."""
     return _LOCAL_PATH.match(base_model) is not None or base_model.count("/") > 1
 
 
@@ -71,7 +76,7 @@ def read_config(folder: Path, limits: CheckpointLimits) -> AdapterConfig:
 
 
 def parse_config(fields: Mapping[str, Any], limits: CheckpointLimits) -> AdapterConfig:
-    """As `read_config`, for the parsed file."""
+    """Checks the parsed content of the file. Raises as `read_config`."""
     peft_type = fields.get("peft_type")
     if peft_type != "LORA":
         raise _invalid("peft_type", peft_type, "only LORA is supported", "CONFIG_UNSUPPORTED")
@@ -164,7 +169,7 @@ def _mapping(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _names(fields: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    """A pattern, or a list of names; () when absent."""
+    """Returns a pattern, or a list of names; () when absent."""
     value = fields.get(key)
     if value is None:
         return ()

@@ -28,10 +28,11 @@ _DTYPES = {dtype.value: dtype for dtype in DataType}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: bytes [offset, offset + length_bytes) of the file, row-major."""
+class TensorRecord:
+    """Where a tensor lies: bytes [offset, offset + length_bytes) of `file`, row-major."""
 
-    name: str
+    key: str
+    file: str
     dtype: DataType
     shape: tuple[int, ...]
     offset: int
@@ -41,32 +42,32 @@ class TensorEntry:
 def read_header(
     read_at: Callable[[int, int], bytes],
     file_bytes: int,
-    subject: str,
+    file: str,
     *,
     max_header_bytes: int,
     max_tensors: int,
-) -> tuple[TensorEntry, ...]:
-    """Reads and checks a header; returns its tensors in order of offset.
+) -> tuple[TensorRecord, ...]:
+    """Reads and checks the header of `file`; returns its tensors in order of offset.
 
     `read_at(offset, length)` returns exactly `length` bytes of the file, which has `file_bytes`;
-    it is not asked for more than `max_header_bytes`. `subject` names the file in errors.
+    never more than `max_header_bytes` are read at once.
 
     Raises:
         InvalidAdapter: with one reason per rule; see the raises below.
     """
     if file_bytes < LENGTH_BYTES:
-        raise _invalid(subject, "FILE_TOO_SHORT", f"{file_bytes} bytes cannot hold a header")
+        raise _invalid(file, "FILE_TOO_SHORT", f"{file_bytes} bytes cannot hold a header")
     header_bytes = int.from_bytes(read_at(0, LENGTH_BYTES), "little")
     if header_bytes > max_header_bytes:
         raise _invalid(
-            subject,
+            file,
             "HEADER_TOO_LARGE",
             f"header of {header_bytes} bytes is over the limit of {max_header_bytes}",
         )
     data_start = LENGTH_BYTES + header_bytes
     if data_start > file_bytes:
         raise _invalid(
-            subject,
+            file,
             "HEADER_TRUNCATED",
             f"header of {header_bytes} bytes in a file of {file_bytes}",
         )
@@ -77,54 +78,54 @@ def read_header(
         or header.count(b"[") > 2 * max_tensors
         or header.count(b",") > _MAX_COMMAS * max_tensors
     ):
-        raise _invalid(subject, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
+        raise _invalid(file, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
     if not header.startswith(b"{"):
-        raise _invalid(subject, "HEADER_START_INVALID", "the header does not start with '{'")
-    fields = parse_object(header, subject)
-    _check_metadata(fields.pop(_METADATA, {}), subject)
+        raise _invalid(file, "HEADER_START_INVALID", "the header does not start with '{'")
+    fields = parse_object(header, file)
+    _check_metadata(fields.pop(_METADATA, {}), file)
     if len(fields) > max_tensors:
-        raise _invalid(subject, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
-    entries = sorted(
-        (_tensor_entry(name, info, data_start, subject) for name, info in fields.items()),
-        key=lambda entry: (entry.offset, entry.length_bytes),
+        raise _invalid(file, "TOO_MANY_TENSORS", f"more than {max_tensors} tensors")
+    records = sorted(
+        (_tensor_record(name, info, data_start, file) for name, info in fields.items()),
+        key=lambda record: (record.offset, record.length_bytes),
     )
-    _check_coverage(entries, data_start, file_bytes, subject)
-    return tuple(entries)
+    _check_coverage(records, data_start, file_bytes, file)
+    return tuple(records)
 
 
-def _check_metadata(metadata: Any, subject: str) -> None:
+def _check_metadata(metadata: Any, file: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _invalid(subject, "METADATA_INVALID", f"{_METADATA} is not a map of strings")
+        raise _invalid(file, "METADATA_INVALID", f"{_METADATA} is not a map of strings")
 
 
-def _tensor_entry(name: str, info: Any, data_start: int, file: str) -> TensorEntry:
+def _tensor_record(key: str, info: Any, data_start: int, file: str) -> TensorRecord:
     # isprintable() is false for lone surrogates too, which could not be encoded in an answer.
-    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        raise _invalid(file, "TENSOR_NAME_INVALID", f"tensor name {show(name)}")
+    if not 0 < len(key) <= MAX_NAME_CHARS or not key.isprintable():
+        raise _invalid(file, "TENSOR_NAME_INVALID", f"tensor name {show(key)}")
     if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:
         raise _invalid(
-            name, "TENSOR_INFO_INVALID", "needs exactly dtype, shape and data_offsets", file
+            key, "TENSOR_INFO_INVALID", "needs exactly dtype, shape and data_offsets", file
         )
     dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
         raise _invalid(
-            name,
+            key,
             "DTYPE_UNSUPPORTED",
             f"dtype {show(info['dtype'])} is not one of {', '.join(_DTYPES)}",
             file,
         )
-    shape = _shape(name, info["shape"], file)
-    start, end = _offsets(name, info["data_offsets"], file)
+    shape = _shape(key, info["shape"], file)
+    start, end = _offsets(key, info["data_offsets"], file)
     expected_bytes = math.prod(shape) * dtype.itemsize
     if end - start != expected_bytes:
         raise _invalid(
-            name,
+            key,
             "LENGTH_MISMATCH",
             f"{dtype.value}{list(shape)} needs {expected_bytes} bytes, "
             f"data_offsets span {end - start}",
             file,
         )
-    return TensorEntry(name, dtype, shape, data_start + start, end - start)
+    return TensorRecord(key, file, dtype, shape, data_start + start, end - start)
 
 
 def _shape(name: str, value: Any, file: str) -> tuple[int, ...]:
@@ -154,26 +155,26 @@ def _offsets(name: str, value: Any, file: str) -> tuple[int, int]:
 
 
 def _check_coverage(
-    entries: list[TensorEntry], data_start: int, file_bytes: int, file: str
+    records: list[TensorRecord], data_start: int, file_bytes: int, file: str
 ) -> None:
     """Tensors cover the data exactly: every byte belongs to one tensor."""
     position = data_start
-    for entry in entries:
-        end = entry.offset + entry.length_bytes
+    for record in records:
+        end = record.offset + record.length_bytes
         if end > file_bytes:
             raise _invalid(
-                entry.name,
+                record.key,
                 "TENSOR_OUT_OF_FILE",
                 f"ends at byte {end} of a file of {file_bytes} (truncated?)",
                 file,
             )
-        if entry.offset < position:
-            raise _invalid(entry.name, "TENSORS_OVERLAP", "overlaps the tensor before it", file)
-        if entry.offset > position:
+        if record.offset < position:
+            raise _invalid(record.key, "TENSORS_OVERLAP", "overlaps the tensor before it", file)
+        if record.offset > position:
             raise _invalid(
-                entry.name,
+                record.key,
                 "DATA_GAP",
-                f"{entry.offset - position} bytes before it are unused",
+                f"{record.offset - position} bytes before it are unused",
                 file,
             )
         position = end

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from adapter_store.checkpoint.files import RegularFile
-from adapter_store.checkpoint.tensors import TensorRecord
+from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
 

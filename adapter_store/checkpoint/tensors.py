@@ -21,10 +21,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from adapter_store.checkpoint.files import WEIGHTS_FILE
+from adapter_store.checkpoint.files import (
+    WEIGHTS_FILE,
+    CheckpointLimits,
+    RegularFile,
+    check_source_bytes,
+    find_weight_files,
+)
 from adapter_store.checkpoint.peft_config import AdapterConfig
-from adapter_store.core import DataType, SegmentKind, TargetKind
+from adapter_store.checkpoint.safetensors import TensorRecord, read_header
+from adapter_store.core import SegmentKind, TargetKind
 from adapter_store.errors import InvalidAdapter
 
 PREFIX = "base_model.model."
@@ -38,7 +46,7 @@ _WRAPPED = re.compile(r"(?:model\.)?language_model\.(?P<inner>.+)")
 
 _BASE_WEIGHT = "a base weight: save with save_embedding_layers=False"
 
-# What people do save beside A and B, and what to do about it.
+# Tensors that trainers save besides A and B, and what to do about each.
 _HINTS = (
     (".base_layer.", _BASE_WEIGHT),
     (".embed_tokens.weight.", _BASE_WEIGHT),
@@ -52,7 +60,7 @@ _HINTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """What a tensor is: side A or B of `target`, which the trained model calls `module`."""
+    """A tensor's meaning: side A or B of `target`, which the trained model calls `module`."""
 
     target: str
     module: str
@@ -62,7 +70,7 @@ class TensorKey:
 
 
 def parse_key(key: str) -> TensorKey:
-    """The meaning of a tensor's name.
+    """Parses a tensor's name.
 
     Raises InvalidAdapter TENSOR_UNKNOWN (subject: the name): the tensor would stay unused.
     """
@@ -84,7 +92,7 @@ def parse_key(key: str) -> TensorKey:
 
 
 def target_of(module: str) -> str:
-    """The canonical target: the module's path in the language model alone."""
+    """Returns the canonical target: the module's path in the language model alone."""
     wrapped = _WRAPPED.fullmatch(module)
     if wrapped is None:
         return module
@@ -93,23 +101,11 @@ def target_of(module: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """Where a tensor lies: bytes [offset, offset + length_bytes) of `file`, row-major."""
-
-    key: str
-    file: str
-    dtype: DataType
-    shape: tuple[int, ...]
-    offset: int
-    length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """What an adapter does to one target: delta = scale * B @ A.
+    """What an adapter changes in one target: delta = scale * B @ A.
 
-    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]. `module` is what the
-    trained model, and so the config, calls the target.
+    `a` is [rank, in] (an embedding's [rank, vocab]), `b` is [out, rank]. `module` is the target's
+    name in the trained model, and so in the config.
     """
 
     name: str
@@ -123,7 +119,7 @@ class TargetWeights:
 
     @property
     def in_features(self) -> int:
-        """For an embedding: the vocabulary."""
+        """The number of input features; of an embedding, the size of the vocabulary."""
         return self.a.shape[1]
 
     @property
@@ -131,10 +127,53 @@ class TargetWeights:
         return self.b.shape[0]
 
 
+def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRecord], int]:
+    """Reads the headers of the weight files; returns all tensors in order of file and offset, and
+    the size of the files.
+
+    Raises InvalidAdapter as `find_weight_files` and `read_header`, and INDEX_MISMATCH;
+    LimitExceeded for more than `limits.max_source_bytes`.
+    """
+    names, index = find_weight_files(folder, limits)
+    records: list[TensorRecord] = []
+    source_bytes = 0
+    for name in names:
+        with RegularFile(folder, name) as file:
+            source_bytes += file.size_bytes
+            check_source_bytes(source_bytes, limits)
+            records += read_header(
+                file.read_at,
+                file.size_bytes,
+                name,
+                max_header_bytes=limits.max_header_bytes,
+                max_tensors=limits.max_tensors - len(records),
+            )
+        if index is not None:
+            _check_index(records, name, index)
+    missing = sorted(set(index or ()) - {record.key for record in records})
+    if missing:
+        raise InvalidAdapter(
+            f"{missing[0]} is in the index but in no file",
+            subject=missing[0],
+            reason="INDEX_MISMATCH",
+        )
+    return records, source_bytes
+
+
+def _check_index(records: list[TensorRecord], file: str, index: Mapping[str, str]) -> None:
+    for record in records:
+        if record.file == file and index.get(record.key) != file:
+            raise InvalidAdapter(
+                f"{file}: {record.key} is not indexed in this file",
+                subject=record.key,
+                reason="INDEX_MISMATCH",
+            )
+
+
 def pair_targets(
-    records: Mapping[str, TensorRecord], config: AdapterConfig
+    records: Iterable[TensorRecord], config: AdapterConfig
 ) -> dict[str, TargetWeights]:
-    """The adapter's targets by name, sorted.
+    """Returns the adapter's targets by name, sorted.
 
     Raises InvalidAdapter: TENSOR_UNKNOWN, TENSOR_DUPLICATE, ADAPTERS_MIXED, SHAPE_INVALID,
     PAIR_INCOMPLETE, TARGET_NOT_SELECTED, RANK_MISMATCH or NO_TARGETS; the subject is a tensor or
@@ -142,7 +181,7 @@ def pair_targets(
     """
     pairs: dict[str, dict[SegmentKind, tuple[TensorKey, TensorRecord]]] = {}
     adapter_name = ""
-    for record in records.values():
+    for record in records:
         key = parse_key(record.key)
         adapter_name = adapter_name or key.adapter_name
         if key.adapter_name != adapter_name:
@@ -179,7 +218,7 @@ def _target(
         raise _invalid(
             a, "TARGET_NOT_SELECTED", f"the config does not adapt {module}, so it would stay unused"
         )
-    rank = config.rank_of(module)
+    rank, alpha, scale = config.settings_for(module)
     for record, found in ((a, a.shape[0]), (b, b.shape[1])):
         if found != rank:
             raise _invalid(
@@ -187,8 +226,7 @@ def _target(
                 "RANK_MISMATCH",
                 f"shape {list(record.shape)} has rank {found}, the config says {rank}",
             )
-    alpha = config.alpha_of(module)
-    return TargetWeights(name, module, kind, rank, alpha, config.scale_of(rank, alpha), a, b)
+    return TargetWeights(name, module, kind, rank, alpha, scale, a, b)
 
 
 def _invalid(record: TensorRecord, reason: str, detail: str) -> InvalidAdapter:

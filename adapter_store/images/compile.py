@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from adapter_store.checkpoint.files import RegularFile
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint
-from adapter_store.checkpoint.tensors import TensorRecord
+from adapter_store.checkpoint.safetensors import TensorRecord
 from adapter_store.core import ImagePart, Layout, Segment, SegmentKind, Target, TargetKind
 from adapter_store.errors import IncompatibleAdapter
 from adapter_store.images.buffers import allocate_buffer

@@ -23,8 +23,9 @@ import pytest
 from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
 from adapter_store.config import StoreSettings
-from adapter_store.core import AdapterName, AdapterRecord
+from adapter_store.core import AdapterRecord
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer
+from servicekit.refs import AdapterName
 
 FOLDER = Path(__file__).with_name("upgrade")
 DIRECTORIES = ("single", "history")

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from adapter_store.checkpoint.digest import TensorContent, compute_digest
+from adapter_store.checkpoint.digest import compute_digest
+from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.core import DataType, SegmentKind, TargetKind
+from adapter_store.checkpoint.peft_config import parse_config
+from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.tensors import TargetWeights
+from adapter_store.core import DataType, TargetKind
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {
@@ -75,13 +79,11 @@ def test_vectors(tmp_path, dtype, config, expected):
 
 
 def test_vector_of_an_embedding():
-    contents = [
-        TensorContent(
-            "model.embed_tokens", TargetKind.EMBEDDING, side, DataType.FLOAT16, (2, 2), bytes(32)
-        )
-        for side in (SegmentKind.B, SegmentKind.A)
-    ]
-    digest = compute_digest(contents, {"model.embed_tokens": 8.0}, use_rslora=False)
+    name = "model.embed_tokens"
+    a, b = (TensorRecord(side, "", DataType.FLOAT16, (2, 2), 0, 8) for side in "AB")
+    target = TargetWeights(name, name, TargetKind.EMBEDDING, 2, 8.0, 4.0, a, b)
+    config = parse_config({**CONFIG, "target_modules": ["embed_tokens"]}, CheckpointLimits())
+    digest = compute_digest(config, {name: target}, {"A": bytes(32), "B": bytes(32)})
     assert digest == "sha256:8ac826c3077534cbe2821ea5b35a838953e83c1965ae7273982f7cc6584a80c8"
 
 

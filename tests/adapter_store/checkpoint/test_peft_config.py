@@ -260,8 +260,8 @@ def test_pattern_keys_match_as_in_peft(pattern):
     ours = parse(r=1, lora_alpha=2, rank_pattern=pattern, alpha_pattern=pattern)
     for name in MODULES:
         expected = pattern.get(get_pattern_key(pattern.keys(), name))
-        assert ours.rank_of(name) == (expected or 1)
-        assert ours.alpha_of(name) == (expected or 2)
+        assert ours.settings_for(name).rank == (expected or 1)
+        assert ours.settings_for(name).alpha == (expected or 2)
 
 
 @given(
@@ -276,12 +276,12 @@ def test_any_pattern_matches_as_in_peft_or_is_refused(sources):
     except InvalidAdapter:
         return
     for name in MODULES[:6]:
-        assert ours.rank_of(name) == pattern.get(get_pattern_key(pattern.keys(), name), 1)
+        assert ours.settings_for(name).rank == pattern.get(get_pattern_key(pattern.keys(), name), 1)
 
 
 def test_scale_is_that_of_lora_and_of_rslora():
-    assert parse(r=4, lora_alpha=6).scale_of(4, 6) == 1.5
-    assert parse(r=4, use_rslora=True).scale_of(4, 6) == 3.0
+    assert parse(r=4, lora_alpha=6).settings_for("x").scale == 1.5
+    assert parse(r=4, lora_alpha=6, use_rslora=True).settings_for("x").scale == 3.0
 
 
 @pytest.mark.parametrize("source", [r"(.*a){12}", r"(a|aa)+$"])
@@ -343,7 +343,7 @@ def test_quick_matches_use_up_the_seconds_too(source):
     fields = {"peft_type": "LORA", "target_modules": ["q_proj"], "rank_pattern": {source: 2}}
     config = parse_config(fields, CheckpointLimits(max_match_seconds=0.05))
     with pytest.raises(InvalidAdapter) as error:
-        all(config.rank_of("a" * 14) for _ in range(10_000_000))
+        all(config.settings_for("a" * 14) for _ in range(10_000_000))
     assert (error.value.subject, error.value.reason) == ("rank_pattern", "PATTERN_TOO_SLOW")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from adapter_store.checkpoint.safetensors import TensorEntry, read_header
+from adapter_store.checkpoint.safetensors import TensorRecord, read_header
 from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
 
@@ -19,7 +19,7 @@ FILE = "adapter_model.safetensors"
 
 def parse(
     data: bytes, max_header_bytes: int = 1 << 16, max_tensors: int = 100
-) -> tuple[TensorEntry, ...]:
+) -> tuple[TensorRecord, ...]:
     def read_at(offset: int, length: int) -> bytes:
         assert offset >= 0
         assert offset + length <= len(data), "read beyond the file"
@@ -47,7 +47,7 @@ def test_reads_what_safetensors_writes():
         "c": torch.zeros(1, 1, dtype=torch.float16),
     }
     data = save(tensors, metadata={"format": "pt"})
-    entries = {entry.name: entry for entry in parse(data)}
+    entries = {entry.key: entry for entry in parse(data)}
     assert {name: e.shape for name, e in entries.items()} == {"a": (2, 3), "b": (5,), "c": (1, 1)}
     assert entries["b"].dtype is DataType.BFLOAT16
     assert max(e.offset + e.length_bytes for e in entries.values()) == len(data)
@@ -56,7 +56,7 @@ def test_reads_what_safetensors_writes():
 def test_scalar_and_space_padding_are_fine():
     header = json.dumps({"x": tensor(shape=(), end=4)}).encode() + b"   "
     (entry,) = parse(container(header, bytes(4)))
-    assert entry == TensorEntry("x", DataType.FLOAT32, (), 8 + len(header), 4)
+    assert entry == TensorRecord("x", FILE, DataType.FLOAT32, (), 8 + len(header), 4)
 
 
 HUGE = 2**62

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import TORCH_DTYPES, Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_config import parse_config
-from adapter_store.checkpoint.tensors import TargetWeights, TensorRecord
+from adapter_store.checkpoint.safetensors import TensorRecord
+from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import DataType, Layout, SegmentKind, Target, TargetKind
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images.compile import Image, compile_image, compile_parts, trailer_sha256
