@@ -1,0 +1,88 @@
+"""Builds the documentation as a site: `python -m tools.docs_site [--repository URL]`.
+
+Gathers every page of the repository under build/pages, at its own place, with the pictures that it
+shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that is no
+page leads to the repository's host where its URL is given, and is plain text where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "build" / "pages"
+SITE = ROOT / "build" / "site"
+FOLDERS = ("docs", "deploy", "bench", "examples")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
+PICTURES = {".png", ".svg"}
+
+
+def pages() -> list[Path]:
+    """Every page, relative to the repository's root."""
+    found = [*ROOT.glob("*.md")]
+    for folder in FOLDERS:
+        found += (ROOT / folder).rglob("*.md")
+    return sorted(
+        path.relative_to(ROOT) for path in found if "node_modules" not in path.parts
+    )
+
+
+def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
+    """`text` with its links to files that are no pages led elsewhere, or taken out."""
+
+    def replaced(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        name = target.partition("#")[0]
+        if not name or re.match(r"[a-z]+:", name):
+            return match.group(0)
+        path = Path(os.path.normpath(page.parent / name))
+        if path in known or path.suffix in PICTURES:
+            return match.group(0)
+        if (ROOT / path / "README.md").exists() and path / "README.md" in known:
+            return f"[{label}]({name.rstrip('/')}/README.md)"
+        return f"[{label}]({repository.rstrip('/')}/{path})" if repository else label
+
+    return LINK.sub(replaced, text)
+
+
+def gather(repository: str) -> None:
+    """Makes build/pages anew."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    known = set(pages())
+    for page in known:
+        (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / page).read_text()
+        (PAGES / page).write_text(with_links(page, text, known, repository))
+    for picture in (ROOT / "docs").rglob("*"):
+        if picture.suffix in PICTURES:
+            target = PAGES / picture.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, target)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds the documentation as a site.")
+    parser.add_argument(
+        "--repository", default="", help="URL that links to source files are relative to"
+    )
+    gather(parser.parse_args().repository)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", ROOT / "mkdocs.yml"],
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    if done.returncode == 0:
+        print(f"written to {SITE}")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
