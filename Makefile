@@ -12,7 +12,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test check format client docs dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -46,6 +46,10 @@ docs: $(VENV)/.installed-dev
 # The blocking client from the asyncio one: a test compares.
 client: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.unasync
+
+# The documentation as a site in build/docs/site. SITE="--repository URL" links to source files there.
+docs-site: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.docs_site $(SITE)
 
 # Grafana's dashboards from tools/dashboards: a test compares.
 dashboards: $(VENV)/.installed-dev

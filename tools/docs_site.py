@@ -1,7 +1,7 @@
 """Builds the documentation as a site: `python -m tools.docs_site [--repository URL]`.
 
-Gathers every page of the repository under build/pages, at its own place, with the pictures that it
-shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that is no
+Gathers every page of the repository under build/docs/pages, at its own place, with the pictures
+that it shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that is no
 page leads to the repository's host where its URL is given, and is plain text where not.
 """
 
@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "build" / "pages"
-SITE = ROOT / "build" / "site"
+BUILD = ROOT / "build" / "docs"
 FOLDERS = ("docs", "deploy", "bench", "examples")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 PICTURES = {".png", ".svg"}
@@ -51,19 +50,29 @@ def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
     return LINK.sub(replaced, text)
 
 
-def gather(repository: str) -> None:
-    """Makes build/pages anew."""
-    shutil.rmtree(PAGES, ignore_errors=True)
+def gather(folder: Path, repository: str) -> None:
+    """Makes `folder` anew, with every page and picture."""
+    shutil.rmtree(folder, ignore_errors=True)
     known = set(pages())
     for page in known:
-        (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / page).read_text()
-        (PAGES / page).write_text(with_links(page, text, known, repository))
+        (folder / page).write_text(with_links(page, text, known, repository))
     for picture in (ROOT / "docs").rglob("*"):
         if picture.suffix in PICTURES:
-            target = PAGES / picture.relative_to(ROOT)
+            target = folder / picture.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(picture, target)
+
+
+def build(folder: Path, repository: str = "") -> int:
+    """Writes the site under `folder`/site; returns the exit status of MkDocs."""
+    gather(folder / "pages", repository)
+    config = folder / "mkdocs.yml"
+    config.write_text((ROOT / "mkdocs.yml").read_text())  # its paths are relative to its place
+    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def main() -> int:
@@ -71,17 +80,10 @@ def main() -> int:
     parser.add_argument(
         "--repository", default="", help="URL that links to source files are relative to"
     )
-    gather(parser.parse_args().repository)
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", ROOT / "mkdocs.yml"],
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    if done.returncode == 0:
-        print(f"written to {SITE}")
-    return done.returncode
+    status = build(BUILD, parser.parse_args().repository)
+    if status == 0:
+        print(f"written to {BUILD / 'site'}")
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""The documentation as a site: MkDocs takes it without a warning, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tools import docs_site
+
+
+class Links(HTMLParser):
+    """Collects what a page links to, and the anchors that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in {"href", "src"} and value:
+                self.targets.add(unescape(value))
+            if name == "id" and value:
+                self.anchors.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    assert docs_site.build(folder) == 0
+    return folder / "site"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (docs_site.ROOT / "mkdocs.yml").read_text()
+    missing = [str(page) for page in docs_site.pages() if f": {page}\n" not in navigation]
+    assert missing == []
+
+
+def test_links_lead_to_pages_and_headings(site: Path) -> None:
+    pages = {path.resolve(): read(path) for path in site.rglob("*.html")}
+    broken = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            other = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            other = other / "index.html" if other.is_dir() else other
+            if not other.exists():
+                broken.append(f"{path.relative_to(site.resolve())} -> {target}")
+            elif parts.fragment and other in pages and parts.fragment not in pages[other].anchors:
+                broken.append(f"{path.relative_to(site.resolve())} -> {target}: no such heading")
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    """Fonts and scripts come with the site."""
+    home = (site / "index.html").read_text()
+    assert re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', home) == []
+
+
+def read(path: Path) -> Links:
+    links = Links()
+    links.feed(path.read_text())
+    return links
