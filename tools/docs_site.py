@@ -1,8 +1,8 @@
 """Builds the documentation as a site: `python -m tools.docs_site [--repository URL]`.
 
 Gathers every page of the repository under build/docs/pages, at its own place, with the pictures
-that it shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that is no
-page leads to the repository's host where its URL is given, and is plain text where not.
+that it shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that
+is no page leads to the repository's host where its URL is given, and is plain text where not.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def pages() -> list[Path]:
     found = [*ROOT.glob("*.md")]
     for folder in FOLDERS:
         found += (ROOT / folder).rglob("*.md")
-    return sorted(
-        path.relative_to(ROOT) for path in found if "node_modules" not in path.parts
-    )
+    return sorted(path.relative_to(ROOT) for path in found if "node_modules" not in path.parts)
 
 
 def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the definitions of the services' metrics.
+"""Writes docs/observability/metrics.md from the definitions of the services' metrics.
 
 python -m tools.metric_docs
 """
@@ -12,7 +12,7 @@ from typing import Protocol
 from adapter_store.metrics import definitions as store
 from inference_svc.metrics import definitions as inference
 
-PATH = Path(__file__).parent.parent / "docs" / "metrics.md"
+PATH = Path(__file__).parent.parent / "docs" / "observability" / "metrics.md"
 
 INTRODUCTION = """# Metrics
 

@@ -1,4 +1,4 @@
-"""Every metric of the inference service: nothing else is exported. docs/metrics.md is made of it.
+"""Every metric of the inference service: docs/observability/metrics.md is made of it.
 
 Keys are our own names without their prefix, and the whole name where it is others' to choose.
 """

@@ -86,9 +86,9 @@ def test_sidecars_find_the_same_dashboards(with_grafana):
 
 
 def test_the_page_names_panels_and_files_that_there_are():
-    page = (ROOT / "docs" / "dashboards.md").read_text()
+    page = (ROOT / "docs" / "observability" / "dashboards.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", page):
-        assert (ROOT / "docs" / target).exists(), target
+        assert (ROOT / "docs" / "observability" / target).exists(), target
     boards = [json.loads(path.read_text()) for path in DASHBOARDS]
     for board in boards:
         assert f"`/d/{board['uid']}`" in page

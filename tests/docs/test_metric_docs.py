@@ -1,4 +1,4 @@
-"""docs/metrics.md is what the code defines."""
+"""docs/observability/metrics.md is what the code defines."""
 
 from __future__ import annotations
 

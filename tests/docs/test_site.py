@@ -1,4 +1,4 @@
-"""The documentation as a site: MkDocs takes it without a warning, and every link leads somewhere."""
+"""The documentation as a site: MkDocs warns of nothing, and every link leads somewhere."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from loadout.errors import LoadoutError
 from loadout.prometheus import parse
 from tests.system.services import Services
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "observability" / "metrics.md").read_text()
 ROUTED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
