@@ -1,4 +1,4 @@
-"""`python -m adapter_store`: runs the adapter store until SIGTERM.
+"""`python -m adapter_store`, or `loadout store`: runs the adapter store until SIGTERM.
 
 `python -m adapter_store digest DIR` prints the digest that a store would give to a local adapter.
 """
@@ -10,11 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from adapter_store.config import StoreSettings, load_settings
+from adapter_store.config import StoreSettings
 from adapter_store.tracing import standard_endpoint
-from servicekit.errors import ServiceError
+from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.telemetry.logs import configure_logging
 
 NOISY_LOGGERS = (
@@ -30,27 +28,27 @@ SWITCH_S = 5e-4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Gives the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
+    """Returns the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["digest"]:
         return _print_digest(arguments[1:])
     try:
-        settings = load_settings(arguments)
-    except ValidationError as error:
-        for problem in error.errors():
-            option = "-".join(str(part) for part in problem["loc"][:1]).replace("_", "-")
-            where = f"--{option}: " if option else ""
-            print(f"{where}{problem['msg'].removeprefix('Value error, ')}", file=sys.stderr)
-        return 2
+        settings = StoreSettings.load(arguments)
+    except InvalidSetting as error:
+        return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)
     if not settings.otlp_endpoint:
         try:
             endpoint = standard_endpoint(os.environ)
         except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
+            return _fail(error, 2)
         settings = settings.model_copy(update={"otlp_endpoint": endpoint})
     return _run(settings)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
 
 
 def _print_digest(arguments: list[str]) -> int:
@@ -76,8 +74,7 @@ def _run(settings: StoreSettings) -> int:
     try:
         asyncio.run(serve(settings))
     except (ServiceError, OSError) as error:
-        print(f"the adapter store cannot run: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
     return 0
 
 

@@ -1,198 +1,160 @@
-"""Settings of the adapter store: environment LOADOUT_STORE_*, or the command line, which wins."""
+"""Settings of the adapter store: flags, environment LOADOUT_STORE_*, or a TOML file."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import (
-    ByteSize,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    SecretStr,
-    field_validator,
-    model_validator,
+from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from servicekit.settings import (
+    ACCESS,
+    NETWORK,
+    PROCESS,
+    TELEMETRY,
+    TLS,
+    Address,
+    Bytes,
+    Folder,
+    Folders,
+    Group,
+    Metavar,
+    Names,
+    PositiveSeconds,
+    Seconds,
+    ServiceSettings,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from servicekit.settings import check_endpoint
-
-_LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _ORGANIZATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _BUCKET = re.compile(
     rf"([a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](?:/[^/@]+)*)/?(@{_ENDPOINT.pattern}/?)?"
 )
 
-MIB = 1 << 20
 GIB = 1 << 30
 
-Bytes = Annotated[ByteSize, Field(gt=0)]
+STORAGE = Group("Storage")
+SOURCES = Group("Sources")
+LIMITS = Group("Limits of adapters")
+IMAGES = Group("Images")
+REPLICAS = Group("Replicas")
+CATALOG = Group("Catalog")
 
 
-class StoreSettings(BaseSettings):
-    """Loadout adapter store: fetches LoRA adapters, compiles each once per model layout
+class StoreSettings(ServiceSettings):
+    """Runs the adapter store: it fetches LoRA adapters, compiles each of them once per model layout
     into one image, and streams the images to inference services over gRPC."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="LOADOUT_STORE_",
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        cli_prog_name="python -m adapter_store",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
+    model_config = SettingsConfigDict(env_prefix="LOADOUT_STORE_")
+
+    command = "loadout store"
+    module = "adapter_store"
+    example = "loadout store --source-roots /srv/adapters --data-dir /var/lib/loadout"
+    groups = (
+        *(NETWORK, STORAGE, SOURCES, LIMITS, IMAGES, CATALOG, REPLICAS),
+        *(ACCESS, TLS, TELEMETRY, PROCESS),
     )
 
-    listen: str = "127.0.0.1:7070"
-    """Address for gRPC, HOST:PORT. Port 0 takes a free one; see ready_file."""
+    listen: Annotated[Address, NETWORK] = "127.0.0.1:7070"
+    """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
-    metrics_listen: str = "127.0.0.1:7071"
-    """Address for Prometheus metrics over HTTP, HOST:PORT. Port 0 takes a free one."""
+    metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7071"
+    """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    policy_file: Path | None = None
-    """TOML file with tokens, quotas and trusted keys; read again on SIGHUP. None: everybody who
-    reaches this store may do everything."""
+    data_dir: Annotated[Folder, STORAGE] = Path(".loadout/store")
+    """Folder of the catalog, the stored sources and the compiled images. Only one store process may
+    use it at a time."""
 
-    allow_open_access: bool = False
-    """Listen without policy_file also where other machines can connect."""
+    memory_bytes: Annotated[Bytes, STORAGE] = ByteSize(4 * GIB)
+    """Capacity of the memory tier of compiled images."""
 
-    tls_cert_file: Path | None = None
-    """Certificate chain of this store, PEM. None: no TLS."""
+    disk_cache_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
+    """Capacity of the disk tier of compiled images."""
 
-    tls_key_file: Path | None = None
-    """Private key of tls_cert_file, PEM."""
+    fetched_bytes: Annotated[Bytes, STORAGE] = ByteSize(64 * GIB)
+    """Capacity of the local copies of sources in --shared-s3 that images are compiled from."""
 
-    tls_client_ca_file: Path | None = None
-    """CA certificates, PEM: callers need a client certificate that one of them signed."""
+    source_roots: Annotated[Folders, SOURCES] = ()
+    """Folders that file:// sources may lie in. Unset: no file:// sources."""
 
-    audit_file: Path | None = None
-    """File to append a JSON line to for every change that is asked for; opened anew on SIGHUP."""
+    s3_buckets: Annotated[Names, Metavar("BUCKET[/PREFIX],..."), SOURCES] = ()
+    """Buckets, or prefixes in them, that s3:// sources may lie in. One that lies elsewhere than
+    --s3-endpoint-url ends in @http(s)://HOST[:PORT]. Unset: no s3:// sources."""
 
-    data_dir: Path = Path(".loadout/store")
-    """Folder for the catalog, the kept sources and compiled images. One store process at a time."""
+    s3_endpoint_url: Annotated[str, Metavar("URL"), SOURCES] = ""
+    """Address of an S3-compatible service, http(s)://HOST[:PORT]. Unset: Amazon S3."""
 
-    source_roots: Annotated[tuple[Path, ...], NoDecode] = ()
-    """Folders that file:// sources may lie in, separated by commas. None: no local sources."""
+    s3_region: Annotated[str, SOURCES] = ""
+    """Region of S3. Unset: from the AWS credential chain, and without that us-east-1."""
 
-    s3_buckets: Annotated[tuple[str, ...], NoDecode] = ()
-    """S3 sources that may be read: BUCKET or BUCKET/PREFIX, separated by commas, each with
-    @http(s)://HOST[:PORT] if it lies elsewhere than s3_endpoint_url. None: no S3."""
+    hf_organizations: Annotated[Names, SOURCES] = ()
+    """Organisations and users of the Hugging Face Hub whose repositories hf:// sources may lie in.
+    A token comes from HF_TOKEN or from the Hub's own login. Unset: no hf:// sources."""
 
-    s3_endpoint_url: str = ""
-    """Address of an S3-compatible service, http(s)://HOST[:PORT]. Empty: Amazon S3."""
+    hf_endpoint: Annotated[str, Metavar("URL"), SOURCES] = ""
+    """Address of the Hub, http(s)://HOST[:PORT]. Unset: HF_ENDPOINT."""
 
-    s3_region: str = ""
-    """Region for S3. Empty: as the credential chain says, else us-east-1."""
+    hf_cache_dir: Annotated[Folder | None, SOURCES] = None
+    """Cache folder of the Hub, which is read when HF_HUB_OFFLINE is set. Unset: HF_HUB_CACHE."""
 
-    hf_organizations: Annotated[tuple[str, ...], NoDecode] = ()
-    """Organisations and users of the Hugging Face Hub whose models may be read, separated by
-    commas. None: no hf:// sources. A token comes from HF_TOKEN or the hub's own login."""
+    fetch_workers: Annotated[int, Field(ge=1), SOURCES] = 4
+    """Number of registrations and uploads processed at once; further ones wait."""
 
-    hf_endpoint: str = ""
-    """Address of the hub, http(s)://HOST[:PORT]. Empty: as HF_ENDPOINT says."""
+    max_adapter_bytes: Annotated[Bytes, LIMITS] = ByteSize(16 * GIB)
+    """Size of the largest adapter that is accepted, all its files together."""
 
-    hf_cache_dir: Path | None = None
-    """Cache folder of the hub, read when HF_HUB_OFFLINE is set. None: as HF_HUB_CACHE says."""
+    max_file_bytes: Annotated[Bytes, LIMITS] = ByteSize(16 * GIB)
+    """Size of the largest single file that is accepted."""
 
-    catalog_dsn: SecretStr | None = None
-    """PostgreSQL for the catalog of several replicas: postgresql+psycopg://USER:PASSWORD@HOST/NAME.
-    None: SQLite in data_dir."""
+    max_rank: Annotated[int, Field(ge=1), LIMITS] = 512
+    """Highest rank that any target of an adapter may have."""
 
-    shared_s3: str = ""
-    """s3://BUCKET[/PREFIX] for what replicas share: kept sources and compiled images. Needed with
-    catalog_dsn. Each replica has a data_dir of its own."""
+    allow_pickle_files: Annotated[bool, LIMITS] = False
+    """Accept adapter_model.bin where there is no safetensors file. It is read by torch's restricted
+    reader in a process with limits, and stored as safetensors."""
 
-    shared_s3_endpoint_url: str = ""
-    """Address of the S3-compatible service of shared_s3. Empty: s3_endpoint_url."""
+    compile_ahead: Annotated[bool, IMAGES] = True
+    """Compile the current version of every adapter before it is pulled: at start, at registration
+    and for every new layout. Off, only pinned adapters are: for a store on the same machine as an
+    inference service, where other stores do it."""
 
-    fetched_bytes: Bytes = ByteSize(64 * GIB)
-    """Space for copies of shared sources that images are compiled from, such as 64GiB."""
+    compile_workers: Annotated[int, Field(ge=1), IMAGES] = 2
+    """Number of images compiled at once. Pulls take precedence over compiling ahead."""
 
-    lease_seconds: PositiveFloat = 15.0
-    """How long a replica that died is waited for before another one takes over what it did."""
+    pull_stall_seconds: Annotated[PositiveSeconds, IMAGES] = 30.0
+    """Time after which a pull ends whose reader takes no bytes."""
 
-    disk_cache_bytes: Bytes = ByteSize(64 * GIB)
-    """Capacity of the disk tier of compiled images, such as 64GiB."""
+    layout_ttl_seconds: Annotated[Seconds, IMAGES] = 604800.0
+    """Time that a model layout stays in use after a server last registered it or pulled for it.
+    Then nothing is compiled ahead for it and its images are removed. 0: for ever."""
 
-    memory_bytes: Bytes = ByteSize(4 * GIB)
-    """Capacity of the memory tier of compiled images, such as 4GiB."""
+    delete_grace_seconds: Annotated[Seconds, CATALOG] = 600.0
+    """Time that a deleted adapter can still be pulled by its digest, for requests that use it."""
 
-    max_adapter_bytes: Bytes = ByteSize(16 * GIB)
-    """Largest adapter taken from a source or an upload, all files together."""
+    collect_seconds: Annotated[PositiveSeconds, CATALOG] = 60.0
+    """Time between two garbage collections of files that no record refers to."""
 
-    max_file_bytes: Bytes = ByteSize(16 * GIB)
-    """Largest single file taken from a source or an upload."""
+    event_retention: Annotated[int, Field(ge=1), CATALOG] = 100_000
+    """Number of catalog events stored for watchers. A watcher further behind lists again."""
 
-    max_rank: PositiveInt = 512
-    """Highest rank of any target of an adapter."""
+    bookmark_seconds: Annotated[PositiveSeconds, CATALOG] = 1.0
+    """Longest time without an event on a watch before a bookmark is sent."""
 
-    allow_pickle_files: bool = False
-    """Take adapter_model.bin where there is no safetensors file: read by torch's restricted reader
-    in a process with limits, and kept as safetensors."""
+    catalog_dsn: Annotated[SecretStr | None, Metavar("DSN"), REPLICAS] = None
+    """PostgreSQL database of a catalog that several replicas share,
+    postgresql+psycopg://USER:PASSWORD@HOST/NAME; needs --shared-s3. Unset: SQLite in --data-dir."""
 
-    compile_workers: PositiveInt = 2
-    """Images compiled at the same time. Pulls go before compiling ahead."""
+    shared_s3: Annotated[str, Metavar("s3://BUCKET[/PREFIX]"), REPLICAS] = ""
+    """Where replicas store sources and compiled images that they share. Each replica has a
+    --data-dir of its own."""
 
-    compile_ahead: bool = True
-    """Compile what names point to before it is pulled: at start, at registration and for a new
-    layout. Off: only pinned adapters. For replicas beside inference, where others do it."""
+    shared_s3_endpoint_url: Annotated[str, Metavar("URL"), REPLICAS] = ""
+    """Address of the S3-compatible service of --shared-s3. Unset: --s3-endpoint-url."""
 
-    pull_stall_seconds: PositiveFloat = 30.0
-    """How long a pull waits for a reader that takes nothing before it is ended."""
-
-    fetch_workers: PositiveInt = 4
-    """Registrations and uploads worked on at the same time; further ones wait."""
-
-    event_retention: Annotated[int, Field(ge=1)] = 100_000
-    """Catalog events kept for watchers. A watcher further behind has to list again."""
-
-    bookmark_seconds: PositiveFloat = 1.0
-    """Longest silence on a watch before a bookmark is sent."""
-
-    delete_grace_seconds: NonNegativeFloat = 600.0
-    """How long a deleted adapter's digest can still be pulled by requests that run on it."""
-
-    collect_seconds: PositiveFloat = 60.0
-    """Time between two collections of what no record points to any more."""
-
-    layout_ttl_seconds: NonNegativeFloat = 604800.0
-    """How long a model layout that no server registers or pulls for stays in use: then nothing is
-    compiled ahead for it and its images are removed, until a server comes back. 0: for ever."""
-
-    grace_seconds: NonNegativeFloat = 30.0
-    """How long calls in progress may go on after SIGTERM."""
-
-    otlp_endpoint: str = ""
-    """Where spans are sent over OTLP with gRPC, http(s)://HOST:PORT. Empty: where
-    OTEL_EXPORTER_OTLP_ENDPOINT says; without that there is no tracing. Needs the extra otel."""
-
-    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the calls that are traced, 0 to 1, of those whose callers do not say whether they
-    are. None: as OTEL_TRACES_SAMPLER says, else all."""
-
-    ready_file: Path | None = None
-    """File to write once serving: JSON with the addresses "grpc" and "metrics"."""
-
-    log_format: Literal["text", "json"] = "text"
-    """One line per event, for people or for machines."""
-
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level that is logged."""
-
-    @field_validator("source_roots", "s3_buckets", "hf_organizations", mode="before")
-    @classmethod
-    def _split_commas(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list | tuple):
-            parts = (part for item in value for part in str(item).split(","))
-            return tuple(part.strip() for part in parts if part.strip())
-        return value
+    lease_seconds: Annotated[PositiveSeconds, REPLICAS] = 15.0
+    """Time after which other replicas take over the work of one that died."""
 
     @field_validator("s3_buckets")
     @classmethod
@@ -213,22 +175,17 @@ class StoreSettings(BaseSettings):
                 raise ValueError(f"{entry!r} is not the name of an organisation or user")
         return value
 
-    @field_validator("s3_endpoint_url", "hf_endpoint")
+    @field_validator("s3_endpoint_url", "shared_s3_endpoint_url", "hf_endpoint")
     @classmethod
     def _check_endpoint(cls, value: str) -> str:
         if value and not _ENDPOINT.fullmatch(value.rstrip("/")):
             raise ValueError(f"{value!r} is not http(s)://HOST[:PORT]")
         return value.rstrip("/")
 
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _check_otlp(cls, value: str) -> str:
-        return check_endpoint(value)
-
     @field_validator("catalog_dsn")
     @classmethod
     def _check_dsn(cls, value: SecretStr | None) -> SecretStr | None:
-        # Files of Secrets often end in a line's end, which would be a part of the database's name.
+        # Files of Secrets often end in a line break, which would be a part of the database's name.
         text = "" if value is None else value.get_secret_value().strip()
         if not text:
             return None
@@ -247,21 +204,5 @@ class StoreSettings(BaseSettings):
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.catalog_dsn is not None and not self.shared_s3:
-            raise ValueError("shared_s3 is needed with catalog_dsn: replicas share their sources")
+            raise ValueError("--catalog-dsn needs --shared-s3: replicas share their sources")
         return self
-
-    @field_validator("listen", "metrics_listen")
-    @classmethod
-    def _check_listen(cls, value: str) -> str:
-        match = _LISTEN.fullmatch(value)
-        if not match or int(match[2]) > 65535:
-            raise ValueError(f"{value!r} is not HOST:PORT")
-        return value
-
-
-def load_settings(arguments: list[str] | None = None) -> StoreSettings:
-    """Reads the environment and, if given, command line arguments.
-
-    Raises pydantic.ValidationError; exits by itself on --help and unknown arguments.
-    """
-    return StoreSettings(_cli_parse_args=arguments if arguments is not None else False)  # type: ignore[call-arg]

@@ -134,7 +134,7 @@ def run(folder: Path, num_adapters: int, num_scrapes: int) -> dict[str, dict[str
         prepared.model_dir,
         MODEL,
         source_roots=(folder,),
-        store_flags=("--log-level", "WARNING"),
+        store_flags=("--log-level", "warning"),
         inference_flags=tuple(str(word) for flag in INFERENCE_FLAGS.items() for word in flag),
     )
     with System(settings, folder / "system") as system:

@@ -74,7 +74,7 @@ class Services:
             store_flags=(
                 *("--memory-bytes", str(wanted.store_bytes)),
                 *("--disk-cache-bytes", str(64 << 30)),
-                *("--log-level", "WARNING"),
+                *("--log-level", "warning"),
             ),
             inference_flags=tuple(wanted.inference_flags()),
         )

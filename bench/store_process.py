@@ -103,7 +103,7 @@ def bench_store(
         "metrics_listen": "127.0.0.1:0",
         "data_dir": str(folder / "data"),
         "source_roots": str(folder),
-        "log_level": "WARNING",
+        "log_level": "warning",
         **settings,
     }
     variables = os.environ | (env or {})

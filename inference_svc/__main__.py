@@ -1,4 +1,4 @@
-"""`python -m inference_svc`: reads settings, then runs the inference service."""
+"""`python -m inference_svc`, or `loadout serve`: reads settings, then runs the service."""
 
 from __future__ import annotations
 
@@ -7,39 +7,51 @@ import logging
 import os
 import sys
 
-from inference_svc.config import parse_command_line
+from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from inference_svc.tracing import standard_endpoint
+from servicekit.errors import InvalidSetting
 from servicekit.telemetry.logs import configure_logging
 
 SPIN_COUNT = 2000
-"""How often a thread that computes looks whether the others are done before it sleeps: less than a
+"""How often a computing thread checks whether the others are done before it sleeps: less than a
 tenth of a millisecond. By default it is several milliseconds, of a core that the gRPC server, a
 pull, or the very thread that it waits for could use."""
 
 
-def main() -> int:
-    config = parse_command_line(sys.argv[1:])
-    configure_logging(config.log_format, config.log_level)
-    if not config.otlp_endpoint:
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
+    try:
+        settings = InferenceSettings.load(sys.argv[1:] if arguments is None else arguments)
+    except InvalidSetting as error:
+        return _fail(error, 2)
+    configure_logging(settings.log_format, settings.log_level)
+    if not settings.otlp_endpoint:
         try:
             endpoint = standard_endpoint(os.environ)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        config = config.model_copy(update={"otlp_endpoint": endpoint})
+            return _fail(error, 2)
+        settings = settings.model_copy(update={"otlp_endpoint": endpoint})
+    return _run(settings)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-    # Only now: it loads torch, which `--help` and mistyped flags need not wait for.
+    # Importing torch takes seconds: after the settings are known to be good.
     from inference_svc.app import serve
 
     try:
-        return asyncio.run(serve(config))
-    except (UnsupportedModel, EngineFailed, ValueError, OSError) as error:
+        return asyncio.run(serve(settings))
+    except (UnsupportedModel, EngineFailed, InvalidSetting, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The inference service's settings: environment `LOADOUT_INFERENCE_*`, then the command line.
+"""Settings of the inference service: flags, environment LOADOUT_INFERENCE_*, or a TOML file.
 
-The command line wins over the environment. `auto` values are decided once, by `resolve`.
+`auto` values are decided once, by `resolve`.
 """
 
 from __future__ import annotations
@@ -9,248 +9,206 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
-from servicekit.settings import check_endpoint, split_address
+from servicekit.errors import InvalidSetting
+from servicekit.settings import (
+    ACCESS,
+    NETWORK,
+    PROCESS,
+    TELEMETRY,
+    TLS,
+    Address,
+    Addresses,
+    Bytes,
+    Folder,
+    Group,
+    Names,
+    OptionalAddress,
+    OptionalBytes,
+    PositiveSeconds,
+    Seconds,
+    ServiceSettings,
+    split_commas,
+)
 
 MIB = 1 << 20
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+MODEL = Group("Model")
+STORE = Group("Adapter store")
+DEVICE = Group("Device")
+MEMORY = Group("Memory")
+SCHEDULING = Group("Scheduling")
+ADAPTERS = Group("Adapters")
 
-class InferenceSettings(BaseSettings):
-    """Serve one base model with any mix of its LoRA adapters over gRPC and HTTP."""
+Count = Annotated[int, Field(ge=1)]
+OptionalCount = Annotated[int, Field(ge=0)]
 
-    model_config = SettingsConfigDict(
-        env_prefix="LOADOUT_INFERENCE_",
-        cli_prog_name="python -m inference_svc",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        cli_implicit_flags=True,
-        use_attribute_docstrings=True,
-        frozen=True,
-        extra="forbid",
+
+class InferenceSettings(ServiceSettings):
+    """Runs the inference service: it serves one base model and any mix of its LoRA adapters in one
+    batch, over gRPC and HTTP."""
+
+    model_config = SettingsConfigDict(env_prefix="LOADOUT_INFERENCE_")
+
+    command = "loadout serve"
+    module = "inference_svc"
+    example = "loadout serve --model ./Qwen3-0.6B --store 127.0.0.1:7070 --max-loras 128"
+    groups = (
+        *(MODEL, NETWORK, STORE, ADAPTERS, MEMORY, SCHEDULING, DEVICE),
+        *(ACCESS, TLS, TELEMETRY, PROCESS),
     )
 
-    model: Path
-    """Directory of the base model: config.json, safetensors, tokenizer.json."""
+    model: Annotated[Folder, MODEL]
+    """Folder of the base model, as Hugging Face saves one: config.json, safetensors files and
+    tokenizer.json."""
 
-    base_model: str = ""
-    """Name under which adapters know the base model. Default: the model directory's name."""
+    base_model: Annotated[str, MODEL] = ""
+    """Name by which adapters know the base model. Unset: the name of the model's folder."""
 
-    aliases: Annotated[tuple[str, ...], NoDecode] = ()
-    """Further names of the base model, separated by commas."""
+    aliases: Annotated[Names, MODEL] = ()
+    """Further names of the base model."""
 
-    store: str = ""
-    """Address of the adapter store, host:port; several replicas are separated by commas, or are
-    what the host's name resolves to. Empty: serve the base model only."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MODEL] = "auto"
+    """Type of weights and activations. auto: from the model's config."""
 
-    store_token_file: Path | None = None
-    """File with the bearer token that the store knows this server by, read again on changes."""
+    max_model_len: Annotated[OptionalCount, MODEL] = 0
+    """Longest prompt and output together, in tokens. 0: from the model's config, at most what
+    --kv-memory holds."""
 
-    store_tls_ca_file: Path | None = None
-    """CA certificates, PEM, that sign the store's certificate. None: no TLS to the store."""
+    listen: Annotated[Address, NETWORK] = "127.0.0.1:7080"
+    """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
 
-    store_tls_cert_file: Path | None = None
-    """Certificate chain, PEM, shown to a store that asks for client certificates."""
+    http: Annotated[OptionalAddress, NETWORK] = ""
+    """Address of the HTTP server, which is compatible with OpenAI's API. Port 0 takes a free port.
+    Unset: no HTTP server."""
 
-    store_tls_key_file: Path | None = None
-    """Private key of store_tls_cert_file, PEM."""
+    metrics_listen: Annotated[Address, NETWORK] = "127.0.0.1:7081"
+    """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
 
-    store_allow_insecure_token: bool = False
-    """Send the token also without TLS to a store that is not on this machine."""
+    store: Annotated[Addresses, STORE] = ""
+    """Addresses of the adapter store's replicas, or one whose host name resolves to all of them.
+    Unset: only the base model is served."""
 
-    listen: str = "127.0.0.1:7080"
-    """Address of the gRPC server. Port 0: any free one."""
+    store_token_file: Annotated[Path | None, STORE] = None
+    """File with the bearer token that is sent to the store; read again when it changes."""
 
-    http: str = ""
-    """Address of the HTTP front, which is compatible with OpenAI's. Port 0: any free one. Empty:
-    none."""
+    store_tls_ca_file: Annotated[Path | None, STORE] = None
+    """CA certificates, PEM, that sign the store's certificate. Without it there is no TLS to the
+    store."""
 
-    http_open_metrics: bool = False
-    """Answer /metrics of the HTTP front also without a token, with what gateways route by: the
-    vllm:* families, which name the adapters of all tenants."""
+    store_tls_cert_file: Annotated[Path | None, STORE] = None
+    """Certificate chain, PEM, for a store that requires client certificates."""
 
-    policy_file: Path | None = None
-    """TOML file with tokens; read again on SIGHUP. None: everybody who reaches this server may do
-    everything."""
+    store_tls_key_file: Annotated[Path | None, STORE] = None
+    """Private key of --store-tls-cert-file, PEM."""
 
-    allow_open_access: bool = False
-    """Listen without policy_file also where other machines can connect."""
+    store_allow_insecure_token: Annotated[bool, STORE] = False
+    """Send the token without TLS also to a store on another machine."""
 
-    tls_cert_file: Path | None = None
-    """Certificate chain of this server, PEM; read again on SIGHUP. None: no TLS."""
+    name_ttl_seconds: Annotated[Seconds, STORE] = 300.0
+    """Time that names of adapters still resolve while the store cannot be reached."""
 
-    tls_key_file: Path | None = None
-    """Private key of tls_cert_file, PEM."""
+    max_loras: Annotated[Count, ADAPTERS] = 64
+    """Highest number of adapters resident at once."""
 
-    tls_client_ca_file: Path | None = None
-    """CA certificates, PEM: callers need a client certificate that one of them signed."""
+    max_lora_rank: Annotated[Count, ADAPTERS] = 64
+    """Highest rank of an adapter; adapters of a higher rank are refused."""
 
-    audit_file: Path | None = None
-    """File to append a JSON line to for every load, unload, pin and unpin that is asked for;
-    opened anew on SIGHUP."""
+    adapter_wait_seconds: Annotated[PositiveSeconds, ADAPTERS] = 10.0
+    """Longest time that a request waits for its adapter; then it ends with UNAVAILABLE."""
 
-    metrics_listen: str = "127.0.0.1:7081"
-    """Address of the Prometheus endpoint. Port 0: any free one."""
+    pull_workers: Annotated[Count, ADAPTERS] = 4
+    """Number of adapters pulled at once."""
 
-    metrics_adapters: int = Field(default=50, ge=0, le=200)
-    """How many adapters, the busiest, have series of their own; the others are counted together."""
+    prefetch: Annotated[bool, ADAPTERS] = True
+    """Load adapters that recent traffic makes likely before a request needs them, with a quarter of
+    the bandwidth, into free memory or in place of less popular ones."""
 
-    otlp_endpoint: str = ""
-    """Where spans are sent over OTLP with gRPC, http(s)://HOST:PORT. Empty: where
-    OTEL_EXPORTER_OTLP_ENDPOINT says; without that there is no tracing. Needs the extra otel."""
+    adapter_memory: Annotated[Bytes, MEMORY] = ByteSize(256 * MIB)
+    """Size of the arena, which holds the resident adapters."""
 
-    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the requests that are traced, 0 to 1, of those whose callers do not say whether they
-    are. None: as OTEL_TRACES_SAMPLER says, else all."""
+    host_memory: Annotated[OptionalBytes | None, MEMORY] = None
+    """Size of the host tier, which holds adapters one copy away from the arena. Unset: 1GiB on
+    CUDA; 0 on CPU, where adapters are pulled straight into the arena."""
 
-    ready_file: Path | None = None
-    """Written once serving, as JSON: {"grpc": "host:port", "metrics": "host:port"}, and "http" if
-    it is served."""
+    kv_memory: Annotated[Bytes | None, MEMORY] = None
+    """Size of the pages of keys and values. Unset: 512MiB on CPU; on CUDA what weights, arena and a
+    tenth for activations leave."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations. auto: as the model's config says."""
+    memory_limit: Annotated[Bytes | None, MEMORY] = None
+    """Highest sum of all memory on the device that computes; a start that needs more is refused.
+    Unset: on CPU what machine and container leave, on CUDA what the device has."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto: CUDA if there is one."""
+    page_size: Annotated[Count, MEMORY] = 16
+    """Number of tokens in a page of keys and values."""
 
-    max_model_len: int = Field(default=0, ge=0)
-    """Longest prompt plus output, in tokens. 0: as the model's config says, and kv_memory holds."""
-
-    max_sequences: int = Field(default=64, ge=1)
-    """Most requests that run at once."""
-
-    max_batch_tokens: int = Field(default=0, ge=0)
-    """Most tokens computed in one step: a larger one is better used, and generation waits for it.
-    0: 512 on CPU, 2048 on CUDA, and at least max_sequences."""
-
-    max_queue: int = Field(default=1024, ge=0)
-    """Most requests that wait; more are refused with RESOURCE_EXHAUSTED."""
-
-    tenant_queue_share: float = Field(default=0.5, gt=0, le=1)
-    """Most of max_queue that one tenant's requests may take, where policy_file tells tenants
-    apart."""
-
-    fair_quantum_tokens: int = Field(default=1024, ge=1)
-    """Tenants, and within a tenant its adapters, take turns of so many tokens. More: longer turns,
-    fewer changes of adapters."""
-
-    fair_ageing_seconds: float = Field(default=2.0, ge=0)
-    """How long others may pass a waiting request because their adapters are resident, their
-    priority is higher or it is their adapter's turn. From then on half of its tenant's tokens go to
-    such requests, the oldest first, and the other half by priority and turns of adapters as before,
-    so that it waits at most twice as long as for those that came before it; and its adapter gets
-    room from others that are in use."""
-
-    page_size: int = Field(default=16, ge=1)
-    """Tokens per page of keys and values."""
-
-    kv_memory: ByteSize | None = Field(default=None, gt=0)
-    """Bytes for keys and values, such as 512MiB. Unset: 512MiB on CPU; on CUDA what the weights,
-    the arena and a tenth for activations leave."""
-
-    adapter_memory: ByteSize = Field(default=ByteSize(256 * MIB), gt=0)
-    """Bytes of the arena, where resident adapters lie: 256MiB if not set."""
-
-    host_memory: ByteSize | None = Field(default=None, ge=0)
-    """Bytes of host memory that keeps adapters one copy away from the arena. Unset: 1GiB on CUDA; 0
-    on CPU, where adapters are pulled straight into the arena."""
-
-    memory_limit: ByteSize | None = Field(default=None, gt=0)
-    """Bytes that all of it may take together on the device that computes; more is refused at start.
-    Unset: on CPU what the machine and its container leave, on CUDA what the device has."""
-
-    max_loras: int = Field(default=64, ge=1)
-    """Most adapters resident at once."""
-
-    max_lora_rank: int = Field(default=64, ge=1)
-    """Adapters of a larger rank are refused."""
-
-    adapter_wait_seconds: float = Field(default=10.0, gt=0)
-    """A request whose adapter is not resident by then ends UNAVAILABLE."""
-
-    name_ttl_seconds: float = Field(default=300.0, ge=0)
-    """How long adapter names keep resolving while the store is unreachable."""
-
-    pull_workers: int = Field(default=4, ge=1)
-    """Adapters pulled at once."""
-
-    prefetch: bool = True
-    """Load adapters that recent traffic suggests before they are asked for, with a quarter of the
-    bandwidth and into free memory or in place of what is less popular."""
-
-    prefix_cache: bool = True
+    prefix_cache: Annotated[bool, MEMORY] = True
     """Share the keys and values of equal prefixes between requests."""
 
-    grace_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running requests may take to finish."""
+    max_sequences: Annotated[Count, SCHEDULING] = 64
+    """Highest number of requests that run at once."""
 
-    engine: Literal["process", "thread"] = "process"
-    """Where the engine runs: in a process of its own, or in a thread beside the gRPC server."""
+    max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
+    """Highest number of tokens in one step. More makes prompts faster and a step longer. 0: 512 on
+    CPU and 2048 on CUDA, at least --max-sequences."""
 
-    num_threads: int = Field(default=0, ge=0)
-    """Threads that compute on CPU. 0: one per core, of those that the process is bound to and that
-    its container's CPU quota pays for."""
+    max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
+    """Highest number of requests that wait; more are refused with RESOURCE_EXHAUSTED."""
 
-    native_kernels: bool = True
-    """Compute on CPU with the kernels in C++, where there are any; else in torch."""
+    tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
+    """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
+    tells tenants apart."""
 
-    cuda_graphs: bool = True
-    """On CUDA record decode steps once, at start, and replay them."""
+    fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
+    """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
+    longer and changes of adapters rarer."""
 
-    log_format: Literal["text", "json"] = "text"
-    """One line per event, for people or for machines."""
+    fair_ageing_seconds: Annotated[Seconds, SCHEDULING] = 2.0
+    """Time that other requests may overtake a waiting one because their adapters are resident,
+    their priority is higher or it is their adapter's turn. From then on half of the tenant's tokens
+    go to such requests, the oldest first, and its adapter may take memory from adapters in use."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important event that is logged."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], DEVICE] = "auto"
+    """Device that computes. auto: CUDA if there is a device, else CPU."""
 
-    log_prompts: bool = False
-    """Write the prompt into the line that is logged of each finished request."""
+    num_threads: Annotated[OptionalCount, DEVICE] = 0
+    """Number of threads that compute on CPU. 0: one per core that the process may use and that its
+    container's CPU quota covers."""
 
-    @field_validator("aliases", mode="before")
-    @classmethod
-    def _split_aliases(cls, value: object) -> object:
-        return _split(value) if isinstance(value, str) else value
+    native_kernels: Annotated[bool, DEVICE] = True
+    """Compute on CPU with the kernels in C++ where they are built, else with torch."""
 
-    @field_validator("store")
-    @classmethod
-    def _check_store(cls, value: str) -> str:
-        for address in _split(value):
-            split_address(address)
-        return value
+    cuda_graphs: Annotated[bool, DEVICE] = True
+    """Record decode steps as CUDA graphs at start, and replay them."""
 
-    @field_validator("listen", "metrics_listen")
-    @classmethod
-    def _check_address(cls, value: str) -> str:
-        split_address(value)
-        return value
+    engine: Annotated[Literal["process", "thread"], DEVICE] = "process"
+    """Where the engine runs: in a process of its own, or in a thread of the server's process."""
 
-    @field_validator("http")
-    @classmethod
-    def _check_http(cls, value: str) -> str:
-        if value:
-            split_address(value)
-        return value
+    http_open_metrics: Annotated[bool, ACCESS] = False
+    """Answer /metrics of --http without a token. It has the vllm:* families that gateways route by,
+    which name the adapters of all tenants."""
 
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _check_otlp(cls, value: str) -> str:
-        return check_endpoint(value)
+    metrics_adapters: Annotated[int, Field(ge=0, le=200), TELEMETRY] = 50
+    """Number of adapters (busiest first) exported as separate series; the rest are aggregated."""
+
+    log_prompts: Annotated[bool, TELEMETRY] = False
+    """Include the prompt in the log line of each finished request."""
 
     @field_validator("model")
     @classmethod
     def _check_model(cls, value: Path) -> Path:
         if not (value / "config.json").is_file():
-            raise ValueError(f"{value} holds no config.json")
+            raise ValueError(f"{value} has no config.json: name the folder of a model")
         return value
 
     @model_validator(mode="after")
     def _check_base_model(self) -> Self:
         if not self.base_model and not self.model.resolve().name:
-            raise ValueError("base_model is needed: the model directory has no name")
+            raise ValueError("--base-model is required: the model's folder has no name")
         return self
 
     @model_validator(mode="after")
@@ -265,34 +223,13 @@ class InferenceSettings(BaseSettings):
     @property
     def store_addresses(self) -> tuple[str, ...]:
         """The addresses in `store`, each once."""
-        return tuple(dict.fromkeys(_split(self.store)))
+        return tuple(dict.fromkeys(split_commas(self.store)))
 
     @property
     def base_model_names(self) -> tuple[str, ...]:
         """The base model's name, then its aliases, each once."""
         name = self.base_model or self.model.resolve().name
         return tuple(dict.fromkeys((name, *self.aliases)))
-
-
-def _split(value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def parse_command_line(args: list[str]) -> InferenceSettings:
-    """Settings from the environment and `args`. Help, or what is wrong in one line, exits."""
-    try:
-        return InferenceSettings(_cli_parse_args=args)  # type: ignore[call-arg]
-    except ValidationError as error:
-        raise SystemExit(f"error: {_one_line(error)}") from None
-
-
-def _one_line(error: ValidationError) -> str:
-    problems = []
-    for problem in error.errors(include_url=False):
-        name = str(problem["loc"][0]) if problem["loc"] else ""
-        message = problem["msg"].removeprefix("Value error, ")
-        problems.append(f"--{name.replace('_', '-')}: {message}" if name else message)
-    return "; ".join(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,57 +249,61 @@ class ModelFacts:
     kv_elements_per_token: int
 
 
-def resolve(config: InferenceSettings, machine: Machine, model: ModelFacts) -> InferenceSettings:
-    """`config` with every "auto" decided.
+def resolve(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> InferenceSettings:
+    """Returns `settings` with every "auto" decided.
 
-    Raises ValueError when a setting asks for what is not there.
+    Raises InvalidSetting for a setting that this machine or this model cannot fulfil.
     """
-    device = config.device
+    device = settings.device
     if device == "auto":
         device = "cuda" if machine.has_cuda else "cpu"
     elif device == "cuda" and not machine.has_cuda:
-        raise ValueError("device is cuda, and there is none")
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+        raise InvalidSetting("--device cuda: there is no CUDA device")
+    dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {dtype} of the model is not supported: choose one")
-    host_memory = config.host_memory
+        raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
+    host_memory = settings.host_memory
     if host_memory is None:
         host_memory = ByteSize(0 if device == "cpu" else 1024 * MIB)
-    kv_memory = config.kv_memory or _kv_memory(config, device, machine)
-    page_bytes = config.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
+    kv_memory = settings.kv_memory or _kv_memory(settings, device, machine)
+    page_bytes = settings.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
     num_pages = max(0, kv_memory // page_bytes - padding_pages(device))
-    kv_tokens = num_pages * config.page_size
-    return config.model_copy(
+    kv_tokens = num_pages * settings.page_size
+    return settings.model_copy(
         update={
-            "base_model": config.base_model_names[0],
+            "base_model": settings.base_model_names[0],
             "device": device,
             "dtype": dtype,
-            "max_batch_tokens": config.max_batch_tokens
-            or max(BATCH_TOKENS[device], config.max_sequences),
-            "max_model_len": _max_model_len(config, model, kv_tokens),
+            "max_batch_tokens": settings.max_batch_tokens
+            or max(BATCH_TOKENS[device], settings.max_sequences),
+            "max_model_len": _max_model_len(settings, model, kv_tokens),
             "kv_memory": ByteSize(kv_memory),
             "host_memory": host_memory,
         }
     )
 
 
-def _max_model_len(config: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
+def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
     longest = model.max_position_embeddings
-    if config.max_model_len > longest:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {longest}")
-    needed = max(config.max_model_len, 2)
+    if settings.max_model_len > longest:
+        raise InvalidSetting(
+            f"--max-model-len {settings.max_model_len} exceeds the model's {longest}"
+        )
+    needed = max(settings.max_model_len, 2)
     if needed > kv_tokens:
-        raise ValueError(f"kv_memory holds {kv_tokens} tokens; at least {needed} are needed")
-    return config.max_model_len or min(longest, kv_tokens)
+        raise InvalidSetting(f"--kv-memory holds {kv_tokens} tokens; at least {needed} are needed")
+    return settings.max_model_len or min(longest, kv_tokens)
 
 
-def _kv_memory(config: InferenceSettings, device: str, machine: Machine) -> int:
+def _kv_memory(settings: InferenceSettings, device: str, machine: Machine) -> int:
     if device == "cpu":
         return 512 * MIB
-    left = int(machine.free_bytes * 0.9) - config.adapter_memory
+    left = int(machine.free_bytes * 0.9) - settings.adapter_memory
     if left <= 0:
-        raise ValueError(
-            f"adapter_memory leaves no room for pages in {machine.free_bytes} free bytes"
+        size = settings.adapter_memory.human_readable()
+        raise InvalidSetting(
+            f"--adapter-memory {size} leaves no memory for pages of keys and values: "
+            f"the device has {machine.free_bytes} free bytes"
         )
     return left
 

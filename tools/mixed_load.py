@@ -46,7 +46,7 @@ POLL_S = 0.1
 
 STORE_FLAGS = (
     *("--memory-bytes", "2MiB", "--disk-cache-bytes", "3MiB", "--compile-workers", "1"),
-    *("--delete-grace-seconds", "1", "--collect-seconds", "1", "--log-level", "WARNING"),
+    *("--delete-grace-seconds", "1", "--collect-seconds", "1", "--log-level", "warning"),
 )
 INFERENCE_FLAGS = (
     *("--http", "127.0.0.1:0", "--num-threads", "1", "--device", "cpu", "--max-sequences", "8"),

@@ -20,11 +20,12 @@ from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.app import model_facts, to_engine_config
 from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
-from inference_svc.config import InferenceSettings, Machine, parse_command_line, resolve
+from inference_svc.config import InferenceSettings, Machine, resolve
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.weights import weights_bytes
 from kernels.attention import page_bytes
+from servicekit.errors import InvalidSetting
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "packing")
@@ -135,7 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", default=",".join(LINEAR), help="module names of the adapters")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of `loadout serve`, behind --")
     options = parser.parse_args(arguments)
-    config = parse_command_line([flag for flag in options.flags if flag != "--"])
+    try:
+        config = InferenceSettings.load([flag for flag in options.flags if flag != "--"])
+    except InvalidSetting as error:
+        raise SystemExit(f"error: {error}") from None
     adapters = Adapters(options.rank, tuple(options.targets.split(",")))
     found = list(rows(plan(config, options.device_memory), adapters))
     width = max(len(name) for name, _ in found)

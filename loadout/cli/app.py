@@ -53,18 +53,8 @@ def root(
 
 app.command("demo", epilog=demo.DEMO_EXAMPLES)(demo.run_demo)
 app.command("up", epilog=demo.UP_EXAMPLES)(demo.run_up)
-app.command(
-    "store",
-    epilog=services.STORE_EXAMPLES,
-    add_help_option=False,
-    context_settings=services.PASS_ON,
-)(services.run_store)
-app.command(
-    "serve",
-    epilog=services.SERVE_EXAMPLES,
-    add_help_option=False,
-    context_settings=services.PASS_ON,
-)(services.run_serve)
+app.command("store", add_help_option=False, context_settings=services.PASS_ON)(services.run_store)
+app.command("serve", add_help_option=False, context_settings=services.PASS_ON)(services.run_serve)
 app.command("register", epilog=adapters.REGISTER_EXAMPLES)(adapters.register)
 app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
 app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -35,8 +36,9 @@ Examples:
 UP_EXAMPLES = """\b
 Examples:
   loadout up
-  loadout up --model ./Qwen3-0.6B --http
-  loadout up --model ./llama --base-model meta-llama/Llama-3.1-8B --source-root /srv/adapters
+  loadout up --model ./Qwen3-0.6B --http 127.0.0.1:8000
+  loadout up --model ./llama --base-model meta-llama/Llama-3.1-8B --source-roots /srv/adapters
+  loadout up --store-flags "--no-compile-ahead" --serve-flags "--max-loras 128 --log-level debug"
 """
 
 
@@ -72,15 +74,22 @@ def run_up(
         str,
         typer.Option(metavar="NAME", help="Name that adapters know the model by, if not DIR's."),
     ] = "",
-    source_root: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR", help="Folder that file:// sources may lie in; may be repeated."
-        ),
-    ] = None,
+    source_roots: Annotated[
+        str,
+        typer.Option(metavar="DIR,...", help="Folders that file:// sources may lie in."),
+    ] = "",
     http: Annotated[
-        bool, typer.Option("--http", help="Serve OpenAI's HTTP, too, at port 8000 if it is free.")
-    ] = False,
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the HTTP server, compatible with OpenAI's API."
+        ),
+    ] = "",
+    store_flags: Annotated[
+        str, typer.Option(metavar="FLAGS", help="Further flags, as `loadout store` takes them.")
+    ] = "",
+    serve_flags: Annotated[
+        str, typer.Option(metavar="FLAGS", help="Further flags, as `loadout serve` takes them.")
+    ] = "",
     work_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="Where logs and the store's data lie.")
     ] = Path(".loadout/up"),
@@ -95,21 +104,27 @@ def run_up(
         model=model or MODEL,
         base_model=base_model or ("" if model else BASE_MODEL),
         s3=model is None,
-        source_roots=(*(source_root or ()), work_dir / "sources"),
+        source_roots=(*map(Path, filter(None, source_roots.split(","))), work_dir / "sources"),
         store_listen=_if_free(options.DEFAULT_STORE),
         store_metrics_listen=_if_free(options.DEFAULT_STORE_METRICS),
         inference_listen=_if_free(options.DEFAULT_INFERENCE),
         inference_metrics_listen=_if_free(options.DEFAULT_INFERENCE_METRICS),
-        http_listen=_if_free(options.DEFAULT_HTTP) if http else "",
+        http_listen=http,
+        store_flags=tuple(shlex.split(store_flags)),
+        inference_flags=tuple(shlex.split(serve_flags)),
     )
-    sources = work_dir / "sources"
-    sources.mkdir(parents=True, exist_ok=True)
+    (work_dir / "sources").mkdir(parents=True, exist_ok=True)
+    _run_until_interrupted(settings, work_dir, is_demo=model is None)
+
+
+def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo: bool) -> None:
     with _failures_in_words(), _sigterm_is_ctrl_c(), System(settings, work_dir) as system:
-        if model is None:
+        if is_demo:
             with Client(store=system.addresses.store) as client:
+                sources = work_dir / "sources"
                 register_all(client, sources, system.addresses.s3_url, lambda job: None)
         typer.echo(_what_runs(system.addresses, work_dir))
-        typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=model is None)]))
+        typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
         typer.echo("Ctrl-C stops it")
         try:
             system.watch()

@@ -1,3 +1,5 @@
+"""Settings of the adapter store alone; see tests/servicekit/test_settings.py for what is shared."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,26 +7,24 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from adapter_store.__main__ import main
-from adapter_store.config import StoreSettings, load_settings
-from servicekit.settings import split_address
+from adapter_store.config import StoreSettings
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"catalog_dsn": "sqlite:///x"}, "postgresql"),
-        ({"catalog_dsn": "postgresql+psycopg://u:s3cr3t@h/d"}, "shared_s3 is needed"),
+        ({"catalog_dsn": "postgresql+psycopg://u:s3cr3t@h/d"}, "--catalog-dsn needs --shared-s3"),
         ({"shared_s3": "bucket/prefix"}, "s3://BUCKET"),
         ({"shared_s3": "s3://b@d"}, "s3://BUCKET"),
     ],
 )
-def test_what_replicas_share_is_checked(values, message):
+def test_shared_storage_is_checked(values, message):
     with pytest.raises(ValidationError, match=message):
         StoreSettings(**values)
 
 
-def test_the_catalogs_password_is_not_shown():
+def test_the_catalog_password_is_hidden():
     dsn = "postgresql+psycopg://u:s3cr3t@h/d"
     settings = StoreSettings(catalog_dsn=dsn, shared_s3="s3://bucket/prefix")
     assert "s3cr3t" not in f"{settings!r} {settings.model_dump()}"
@@ -32,30 +32,17 @@ def test_the_catalogs_password_is_not_shown():
     assert StoreSettings(catalog_dsn="").catalog_dsn is None
 
 
-def test_the_end_of_an_editors_line_is_no_part_of_the_catalogs_name():
+def test_catalog_dsn_without_a_line_break():
     settings = StoreSettings(catalog_dsn="postgresql+psycopg://u:p@h/d\n", shared_s3="s3://bucket")
     assert settings.catalog_dsn.get_secret_value() == "postgresql+psycopg://u:p@h/d"
     assert StoreSettings(catalog_dsn="\n").catalog_dsn is None
 
 
-def test_every_setting_has_a_docstring():
-    missing = [name for name, field in StoreSettings.model_fields.items() if not field.description]
-    assert missing == []
-
-
-def test_environment(monkeypatch):
+def test_lists(monkeypatch):
     monkeypatch.setenv("LOADOUT_STORE_SOURCE_ROOTS", "/a, /b")
-    monkeypatch.setenv("LOADOUT_STORE_MEMORY_BYTES", "3MiB")
-    settings = load_settings()
+    settings = StoreSettings.load(["--s3-buckets", "one,two/three/", "--s3-buckets", "four"])
     assert settings.source_roots == (Path("/a"), Path("/b"))
-    assert settings.memory_bytes == 3 << 20
-
-
-def test_the_command_line_wins(monkeypatch):
-    monkeypatch.setenv("LOADOUT_STORE_LISTEN", "127.0.0.1:1")
-    settings = load_settings(["--listen", "0.0.0.0:2", "--s3-buckets", "one,two/three/"])
-    assert settings.listen == "0.0.0.0:2"
-    assert settings.s3_buckets == ("one", "two/three")
+    assert settings.s3_buckets == ("one", "two/three", "four")
 
 
 def test_a_bucket_may_have_its_own_endpoint():
@@ -66,8 +53,6 @@ def test_a_bucket_may_have_its_own_endpoint():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"listen": "7070"},
-        {"listen": "host:70000"},
         {"s3_buckets": "Upper"},
         {"s3_buckets": "bucket@ftp://host"},
         {"s3_buckets": "bucket@http://user:pass@host"},
@@ -80,39 +65,9 @@ def test_a_bucket_may_have_its_own_endpoint():
         {"memory_bytes": "lots"},
         {"compile_workers": 0},
         {"event_retention": 0},
-        {"log_format": "xml"},
+        {"shared_s3_endpoint_url": "host:9000"},
     ],
 )
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ValidationError):
         StoreSettings(**arguments)
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(ValidationError):
-        StoreSettings().listen = "127.0.0.1:1"
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:70", ("127.0.0.1", 70)),
-        ("[::1]:0", ("::1", 0)),
-        ("localhost:9", ("localhost", 9)),
-    ],
-)
-def test_addresses(address, expected):
-    assert split_address(StoreSettings(listen=address).listen) == expected
-
-
-def test_bad_settings_end_in_one_plain_line(capsys):
-    assert main(["--listen", "nowhere"]) == 2
-    assert capsys.readouterr().err == "--listen: 'nowhere' is not HOST:PORT\n"
-
-
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')}" in text for name in StoreSettings.model_fields)

@@ -216,7 +216,7 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
         (["--http", "0.0.0.0:0"], "error: http: 0.0.0.0:0 can be reached from other machines"),
         (["--http", "192.0.2.1:1", "--allow-open-access"], "error: cannot listen on 192.0.2.1:1"),
         (["--policy-file", "nowhere.toml"], "error: [Errno 2] No such file or directory: 'nowhere"),
-        (["--kv-memory", "1KiB"], "error: kv_memory holds 0 tokens"),
+        (["--kv-memory", "1KiB"], "error: --kv-memory holds 0 tokens"),
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line(

@@ -227,7 +227,7 @@ def test_what_keeps_it_from_starting_is_one_plain_line(spawn, tmp_path):
         process = spawn("--listen", address)
         _, log = process.process.communicate(timeout=60)
         assert process.process.returncode == 1
-        assert log.splitlines()[-1] == f"the adapter store cannot run: cannot listen on {address}"
+        assert log.splitlines()[-1] == f"error: cannot listen on {address}"
         assert "Traceback" not in log
     assert not process.ready_file.exists()
     blocked = tmp_path / "file"

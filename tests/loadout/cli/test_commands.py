@@ -69,7 +69,6 @@ def test_version(run):
         (["register", "only-a-name"], "Missing argument 'URI|DIR'."),
         (["generate", "--seed", "x", "hi"], "Invalid value for '--seed'"),
         (["register", "n", "s3://b/p", "--label", "x"], "'x' is not KEY=VALUE"),
-        (["serve"], "Invalid value for --model: is needed"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

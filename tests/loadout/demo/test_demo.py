@@ -79,7 +79,8 @@ def run_command(words: list[str], cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def up(tmp_path_factory, start_up):
     """One system for all tests that leave it as it was."""
-    return start_up("--work-dir", "work", "--http", cwd=tmp_path_factory.mktemp("up"))
+    flags = ("--http", "127.0.0.1:0", "--store-flags", "--no-compile-ahead --log-level WARNING")
+    return start_up("--work-dir", "work", *flags, cwd=tmp_path_factory.mktemp("up"))
 
 
 @pytest.fixture

@@ -1,0 +1,275 @@
+"""The settings that both services have, and the one way in which settings are read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from adapter_store.config import StoreSettings
+from inference_svc.config import InferenceSettings
+from servicekit.errors import InvalidSetting
+from servicekit.settings import (
+    ServiceSettings,
+    check_endpoint,
+    describe,
+    help_text,
+    split_address,
+)
+
+SERVICES = [StoreSettings, InferenceSettings]
+SWITCHES = {"adapter_store": "compile-ahead", "inference_svc": "prefetch"}
+LISTS = {"adapter_store": "source-roots", "inference_svc": "aliases"}
+Load = Callable[..., ServiceSettings]
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("LOADOUT_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=SERVICES, ids=lambda service: service.module)
+def service(request: pytest.FixtureRequest) -> type[ServiceSettings]:
+    return request.param
+
+
+@pytest.fixture
+def required(service: type[ServiceSettings], tmp_path: Path) -> list[str]:
+    """The flags without which the service does not start."""
+    (tmp_path / "config.json").write_text("{}")
+    return ["--model", str(tmp_path)] if service is InferenceSettings else []
+
+
+@pytest.fixture
+def load(service: type[ServiceSettings], required: list[str]) -> Load:
+    return lambda *arguments: service.load([*required, *arguments])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "settings.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def variable(service: type[ServiceSettings], name: str) -> str:
+    return f"{service.model_config['env_prefix']}{name}"
+
+
+def test_defaults(load: Load) -> None:
+    settings = load()
+    assert split_address(settings.listen)[0] == "127.0.0.1"
+    assert (settings.log_format, settings.log_level, settings.grace_seconds) == ("text", "info", 30)
+    assert settings.policy_file is settings.tls_cert_file is settings.config is None
+    assert not settings.allow_open_access
+
+
+def test_precedence(
+    service: type[ServiceSettings], load: Load, file: Callable[[str], str], monkeypatch
+) -> None:
+    path = file('listen = "h:1"\nmetrics-listen = "h:1"\nready_file = "r1"\n')
+    monkeypatch.setenv(variable(service, "LISTEN"), "h:2")
+    monkeypatch.setenv(variable(service, "METRICS_LISTEN"), "h:2")
+    settings = load("--config", path, "--listen", "h:3")
+    assert (settings.listen, settings.metrics_listen) == ("h:3", "h:2")
+    assert settings.ready_file == Path("r1")
+    assert settings.config == Path(path)
+
+
+def test_the_environment_names_a_file(
+    service: type[ServiceSettings], load: Load, file: Callable[[str], str], monkeypatch
+) -> None:
+    monkeypatch.setenv(variable(service, "CONFIG"), file("grace_seconds = 5"))
+    assert load().grace_seconds == 5
+    assert load("--grace-seconds", "7").grace_seconds == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--{}"], True),
+        (["--no-{}"], False),
+        (["--{}", "true"], True),
+        (["--{}=false"], False),
+        (["--{}", "False", "--log-level", "info"], False),
+        (["--no-{}", "--{}"], True),
+    ],
+)
+def test_switches(
+    service: type[ServiceSettings], load: Load, arguments: list[str], expected: bool
+) -> None:
+    for name in (SWITCHES[service.module], "allow-open-access"):
+        settings = load(*(argument.format(name) for argument in arguments))
+        assert getattr(settings, name.replace("-", "_")) is expected
+
+
+def test_every_boolean_has_both_flags(service: type[ServiceSettings]) -> None:
+    for setting in describe(service):
+        is_switch = service.model_fields[setting.name].annotation is bool
+        assert setting.is_switch == is_switch
+        assert len(setting.flags) == 1 + is_switch
+
+
+@pytest.mark.parametrize("level", ["debug", "INFO", "Warning"])
+def test_log_levels_in_any_case(service: type[ServiceSettings], load: Load, level: str) -> None:
+    assert load("--log-level", level).log_level == level.lower()
+
+
+def test_lists(service: type[ServiceSettings], load: Load, file: Callable[[str], str]) -> None:
+    name = LISTS[service.module]
+
+    def read(*arguments: str) -> list[str]:
+        return [str(each) for each in getattr(load(*arguments), name.replace("-", "_"))]
+
+    assert read(f"--{name}", "a, b", f"--{name}=c") == ["a", "b", "c"]
+    assert read("--config", file(f'{name} = ["a", "b"]')) == ["a", "b"]
+    assert read("--config", file(f'{name} = "a,b"')) == ["a", "b"]
+    assert read() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--listen 7070", "--listen: '7070' is not HOST:PORT"),
+        ("--metrics-listen h:70000", "--metrics-listen: 'h:70000' is not HOST:PORT"),
+        ("--grace-seconds -1", "--grace-seconds: must be at least 0, not '-1'"),
+        ("--grace-seconds soon", "--grace-seconds: must be a number, not 'soon'"),
+        ("--trace-sample-ratio 2", "--trace-sample-ratio: must be at most 1, not '2'"),
+        ("--log-format xml", "--log-format: must be 'text' or 'json', not 'xml'"),
+        ("--allow-open-access maybe", "--allow-open-access: must be true or false, not 'maybe'"),
+        ("--otlp-endpoint host:1", "--otlp-endpoint: 'host:1' is not http(s)://HOST:PORT"),
+        ("--listen", "--listen: expected one argument"),
+        ("--no-allow-open-access=x", "--no-allow-open-access: ignored explicit argument 'x'"),
+        ("--lisen h:1", "--lisen: there is no such flag; did you mean --listen?"),
+        ("--xyzzy", "--xyzzy: there is no such flag; --help shows all"),
+        ("--grace 1", "--grace: there is no such flag; "),
+        ("word", "word: there is no such flag; "),
+        ("--config nowhere.toml", "--config: nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_wrong_flags(load: Load, arguments: str, message: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        load(*arguments.split())
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('lisen = "h:1"', "{}: lisen: there is no such setting; did you mean listen?"),
+        ("[network]", "{}: network: there is no such setting; "),
+        ('config = "other.toml"', "{}: config: there is no such setting; "),
+        ("grace_seconds = 1\ngrace-seconds = 1", "{}: grace-seconds: is there twice"),
+        ("grace_seconds = -1", "{}: grace-seconds: must be at least 0, not -1"),
+        ('log-level = "loud"', "{}: log-level: must be 'debug', 'info', 'warning' or 'error'"),
+        ("listen = 7", "{}: listen: must be a text, not 7"),
+        ("listen", "--config: {} is not TOML: "),
+    ],
+)
+def test_wrong_files(load: Load, file: Callable[[str], str], text: str, message: str) -> None:
+    path = file(text)
+    with pytest.raises(InvalidSetting) as caught:
+        load("--config", path)
+    assert str(caught.value).startswith(message.format(path))
+
+
+def test_wrong_variables(service: type[ServiceSettings], load: Load, monkeypatch) -> None:
+    name = variable(service, "GRACE_SECONDS")
+    monkeypatch.setenv(name, "-1")
+    with pytest.raises(InvalidSetting, match=f"^{name}: must be at least 0"):
+        load()
+    # A variable of something else, such as those that Kubernetes sets for a Service.
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(variable(service, "PORT"), "tcp://10.0.0.1:7070")
+    load()
+
+
+def test_all_problems_at_once(load: Load) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        load("--listen", "x", "--log-level", "y")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_secrets_stay_out_of_errors() -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        StoreSettings.load(["--catalog-dsn", "mysql://u:s3cr3t@h/d"])
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_required() -> None:
+    with pytest.raises(InvalidSetting, match="--model: is required"):
+        InferenceSettings.load([])
+
+
+def test_settings_cannot_be_changed(load: Load) -> None:
+    with pytest.raises(ValidationError):
+        load().listen = "127.0.0.1:1"  # type: ignore[misc]
+
+
+def test_every_setting_is_described(service: type[ServiceSettings]) -> None:
+    for setting in describe(service):
+        assert setting.meaning.endswith("."), setting.name
+        assert setting.group in service.groups, setting.name
+        assert setting.metavar or setting.is_switch, setting.name
+
+
+def test_help(service: type[ServiceSettings]) -> None:
+    """Has every flag, default and group, ends with an example, and loads neither torch nor grpc."""
+    code = f"import sys, runpy; sys.argv = ['{service.module}', '--help']\n"
+    code += f"try: runpy.run_module('{service.module}', run_name='__main__')\n"
+    code += "except SystemExit as e: assert e.code == 0\n"
+    code += "assert 'torch' not in sys.modules and 'grpc' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == help_text(service)
+    words = " ".join(done.stdout.split())
+    for setting in describe(service):
+        for flag in setting.flags:
+            assert f"  {flag}" in done.stdout or f", {flag}" in done.stdout
+        assert f"\n{setting.group.title}:\n" in done.stdout
+        assert not setting.default or f"Default: {setting.default}." in words
+    assert done.stdout.endswith(f"\nExample:\n  {service.example}\n")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_exit_status(service: type[ServiceSettings]) -> None:
+    command = [sys.executable, "-m", service.module, "--listen", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --listen: 'nowhere' is not HOST:PORT\n")
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:70", ("127.0.0.1", 70)),
+        ("[::1]:0", ("::1", 0)),
+        ("localhost:9", ("localhost", 9)),
+    ],
+)
+def test_addresses(address: str, expected: tuple[str, int]) -> None:
+    assert split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["", "h", ":1", "h:", "h:x", "::1:80", "h:65536", "h i:1"])
+def test_wrong_addresses(address: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        split_address(address)
+
+
+def test_endpoints() -> None:
+    assert check_endpoint("") == ""
+    assert check_endpoint("http://h:4317") == "http://h:4317"
+    for wrong in ("h:4317", "http://h", "ftp://h:1"):
+        with pytest.raises(ValueError, match="is not http"):
+            check_endpoint(wrong)
