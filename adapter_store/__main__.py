@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
-from adapter_store.tracing import standard_endpoint
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.telemetry.logs import configure_logging
+from servicekit.telemetry.tracing import standard_endpoint
 
 NOISY_LOGGERS = (
     *("boto3", "botocore", "urllib3", "s3transfer"),

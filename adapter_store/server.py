@@ -34,15 +34,17 @@ from adapter_store.reload import Reload
 from adapter_store.service import Registry
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
-from adapter_store.tracing import Tracing, TracingSettings, open_tracing
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
 from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
+from servicekit.telemetry.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
 _SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
 SERVICE = _SERVICE.full_name
+SERVICE_NAME = "loadout-store"
+"""Names this service in traces."""
 MAX_MESSAGE_BYTES = 64 << 20  # the layout of a large model; a page of labelled adapters
 ANSWER_SECONDS = 0.5  # for the last answers to leave
 
@@ -137,11 +139,9 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
 
 def _open_tracing(settings: StoreSettings) -> Tracing | None:
     """Raises FailedPrecondition."""
-    wanted = TracingSettings(
-        settings.otlp_endpoint, settings.trace_sample_ratio, version("loadout")
-    )
+    endpoint, ratio = settings.otlp_endpoint, settings.trace_sample_ratio
     try:
-        return open_tracing(wanted)
+        return open_tracing(endpoint, ratio, service=SERVICE_NAME, version=version("loadout"))
     except ValueError as error:
         raise FailedPrecondition(str(error), subject="otlp_endpoint") from error
 

@@ -107,7 +107,7 @@ class Registry:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
-                with spans.phase("receive"):
+                with spans.child_span("receive"):
                     upload = await self._receive(chunks)
                 job = self._fetch(self._registrar.finish_upload, asked, upload)
                 return await self._finish(job, line)
@@ -335,7 +335,7 @@ class Registry:
     ) -> asyncio.Future[T]:
         assert not kwargs
         work = partial(function, *args)
-        if spans.sampled() is not None:  # of which the thread is to know
+        if spans.current_sampled() is not None:  # of which the thread is to know
             work = partial(contextvars.copy_context().run, work)
         return asyncio.get_running_loop().run_in_executor(self._fetches, work)
 

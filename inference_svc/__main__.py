@@ -9,9 +9,9 @@ import sys
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
-from inference_svc.tracing import standard_endpoint
 from servicekit.errors import InvalidSetting
 from servicekit.telemetry.logs import configure_logging
+from servicekit.telemetry.tracing import standard_endpoint
 
 SPIN_COUNT = 2000
 """How often a computing thread checks whether the others are done before it sleeps: less than a

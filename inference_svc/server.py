@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -41,10 +42,10 @@ from inference_svc.text.detokenizer import Decoder
 from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
-from inference_svc.tracing import TracingSettings, open_tracing
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
 from servicekit.errors import ServiceError
 from servicekit.settings import split_address
+from servicekit.telemetry.tracing import open_tracing
 
 if TYPE_CHECKING:
     from inference_svc.api.http.server import HttpServer
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+SERVICE_NAME = "loadout-inference"
+"""Names this service in traces."""
 ANSWER_SECONDS = 1.0
 """For statuses to reach their callers before connections are closed."""
 
@@ -103,7 +106,9 @@ class InferenceServer:
         self.metrics_address = _join(host, self._metrics_server.port)
         self._health = Health(self._load)
         endpoint, ratio = config.otlp_endpoint, config.trace_sample_ratio
-        self._tracing = open_tracing(TracingSettings(endpoint, ratio))
+        self._tracing = open_tracing(
+            endpoint, ratio, service=SERVICE_NAME, version=version("loadout")
+        )
         self._errors = LastErrors()
         self._calls = StatusInterceptor(self._note_end, self._load, self._tracing)
         interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]

@@ -19,9 +19,9 @@ from adapter_store.api import call_context
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.gate import Gate
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.tracing import Tracing, begin_call, end_call
 from servicekit import errors
 from servicekit.rpc.status import to_status
+from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,9 @@ ERROR_DOMAIN = "adapter_store.loadout"
 GONE_TEXT = "the caller has gone"
 REQUEST_ID_KEY = "x-request-id"
 """Metadata by which a caller may name its call, for the log."""
-QUIET_METHODS = frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"})
-"""Asked for often, and changing nothing: worth a line only when they fail."""
+POLLED_METHODS = frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"})
+"""Called often, and change nothing: logged only when they fail, traced only for callers that do."""
+LONG_LIVED_METHODS = frozenset({"WatchAdapters"})
 NOTHING: dict[str, object] = {"tenant": "", "adapter": "", "digest": ""}
 """Facts of every call's line, until they are known."""
 TRACED_FACTS = ("request_id", "tenant", "adapter", "digest", "layout_id")
@@ -119,7 +120,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         call_context.begin(facts)
         span = None
         if self._tracing is not None:
-            span = begin_call(self._tracing, path, context.invocation_metadata() or ())
+            span = begin_call(
+                self._tracing,
+                path,
+                context.invocation_metadata() or (),
+                polled=POLLED_METHODS,
+                long_lived=LONG_LIVED_METHODS,
+            )
         self._running += 1
         try:
             if self._is_draining:
@@ -149,7 +156,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._last_end = time.monotonic()
             self._end(method, code, self._last_end - start, facts)
             if span is not None:
-                span.note(**{key: str(facts.get(key, "")) for key in TRACED_FACTS})
+                span.set_attributes(**{key: str(facts.get(key, "")) for key in TRACED_FACTS})
                 end_call(span, code, str(facts.get("reason", "")), context.time_remaining())
 
     def _end(self, method: str, code: str, seconds: float, facts: dict[str, object]) -> None:
@@ -159,7 +166,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if reason is not None:
             self._metrics.rejections.labels(method, reason).inc()
             self._last_errors.note(code, facts)
-        level = logging.DEBUG if code == "OK" and method in QUIET_METHODS else logging.INFO
+        level = logging.DEBUG if code == "OK" and method in POLLED_METHODS else logging.INFO
         if logger.isEnabledFor(level):
             message = "call finished" if reason is None else "call refused"
             extra = {**facts, "code": code, "seconds": round(seconds, 6)}

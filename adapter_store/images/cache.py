@@ -22,7 +22,7 @@ from adapter_store.images.memory_tier import MemoryEntry, MemoryTier, Room
 from adapter_store.images.partial_image import GrowingImage
 from adapter_store.images.worker_pool import Priority, Workers
 from servicekit.errors import Draining, ServiceError
-from servicekit.telemetry.spans import phase
+from servicekit.telemetry.spans import child_span
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class Images:
         is_ahead = flight.priority is Priority.AHEAD
         build = None
         try:
-            with phase("plan"):
+            with child_span("plan"):
                 build = await self._workers.run(
                     key, flight.priority, lambda _: self._builder.plan(key, ahead=is_ahead)
                 )
@@ -219,17 +219,19 @@ class Images:
         entry = self._memory.start(key, build.plan, await self._room(build, flight))
         flight.begun.set_result(entry)
         try:
-            with phase("read") as span:
+            with child_span("read") as span:
                 await self._workers.run(
                     key, flight.priority, lambda turn: self._builder.fill(build, entry.image, turn)
                 )
                 if span is not None:
                     span.name = "compile" if build.is_compiled else span.name
-                    span.note(source=build.source, bytes=build.plan.total_bytes, digest=key.digest)
+                    span.set_attributes(
+                        source=build.source, bytes=build.plan.total_bytes, digest=key.digest
+                    )
             is_wanted = is_wanted or flight.priority is not Priority.AHEAD
             if is_wanted:
                 self._memory.put(entry)
-            with phase("keep"):
+            with child_span("keep"):
                 await self._workers.run(key, Priority.KEEP, lambda _: self._builder.keep(build))
             if not is_wanted and flight.priority is not Priority.AHEAD:  # a pull has come meanwhile
                 self._memory.put(entry)

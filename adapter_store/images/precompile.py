@@ -75,7 +75,7 @@ class Ahead:
         while True:
             key, span = await self._keys.get()
             try:
-                with spans.using(span):
+                with spans.use_span(span):
                     await self._images.prepare(key)
             finally:
                 self._keys.task_done()

@@ -38,7 +38,7 @@ from adapter_store.sources.staging import FetchLimits, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
-from servicekit.telemetry.spans import phase
+from servicekit.telemetry.spans import child_span
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,12 @@ class Registrar:
         """
         staging = self._stage()
         try:
-            with phase("fetch") as span, _disk_full_translated():
+            with child_span("fetch") as span, _disk_full_translated():
                 revision = self._sources.fetch(source_uri, staging)
                 if span is not None:
-                    span.note(bytes=staging.total_bytes, scheme=source_uri.partition(":")[0])
+                    span.set_attributes(
+                        bytes=staging.total_bytes, scheme=source_uri.partition(":")[0]
+                    )
             return self._record(asked, staging, source_uri, revision)
         finally:
             self._unstage(staging)
@@ -171,13 +173,13 @@ class Registrar:
     def _record(
         self, asked: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> tuple[AdapterRecord, int]:
-        with phase("check"):
+        with child_span("check"):
             checkpoint = self._open(staging)
             new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
             if asked.signature is not None:
                 signed_by = self._verify_signature(asked, new.digest)
                 new = replace(new, signed_by=signed_by, signature=asked.signature.value)
-        with phase("commit"), self._blobs.guard(new.digest), _disk_full_translated():
+        with child_span("commit"), self._blobs.guard(new.digest), _disk_full_translated():
             record, revision = self._keep(asked, new, checkpoint)
         logger.info(
             "adapter registered",

@@ -128,7 +128,7 @@ class LoadTraces:
         """Traces a load from now on, as a part of `parent`."""
         context = parent.child()
         load = OpenSpan("load", "internal", context, parent.span_id, self._spans.append, now_s)
-        load.note(digest=digest)
+        load.set_attributes(digest=digest)
         self._by_digest[digest] = _TracedLoad(load)
 
     def link(self, digest: str, parent: SpanContext) -> SpanContext | None:
@@ -164,7 +164,7 @@ class LoadTraces:
     def note(self, digest: str, error: Exception | None = None, **facts: str | int) -> None:
         """Adds attributes to the load's span, or the error that it failed with."""
         if traced := self._by_digest.get(digest):
-            traced.load.note(**facts)
+            traced.load.set_attributes(**facts)
             if error is not None:
                 traced.load.fail(error)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from inference_svc.adapters.extents import Extent
 from inference_svc.adapters.image_source import ImageHeader, PullStream
 from servicekit.errors import ServiceError
-from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, using
+from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
 """As traces name it."""
@@ -179,10 +179,10 @@ class PullJob:
         span.attributes.update({"rpc.system.name": "grpc", "rpc.method": PULL_METHOD})
         span.record = self.spans.append
         try:
-            with using(span):
+            with use_span(span):
                 yield
         except Parked:
-            span.note(parked=True)
+            span.set_attributes(parked=True)
             raise
         except ServiceError as error:
             span.fail(error)
@@ -190,8 +190,8 @@ class PullJob:
         finally:
             if self.is_cancelled:
                 span.error, span.attributes[CANCELLED] = "", True
-            span.note(replica=self.progress.source, offset=verified)
-            span.note(bytes=self.progress.offset - verified, digest=self.digest)
+            span.set_attributes(replica=self.progress.source, offset=verified)
+            span.set_attributes(bytes=self.progress.offset - verified, digest=self.digest)
             span.end()
 
     def wait_before_retry(self, delay_s: float) -> None:

@@ -184,9 +184,9 @@ class Accounts:
 
 def _show(account: Account, status: str, error: BaseException | None) -> None:
     """In the trace, if there is one."""
-    span, has_left = spans.sampled(), status == "CANCELLED"
+    span, has_left = spans.current_sampled(), status == "CANCELLED"
     if span is not None:
-        span.note(**account.subject())
+        span.set_attributes(**account.subject())
         if has_left:
             span.attributes[spans.CANCELLED] = True
     if account.trace is not None:

@@ -17,7 +17,7 @@ DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
 def begin_generation(request: Request, prompt: Prompt, model: str) -> GenerationTrace | None:
     """Below the current span. None: it is not traced."""
-    parent = spans.sampled()
+    parent = spans.current_sampled()
     if parent is None:
         return None
     is_chat = not isinstance(prompt, str) and any(isinstance(part, ChatMessage) for part in prompt)
@@ -61,7 +61,7 @@ class GenerationTrace:
     ) -> None:
         """The caller has had its answer, `num_sent` tokens, or has `left`."""
         self._end_s = time.monotonic()
-        self.span.note(**facts)
+        self.span.set_attributes(**facts)
         self.span.attributes["gen_ai.usage.output_tokens"] = num_sent
         deadline_s = self._request.deadline_s
         if deadline_s is not None and self._end_s >= deadline_s:

@@ -26,7 +26,7 @@ from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.errors import InvalidArgument, Unauthenticated
 from servicekit.refs import parse_ref
-from servicekit.telemetry.spans import phase
+from servicekit.telemetry.spans import child_span
 
 TRACE_CHUNK_BYTES = 256 << 10
 
@@ -133,7 +133,7 @@ class Service:
         Directory.resolve."""
         if not ref:
             return None
-        with phase("resolve"):
+        with child_span("resolve"):
             return await self._directory.resolve(who, ref, min_revision, subject)
 
     async def prepare(
@@ -144,7 +144,7 @@ class Service:
         remaining_s: float | None = None,
     ) -> Request:
         """What `run` takes. Raises InvalidArgument for what is no prompt."""
-        with phase("tokenize"):
+        with child_span("tokenize"):
             prompt = await self._prompts.encode(call.prompt)
         return call.to_request(
             prompt, binding, who.home_tenant, self.facts.max_model_len, remaining_s

@@ -183,7 +183,7 @@ class Frontend:
     ) -> Any:
         if self.failed.is_set():
             raise EngineFailed("the engine failed")
-        span = spans.sampled() if command is Command.LOAD else None
+        span = spans.current_sampled() if command is Command.LOAD else None
         trace = None if span is None else span.context
         call = Call(next(self._numbers), command, digest, pin, limit, timeout_s, trace)
         future: asyncio.Future[Any] = self._loop.create_future()

@@ -46,7 +46,7 @@ from inference_svc.store.replicas import Endpoint, Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import configure_logging
-from servicekit.telemetry.spans import outgoing
+from servicekit.telemetry.spans import outgoing_headers
 
 CALL_SECONDS = 5.0
 """A store that takes longer for a catalog call counts as unreachable."""
@@ -172,7 +172,7 @@ class ReplicaSession:
         )
         try:
             response = await pooled.stub.RegisterAdapter(
-                request, timeout=REGISTER_SECONDS, metadata=(*metadata, *outgoing())
+                request, timeout=REGISTER_SECONDS, metadata=(*metadata, *outgoing_headers())
             )
         except grpc.RpcError as error:
             forwarded = to_forwarded_error(error)
@@ -223,7 +223,7 @@ class ReplicaSession:
     async def _call(self, method: str, request: Any, timeout_s: float = CALL_SECONDS) -> Any:
         pooled = self._channels.acquire(self._endpoint)
         call = getattr(pooled.stub, method)
-        metadata = (*self._access.metadata(), *outgoing())
+        metadata = (*self._access.metadata(), *outgoing_headers())
         try:
             response = await call(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
@@ -264,7 +264,7 @@ class ImageClient:
             digest=digest, layout_id=layout_id, offset=offset, image_id=image_id
         )
         pooled = self._channels.acquire(chosen)
-        call = pooled.pull(request, metadata=(*self._access.metadata(), *outgoing()))
+        call = pooled.pull(request, metadata=(*self._access.metadata(), *outgoing_headers()))
         call.add_done_callback(lambda _: self._channels.release(pooled))
         is_last = all(other.address in avoid for other in others)
         return _ImageStream(self._replicas, self._channels, pooled, call, layout_id, is_last)

@@ -1,6 +1,8 @@
 """Logs, redaction, traces, metrics, recent errors and the debug bundle of a service.
 
-logs    log lines on standard error, as JSON or as text, written by a thread
-redact  hides secrets in text that people will read
-spans   a trace's spans as plain data, and the current span of a task or thread
+logs     log lines on standard error, as JSON or as text, written by a thread
+redact   hides secrets in text that people will read
+spans    spans as plain data, and the current span of a task or thread
+tracing  decides whether traces are sent, and makes a gRPC call a span
+otlp     sends spans over OTLP; imports OpenTelemetry, loaded on demand
 """

@@ -1,7 +1,7 @@
-"""What a trace shows, as plain data: who does a piece of work says what it was; `tracing` sends it.
+"""Spans as plain data, and the current span of a task or thread. `tracing` sends them.
 
-Nothing here knows OpenTelemetry, so that what is not traced costs a look at a context variable, and
-spans can be made, pickled and handed on by parts that only compute.
+Nothing here imports OpenTelemetry: untraced work costs one read of a context variable, and code
+that only computes can make, pickle and pass on spans.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ PARENT_HEADER = "traceparent"
 STATE_HEADER = "tracestate"
 MAX_STATE_CHARS = 512
 MAX_TEXT_CHARS = 256
-"""Of an attribute that a caller made up."""
+"""Attributes that callers choose are cut to this length."""
 
 CANCELLED = "loadout.cancelled"
-"""Attribute of what somebody left before it had ended: that is no error."""
+"""Marks work whose caller left before its end, which is no error."""
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _dice = random.SystemRandom()
 
 
 def new_id(num_bytes: int) -> str:
-    """A random one as hex digits, not all of them 0."""
+    """Returns a random id as hex digits, never all 0."""
     return f"{_dice.randrange(1, 1 << 8 * num_bytes):0{2 * num_bytes}x}"
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Which span of which trace, as W3C's Trace Context has it. `is_random`: the trace's id is a
-    random one, as samplers may want it."""
+    """Names a span of a trace, as W3C's Trace Context does. `is_random`: the trace's id is random,
+    which some samplers need."""
 
     trace_id: str
     span_id: str
@@ -55,18 +55,18 @@ class SpanContext:
         return int(self.is_sampled) | int(self.is_random) << 1
 
     def child(self) -> SpanContext:
-        """Of a new span in the same trace."""
+        """Returns the context of a new span in the same trace."""
         return replace(self, span_id=new_id(8))
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """What tells another service that it works for this span."""
+        """Returns the headers that make this span the parent of another service's."""
         parent = f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
         state = ((STATE_HEADER, self.state),) if self.state else ()
         return ((PARENT_HEADER, parent), *state)
 
 
 def caller_of(headers: Headers) -> SpanContext | None:
-    """The span that a caller names. None: it names none, or not as it should."""
+    """Returns the span that a caller names; None if there is none or it is malformed."""
     found = {key: value for key, value in headers if key in (PARENT_HEADER, STATE_HEADER)}
     parent, state = found.get(PARENT_HEADER, ""), found.get(STATE_HEADER, "")
     match = _PARENT.fullmatch(parent) if isinstance(parent, str) else None
@@ -81,9 +81,9 @@ def caller_of(headers: Headers) -> SpanContext | None:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of work that is over; pickles. Times are `time.monotonic()` seconds, which processes
-    of one machine share. `parent_id` is "" for the first of a trace, `error` "" for what went well;
-    `link` is another piece of work that it had to wait for."""
+    """Describes finished work; can be pickled. Times are `time.monotonic()` seconds, which all
+    processes of a machine share. `parent_id` is "" for a trace's first span, `error` "" on success;
+    `link` is another span that the work waited for."""
 
     name: str
     kind: Kind
@@ -98,8 +98,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class OpenSpan:
-    """Work in progress. `record` hears of it, and of all below it, when it is over; it may be
-    called in any thread."""
+    """Describes work in progress. `record` is called, in any thread, when it or a child ends."""
 
     name: str
     kind: Kind
@@ -110,36 +109,39 @@ class OpenSpan:
     attributes: dict[str, Attribute] = field(default_factory=dict)
     error: str = ""
     link: SpanContext | None = None
-    is_over: bool = False
+    has_ended: bool = False
 
     def child(
-        self, name: str, kind: Kind = "internal", start_s: float | None = None, **facts: Attribute
+        self,
+        name: str,
+        kind: Kind = "internal",
+        start_s: float | None = None,
+        **attributes: Attribute,
     ) -> OpenSpan:
-        """Of work that began now, or then."""
+        """Opens a span below this one, which began at `start_s` or begins now."""
         start_s = time.monotonic() if start_s is None else start_s
         context = self.context.child()
-        return OpenSpan(name, kind, context, self.context.span_id, self.record, start_s, facts)
+        return OpenSpan(name, kind, context, self.context.span_id, self.record, start_s, attributes)
 
-    def note(self, **facts: Attribute) -> None:
-        """Adds attributes of ours, of callers' long words the beginning, without what looks like a
-        secret; what is empty is left out."""
-        for key, value in facts.items():
+    def set_attributes(self, **attributes: Attribute) -> None:
+        """Sets attributes under our prefix. Strings are cut and redacted, empty ones left out."""
+        for key, value in attributes.items():
             if value != "":
                 value = redact(value[:MAX_TEXT_CHARS]) if isinstance(value, str) else value
                 self.attributes[f"loadout.{key}"] = value
 
     def fail(self, error: BaseException) -> None:
-        """It ended with this: by its `reason`, or its kind, for its text may say anything."""
+        """Records the error's `reason`, or its type: its text could contain anything."""
         if isinstance(error, Exception):
             self.error = getattr(error, "reason", "") or type(error).__name__
         else:  # cancelled, or closed
             self.attributes[CANCELLED] = True
 
     def end(self, end_s: float | None = None) -> None:
-        """It is over now, or was then. The second time nothing happens."""
-        if self.is_over:
+        """Ends the span at `end_s` or now. A second call does nothing."""
+        if self.has_ended:
             return
-        self.is_over = True
+        self.has_ended = True
         if self.context.is_sampled:
             end_s = max(self.start_s, time.monotonic() if end_s is None else end_s)
             self.record(
@@ -157,30 +159,30 @@ class OpenSpan:
             )
 
 
-# --- what is done at this moment, in this task or thread ----------------------------------------
+# --- the current span of this task or thread -----------------------------------------------------
 
 _CURRENT: ContextVar[OpenSpan | None] = ContextVar("current_span", default=None)
 
 
 def current() -> OpenSpan | None:
-    """None: nothing here is traced."""
+    """Returns the current span; None if nothing here is traced."""
     return _CURRENT.get()
 
 
-def sampled() -> OpenSpan | None:
-    """The current one if it will be sent."""
+def current_sampled() -> OpenSpan | None:
+    """Returns the current span if it will be sent."""
     span = _CURRENT.get()
     return span if span is not None and span.context.is_sampled else None
 
 
-def enter(span: OpenSpan | None) -> None:
-    """It is the current one to the end of this task, and of those that it begins."""
+def set_current(span: OpenSpan | None) -> None:
+    """Makes the span current for the rest of this task, and in the tasks that it starts."""
     _CURRENT.set(span)
 
 
 @contextmanager
-def using(span: OpenSpan | None) -> Iterator[None]:
-    """It is the current one as long as the context lasts."""
+def use_span(span: OpenSpan | None) -> Iterator[None]:
+    """Makes the span current inside the context."""
     token = _CURRENT.set(span)
     try:
         yield
@@ -189,16 +191,16 @@ def using(span: OpenSpan | None) -> Iterator[None]:
 
 
 @contextmanager
-def phase(name: str, **facts: Attribute) -> Iterator[OpenSpan | None]:
-    """A part of the current work, which is the current one meanwhile. None: that is not traced."""
-    parent = sampled()
+def child_span(name: str, **attributes: Attribute) -> Iterator[OpenSpan | None]:
+    """Opens a child of the current span, current inside the context; None if nothing is traced."""
+    parent = current_sampled()
     if parent is None:
         yield None
         return
     span = parent.child(name)
-    span.note(**facts)
+    span.set_attributes(**attributes)
     try:
-        with using(span):
+        with use_span(span):
             yield span
     except BaseException as error:
         span.fail(error)
@@ -207,37 +209,37 @@ def phase(name: str, **facts: Attribute) -> Iterator[OpenSpan | None]:
         span.end()
 
 
-def outgoing() -> tuple[tuple[str, str], ...]:
-    """Headers for what is asked of another service for the sake of the current work."""
+def outgoing_headers() -> tuple[tuple[str, str], ...]:
+    """Returns the headers for requests to another service on behalf of the current span."""
     span = _CURRENT.get()
     return () if span is None else span.context.headers()
 
 
 def log_fields() -> dict[str, str]:
-    """For lines that are logged in the course of it."""
-    span = sampled()
+    """Returns the fields by which log lines name the current span."""
+    span = current_sampled()
     if span is None:
         return {}
     return {"trace_id": span.context.trace_id, "span_id": span.context.span_id}
 
 
 class Phases:
-    """Parts of the current work, one after the other, in a generator: none of them is current, for
-    between two items its reader goes on in the same context."""
+    """Opens children of the current span one after the other, for generators: no child is made
+    current, because the generator's consumer runs in the same context between two items."""
 
     def __init__(self) -> None:
-        self._parent = sampled()
+        self._parent = current_sampled()
         self._open: OpenSpan | None = None
 
     def enter(self, name: str) -> None:
-        """What came before is over."""
+        """Ends the phase before and opens this one."""
         if self._parent is not None:
             self.end()
             self._open = self._parent.child(name)
 
-    def end(self, error: BaseException | None = None, **facts: Attribute) -> None:
+    def end(self, error: BaseException | None = None, **attributes: Attribute) -> None:
         if self._open is not None:
-            self._open.note(**facts)
+            self._open.set_attributes(**attributes)
             if error is not None:
                 self._open.fail(error)
             self._open.end()

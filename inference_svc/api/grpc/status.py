@@ -16,14 +16,16 @@ from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.errors import QueueFull
 from inference_svc.gate import Gate
-from inference_svc.tracing import Tracing, begin_call, end_call
 from servicekit import errors
 from servicekit.rpc.status import code_for, to_status
+from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
 log = logging.getLogger(__name__)
 
 DOMAIN = "inference.loadout"
 PACKAGE_PREFIX = "/loadout.inference."
+POLLED_METHODS = frozenset({"GetServerInfo", "ListResidentAdapters"})
+"""Called every second by monitoring: traced only for callers that do."""
 HEALTH_PREFIX = "/grpc.health."
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
@@ -119,7 +121,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             code, failure = "OK", None
             span = None
             if self._tracing is not None:
-                span = begin_call(self._tracing, path, context.invocation_metadata())
+                headers = context.invocation_metadata()
+                span = begin_call(self._tracing, path, headers, polled=POLLED_METHODS)
             self._running += 1
             try:
                 answer = await inner(request, context)

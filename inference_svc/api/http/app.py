@@ -24,8 +24,8 @@ from inference_svc.api.service import Service
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
-from inference_svc.tracing import Tracing
 from servicekit.errors import ServiceError
+from servicekit.telemetry.tracing import Tracing
 
 
 class Operations:

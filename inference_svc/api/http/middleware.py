@@ -12,8 +12,8 @@ from inference_svc.api.http.errors import CLIENT_GONE, error_of, is_known, statu
 from inference_svc.api.http.request import REQUEST_ID_HEADER
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.debug.last_errors import CallEnd
-from inference_svc.tracing import Tracing
-from servicekit.telemetry.spans import CANCELLED, OpenSpan, enter
+from servicekit.telemetry.spans import CANCELLED, OpenSpan, set_current
+from servicekit.telemetry.tracing import Tracing
 
 OTHER = "other"
 METHODS = frozenset(
@@ -98,13 +98,13 @@ def _begin(tracing: Tracing, scope: Scope, route: str) -> OpenSpan:
     method = scope["method"] if scope["method"] in METHODS else ""
     span = tracing.begin(f"{method or 'HTTP'} {route}", headers)
     span.attributes.update({"http.request.method": method or "_OTHER", "http.route": route})
-    enter(span)
+    set_current(span)
     return span
 
 
 def _end(span: OpenSpan, status: int, sent: int | None, reason: str) -> None:
     """What the client could mend, and that it left, is no error of ours."""
-    span.note(reason=reason)
+    span.set_attributes(reason=reason)
     if status == CLIENT_GONE:
         span.attributes[CANCELLED] = True
     if sent not in (None, CLIENT_GONE):

@@ -9,7 +9,15 @@ import pytest
 
 from inference_svc.errors import AdapterNotFound
 from servicekit.telemetry import spans
-from servicekit.telemetry.spans import OpenSpan, Phases, Span, SpanContext, caller_of, new_id, phase
+from servicekit.telemetry.spans import (
+    OpenSpan,
+    Phases,
+    Span,
+    SpanContext,
+    caller_of,
+    child_span,
+    new_id,
+)
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -71,11 +79,11 @@ def test_what_is_told_is_what_is_read() -> None:
 
 def test_phases_lie_below_each_other_and_end() -> None:
     work, recorded = opened()
-    with spans.using(work):
-        with phase("outer", digest="sha256:1", empty="") as outer:
+    with spans.use_span(work):
+        with child_span("outer", digest="sha256:1", empty="") as outer:
             assert spans.current() is outer
-            with phase("inner"):
-                [(_, parent)] = spans.outgoing()
+            with child_span("inner"):
+                [(_, parent)] = spans.outgoing_headers()
                 assert spans.log_fields()["trace_id"] == TRACE
         assert spans.current() is work
     inner, top = recorded
@@ -90,7 +98,7 @@ def test_phases_lie_below_each_other_and_end() -> None:
 def test_a_phase_says_why_it_failed_but_not_in_its_words() -> None:
     work, recorded = opened()
     for error in (AdapterNotFound("no adapter secret-name"), ValueError("secret")):
-        with spans.using(work), pytest.raises(type(error)), phase("x"):
+        with spans.use_span(work), pytest.raises(type(error)), child_span("x"):
             raise error
     assert [span.error for span in recorded] == ["ADAPTER_NOT_FOUND", "ValueError"]
     assert "secret" not in repr(recorded)
@@ -98,16 +106,16 @@ def test_a_phase_says_why_it_failed_but_not_in_its_words() -> None:
 
 def test_whoever_leaves_is_no_error() -> None:
     work, recorded = opened()
-    with spans.using(work), pytest.raises(asyncio.CancelledError), phase("x"):
+    with spans.use_span(work), pytest.raises(asyncio.CancelledError), child_span("x"):
         raise asyncio.CancelledError
     assert (recorded[0].error, recorded[0].attributes) == ("", {"loadout.cancelled": True})
 
 
 def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
     work, recorded = opened(is_sampled=False)
-    with spans.using(work), phase("x") as made:
+    with spans.use_span(work), child_span("x") as made:
         assert made is None
-        assert spans.outgoing() == (("traceparent", f"00-{TRACE}-{SPAN}-02"),)
+        assert spans.outgoing_headers() == (("traceparent", f"00-{TRACE}-{SPAN}-02"),)
         assert spans.log_fields() == {}
         Phases().enter("y")
     work.end()
@@ -116,7 +124,7 @@ def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
 
 def test_a_span_ends_once() -> None:
     work, recorded = opened()
-    work.note(text="x" * 1000)
+    work.set_attributes(text="x" * 1000)
     work.end()
     work.end()
     assert len(recorded) == 1
@@ -126,7 +134,7 @@ def test_a_span_ends_once() -> None:
 
 def test_what_is_noted_holds_no_secret() -> None:
     work, _ = opened()
-    work.note(adapter="https://h/a?X-Amz-Signature=s3cr3t", num=3)
+    work.set_attributes(adapter="https://h/a?X-Amz-Signature=s3cr3t", num=3)
     assert work.attributes == {
         "loadout.adapter": "https://h/a?X-Amz-Signature=***",
         "loadout.num": 3,
@@ -135,7 +143,7 @@ def test_what_is_noted_holds_no_secret() -> None:
 
 def test_phases_of_a_generator_follow_each_other() -> None:
     work, recorded = opened()
-    with spans.using(work):
+    with spans.use_span(work):
         phases = Phases()
     phases.enter("wait")
     phases.enter("stream")

@@ -1,13 +1,13 @@
-"""Sends spans over OTLP. The only module that knows OpenTelemetry, loaded where that is wanted.
+"""Sends spans over OTLP. The only module that imports OpenTelemetry; loaded on demand.
 
-It stands between `spans` and OpenTelemetry's SDK: its sampler decides which traces are sent, its
-batches leave in a thread of their own, and what there is no room for is dropped. Nobody who serves
-ever waits for it.
+It converts `spans` for OpenTelemetry's SDK, whose sampler decides which traces are sent. Batches
+leave from a thread; spans that its queue has no space for are dropped, so requests never wait.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -22,26 +22,24 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRatioBased
 
-from adapter_store.tracing import TracingSettings
 from servicekit.telemetry.spans import Headers, OpenSpan, Span, SpanContext, caller_of, new_id
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""For the last spans to leave. A receiver that does not answer is left without them."""
+"""Bounds how long closing waits for the receiver to take the last spans."""
 DRIFT_NS = 1_000_000
-"""How far the clock may be set before the next spans follow it. Within less, all spans of a trace
-have one offset, so that they lie within each other as the work did."""
+"""Smaller clock changes are ignored: with one offset the spans of a trace nest as the work did."""
 
 
 class _GivenIds(IdGenerator):
-    """A span has its id before OpenTelemetry hears of it: others have been told."""
+    """Returns ids that exist already: callees know a span's id before OpenTelemetry does."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def give(self, context: SpanContext) -> None:
-        """To the next span of this thread."""
+    def set_next(self, context: SpanContext) -> None:
+        """Sets the ids of the next span that this thread starts."""
         self._local.context = context
 
     def generate_span_id(self) -> int:
@@ -52,28 +50,29 @@ class _GivenIds(IdGenerator):
 
 
 class OtlpTracing:
-    """From any thread; see `tracing.Tracing`."""
+    """Implements `tracing.Tracing`; see `tracing.open_tracing` for the arguments."""
 
-    def __init__(self, settings: TracingSettings) -> None:
+    def __init__(
+        self, endpoint: str, sample_ratio: float | None, *, service: str, version: str
+    ) -> None:
         own = {
-            "service.name": settings.service,
-            "service.version": settings.version,
-            "service.instance.id": settings.instance,
+            "service.name": service,
+            "service.version": version,
+            "service.instance.id": socket.gethostname(),
         }
-        # What the environment says wins: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
+        # The environment takes precedence: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
         resource = Resource.create(own).merge(OTELResourceDetector().detect())
-        ratio = settings.sample_ratio
-        if ratio is None:  # that of the environment
+        if sample_ratio is None:  # the environment's sampler
             self._sampler = TracerProvider(shutdown_on_exit=False).sampler
         else:
-            self._sampler = ParentBased(TraceIdRatioBased(ratio))
+            self._sampler = ParentBased(TraceIdRatioBased(sample_ratio))
         self._ids = _GivenIds()
-        # What is recorded has been chosen.
+        # Spans that get here have been sampled already.
         provider = TracerProvider(
             ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids
         )
-        self._tracer = provider.get_tracer("loadout", settings.version)
-        self._exporter = OTLPSpanExporter(endpoint=settings.endpoint)
+        self._tracer = provider.get_tracer("loadout", version)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._processor = BatchSpanProcessor(self._exporter)
         provider.add_span_processor(self._processor)
         self._offset_ns = _offset_ns()
@@ -81,8 +80,10 @@ class OtlpTracing:
     def begin(self, name: str, headers: Headers) -> OpenSpan:
         caller = caller_of(headers)
         trace_id = new_id(16) if caller is None else caller.trace_id
-        known = Context() if caller is None else _below(caller)
-        decided = self._sampler.should_sample(known, int(trace_id, 16), name, trace.SpanKind.SERVER)
+        parent = Context() if caller is None else _below(caller)
+        decided = self._sampler.should_sample(
+            parent, int(trace_id, 16), name, trace.SpanKind.SERVER
+        )
         context = SpanContext(trace_id, new_id(8), decided.decision.is_sampled())
         if caller is None:
             return OpenSpan(name, "server", context, "", self.record)
@@ -92,15 +93,15 @@ class OtlpTracing:
     def record(self, span: Span) -> None:
         try:
             self._record(span)
-        except Exception:  # a bug here must not end what it tells of
-            log.exception("a span is lost")
+        except Exception:  # a bug here must not end the work that it reports
+            log.exception("a span was lost")
 
     def _record(self, span: Span) -> None:
         parent = Context()
         if span.parent_id:
             parent = _below(replace(span.context, span_id=span.parent_id))
         offset_ns = self._refreshed_offset_ns()
-        self._ids.give(span.context)
+        self._ids.set_next(span.context)
         made = self._tracer.start_span(
             span.name,
             parent,
@@ -136,7 +137,7 @@ class OtlpTracing:
 
 
 def _offset_ns() -> int:
-    """From the monotonic clock to the time of day."""
+    """Returns what turns the monotonic clock into the time of day."""
     return time.time_ns() - time.monotonic_ns()
 
 

@@ -1,26 +1,26 @@
-"""Switching traces on: who decides, what it costs where it is off, and receivers that are not
-there."""
+"""Enabling traces: which callers are sampled, where spans go, and how calls end."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_svc.otlp import OtlpTracing
-from inference_svc.tracing import TracingSettings, begin_call, end_call, standard_endpoint
-from loadout.inference.v1 import inference_pb2 as pb
-from servicekit.telemetry.spans import SpanContext, caller_of, enter, new_id
-from tests.inference_svc.serving import Running
+from servicekit.telemetry.spans import SpanContext, new_id, set_current
+from servicekit.telemetry.tracing import (
+    Tracing,
+    begin_call,
+    end_call,
+    open_tracing,
+    standard_endpoint,
+)
 from tests.otlp import Receiver
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATH = "/loadout.inference.v1.InferenceService/Generate"
 
 
@@ -28,7 +28,7 @@ PATH = "/loadout.inference.v1.InferenceService/Generate"
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     yield
-    enter(None)  # calls have tasks of their own, tests have not
+    set_current(None)  # calls have tasks of their own, tests have not
 
 
 @pytest.fixture
@@ -37,14 +37,7 @@ def receiver() -> Iterator[Receiver]:
         yield made
 
 
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """The address of a machine that takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_the_environment_may_say_where() -> None:
+def test_the_environment_names_the_endpoint() -> None:
     http, other = "http://collector:4317", "http://traces:4317"
     plain = {"OTEL_EXPORTER_OTLP_ENDPOINT": http}
     assert standard_endpoint({}) == ""
@@ -62,17 +55,15 @@ def test_the_environment_may_say_where() -> None:
     ("program", "message"),
     [
         (
-            f"import {service}.tracing as t; t.open_tracing(t.TracingSettings('http://h:1', None))",
-            "otlp_endpoint: tracing needs OpenTelemetry, and there is none: "
+            "from servicekit.telemetry.tracing import open_tracing\n"
+            "open_tracing('http://h:1', None, service='s', version='1')",
+            "otlp_endpoint: tracing needs OpenTelemetry, which is not installed: "
             "pip install 'loadout[otel]'",
-        )
-        for service in ("inference_svc", "adapter_store")
-    ]
-    + [
+        ),
         (
             "import loadout; loadout.Client(inference='127.0.0.1:1', tracing=True)",
             "tracing: needs OpenTelemetry: pip install 'loadout[otel]'",
-        )
+        ),
     ],
 )
 def test_without_the_package_the_extra_is_named(program: str, message: str) -> None:
@@ -91,7 +82,13 @@ def test_without_the_package_the_extra_is_named(program: str, message: str) -> N
     assert message in done.stderr
 
 
-def call(tracing: OtlpTracing, headers: Any = (), code: str = "OK", **how: Any) -> SpanContext:
+def opened(receiver: Receiver, sample_ratio: float | None = 1.0) -> Tracing:
+    tracing = open_tracing(receiver.endpoint, sample_ratio, service="service", version="1")
+    assert tracing is not None
+    return tracing
+
+
+def call(tracing: Tracing, headers: Any = (), code: str = "OK", **how: Any) -> SpanContext:
     """A call over gRPC that ends so."""
     span = begin_call(tracing, PATH, headers)
     assert span is not None
@@ -101,7 +98,7 @@ def call(tracing: OtlpTracing, headers: Any = (), code: str = "OK", **how: Any) 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_the_ratio_decides_where_the_caller_does_not(receiver: Receiver, ratio: float) -> None:
-    tracing = OtlpTracing(TracingSettings(receiver.endpoint, ratio))
+    tracing = opened(receiver, ratio)
     try:
         own = call(tracing)
         assert own.is_sampled is bool(ratio)
@@ -119,11 +116,11 @@ def test_the_standard_variables_decide_too(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    tracing = OtlpTracing(TracingSettings(receiver.endpoint, None))
+    tracing = opened(receiver, None)
     assert call(tracing).is_sampled is False
     tracing.close()
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chosen-by-the-operator")
-    tracing = OtlpTracing(TracingSettings(receiver.endpoint, 1.0))
+    tracing = opened(receiver)
     call(tracing)
     tracing.close()
     assert [span.service for span in receiver.spans] == ["chosen-by-the-operator"]
@@ -142,7 +139,7 @@ def test_the_standard_variables_decide_too(
     ],
 )
 def test_how_calls_end(receiver: Receiver, how: dict[str, Any], error: str, code: str) -> None:
-    tracing = OtlpTracing(TracingSettings(receiver.endpoint, 1.0))
+    tracing = opened(receiver)
     call(tracing, **how)
     tracing.close()
     [span] = receiver.spans
@@ -150,43 +147,17 @@ def test_how_calls_end(receiver: Receiver, how: dict[str, Any], error: str, code
     assert span.attributes.get("loadout.cancelled") is (True if code == "CANCELLED" else None)
 
 
-def test_polls_are_shown_to_those_who_trace_them(receiver: Receiver) -> None:
-    tracing = OtlpTracing(TracingSettings(receiver.endpoint, 1.0))
-    path = "/loadout.inference.v1.InferenceService/GetServerInfo"
-    assert begin_call(tracing, path, ()) is None
-    assert begin_call(tracing, path, SpanContext(new_id(16), new_id(8)).headers()) is not None
+def test_polled_methods_are_traced_for_callers_that_trace(receiver: Receiver) -> None:
+    tracing = opened(receiver)
+    polled = {"Generate"}
+    assert begin_call(tracing, PATH, (), polled=polled) is None
+    caller = SpanContext(new_id(16), new_id(8))
+    assert begin_call(tracing, PATH, caller.headers(), polled=polled) is not None
     tracing.close()
 
 
-def test_a_receiver_that_says_nothing_holds_up_nobody(serve: Any, silent: str) -> None:
-    took_s = []
-
-    async def body(running: Running) -> float:
-        for _ in range(50):
-            began_s = time.monotonic()
-            await running.generate(request_id="")
-            took_s.append(time.monotonic() - began_s)
-        return time.monotonic()
-
-    left_s = serve(body, otlp_endpoint=silent)
-    assert time.monotonic() - left_s < 6, "CLOSE_SECONDS, and what servers take to end"
-    assert sorted(took_s)[25] < 0.5
-
-
-def test_an_unsampled_request_is_told_to_the_store(serve: Any, receiver: Receiver) -> None:
-    """So that the store does not begin a trace of its own."""
-    caller = SpanContext(new_id(16), new_id(8), is_sampled=False)
-
-    async def body(running: Running) -> None:
-        request = pb.GenerateRequest(text="abc")
-        metadata = caller.headers()
-        assert [each async for each in running.stub.Generate(request, metadata=metadata)]
-        assert running.engine.submitted[-1].trace is None
-        request = pb.GenerateRequest(text="abc")
-        assert [each async for each in running.stub.Generate(request)]
-        context = running.engine.submitted[-1].trace
-        assert caller_of(context.headers()) == context
-
-    serve(body, otlp_endpoint=receiver.endpoint)
-    assert {span.name for span in receiver.spans} >= {"server Generate", "text_completion base"}
-    assert caller.trace_id not in {span.trace_id for span in receiver.spans}
+def test_long_lived_methods_are_never_traced(receiver: Receiver) -> None:
+    tracing = opened(receiver)
+    caller = SpanContext(new_id(16), new_id(8))
+    assert begin_call(tracing, PATH, caller.headers(), long_lived={"Generate"}) is None
+    tracing.close()

@@ -1,0 +1,108 @@
+"""Decides whether traces are sent, and makes a gRPC call a span. `otlp` sends the spans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+from servicekit.settings import check_endpoint
+from servicekit.telemetry.spans import CANCELLED, Headers, OpenSpan, Span, caller_of, set_current
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+FAULTS = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+)
+"""Codes that make a server's span an error. The others are their callers' mistakes."""
+
+
+class Tracing(Protocol):
+    """Sends spans. All methods may be called from any thread; only `close` blocks."""
+
+    def begin(self, name: str, headers: Headers) -> OpenSpan:
+        """Opens the span of a request, in its caller's trace if the headers name one. Decides
+        whether it, and everything below it, is sent."""
+        ...
+
+    def record(self, span: Span) -> None:
+        """Queues the span to be sent."""
+        ...
+
+    def record_all(self, spans: Iterable[Span]) -> None: ...
+
+    def close(self) -> None:
+        """Sends the queued spans if the receiver takes them quickly."""
+        ...
+
+
+def open_tracing(
+    endpoint: str, sample_ratio: float | None, *, service: str, version: str
+) -> Tracing | None:
+    """Returns None if `endpoint` (http(s)://HOST:PORT) is "". Without a `sample_ratio`
+    OTEL_TRACES_SAMPLER decides. Raises ValueError where OpenTelemetry is not installed."""
+    if not endpoint:
+        return None
+    try:
+        from servicekit.telemetry.otlp import OtlpTracing
+    except ImportError as error:
+        raise ValueError(
+            "otlp_endpoint: tracing needs OpenTelemetry, which is not installed: "
+            f"pip install 'loadout[otel]' ({error})"
+        ) from error
+    return OtlpTracing(endpoint, sample_ratio, service=service, version=version)
+
+
+def standard_endpoint(environment: Mapping[str, str]) -> str:
+    """Returns the endpoint that OpenTelemetry's own variables name, or "". Raises ValueError naming
+    the variable."""
+    is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_disabled or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return ""
+    variable = next((name for name in ENDPOINTS if environment.get(name)), "")
+    if not variable:
+        return ""
+    for name in PROTOCOLS:
+        if environment.get(name, "grpc") != "grpc":
+            raise ValueError(
+                f"{name}: only grpc is supported; OTEL_TRACES_EXPORTER=none disables tracing"
+            )
+    try:
+        return check_endpoint(environment[variable])
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}") from None
+
+
+def begin_call(
+    tracing: Tracing,
+    path: str,
+    headers: Headers,
+    *,
+    polled: Collection[str] = (),
+    long_lived: Collection[str] = (),
+) -> OpenSpan | None:
+    """Opens the span of a gRPC call and makes it current; `path` is /SERVICE/METHOD. Returns None
+    for methods in `long_lived`, and for `polled` ones unless the caller traces them."""
+    headers, method = tuple(headers), path.rpartition("/")[2]
+    if method in long_lived or (method in polled and caller_of(headers) is None):
+        return None
+    span = tracing.begin(path[1:], headers)
+    span.attributes.update({"rpc.system.name": "grpc", "rpc.method": path[1:]})
+    set_current(span)
+    return span
+
+
+def end_call(span: OpenSpan, code: str, reason: str, remaining_s: float | None) -> None:
+    """Ends the span of a gRPC call. `remaining_s` is what is left of the caller's deadline, None
+    without one: a passed deadline arrives as CANCELLED. Unauthenticated calls are not recorded."""
+    if code == "UNAUTHENTICATED":
+        return
+    if code in ("OK", "CANCELLED") and remaining_s is not None and remaining_s <= 0:
+        code = reason = "DEADLINE_EXCEEDED"
+    span.attributes["rpc.response.status_code"] = code
+    span.set_attributes(reason=reason)
+    if code == "CANCELLED":
+        span.attributes[CANCELLED] = True
+    elif code in FAULTS:
+        span.error = reason or code
+    span.end()
