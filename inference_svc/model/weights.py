@@ -1,14 +1,15 @@
-"""A model directory's safetensors, read straight into the decoder's final buffers.
+"""Reads a model directory's safetensors into the decoder's buffers, in one pass.
 
 Projections that read the same input lie in one buffer: q, k and v in `qkv`, gate and up in
-`gate_up`. A tensor of the file is copied once, into its place in such a buffer.
+`gate_up`. Each tensor is read once, in the order of its file, and copied to its place in a buffer;
+a projection is made as soon as all its tensors are there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class Projection(Protocol):
-    """A weight in whatever form it is computed with."""
+    """A weight in the form that a backend computes with."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -47,8 +48,8 @@ class LayerWeights(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights(Generic[P]):
-    """`embedding` is [vocab_size, hidden_size]. `num_bytes` counts what lies in memory: a tied head
-    that shares the embedding's is counted once."""
+    """All weights of a decoder; `embedding` is [vocab_size, hidden_size]. `num_bytes` counts bytes
+    in memory: a tied head that shares the embedding's tensor is counted once."""
 
     embedding: Tensor
     layers: tuple[LayerWeights[P], ...]
@@ -66,116 +67,198 @@ def load_weights(
 ) -> ModelWeights[P]:
     """Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, cast to `dtype`.
 
-    `make_projection` makes each projection of its weight [out, in] and bias [out], as soon as they
-    are read; what it does not keep is freed. Never holds more than the weights, one projection and
-    one tensor of a file. Raises UnsupportedModel naming a missing, unexpected or misshapen tensor,
-    before anything large is allocated.
+    `make_projection` makes each projection of its weight [out, in] and bias [out]; what it does not
+    keep is freed. Never holds more than the weights, one projection and one tensor of a file.
+    Raises UnsupportedModel naming a missing, unexpected or misshapen tensor, before anything large
+    is allocated.
     """
-    files = _tensor_files(model_dir)
-    places: dict[str, Tensor] = {}
-    _Loader(geometry, dtype, torch.device("meta"), places.__setitem__, Linear).load()
-    _check(files, places)
-
-    def read(name: str, destination: Tensor) -> None:
-        # Opened for each tensor anew: pages of a mapping that stays open would count as ours
-        # until the whole file had been read.
-        with safe_open(files[name], framework="pt") as file:
-            destination.copy_(file.get_tensor(name))
-
-    return _Loader(geometry, dtype, torch.device(device), read, make_projection).load()
+    parameters = _parameters(geometry)
+    tensors = _tensors(model_dir)
+    _check(tensors, parameters)
+    assembly = _Assembly(geometry, parameters, dtype, torch.device(device), make_projection)
+    for tensor in tensors:
+        if tensor.name in assembly:
+            # Opened for each tensor anew: pages of a mapping that stays open would count as ours
+            # until the whole file had been read.
+            with safe_open(tensor.path, framework="pt") as file:
+                assembly.add(tensor.name, file.get_tensor(tensor.name))
+    return assembly.finish()
 
 
 def weights_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """What `load_weights` will take with plain projections. Allocates nothing."""
-    meta = torch.device("meta")
-    return _Loader(geometry, dtype, meta, lambda name, place: None, Linear).load().num_bytes
+    """Returns what `load_weights` will take with plain projections, without allocating."""
+    return sum(each.num_elements for each in _parameters(geometry)) * dtype.itemsize
 
 
 def largest_projection_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> int:
-    """Of those that `load_weights` reads into a buffer and then has made into something else. A
-    tied head is none: it is made from the embedding, which stays."""
-    meta = torch.device("meta")
-    loaded = _Loader(geometry, dtype, meta, lambda name, place: None, Linear).load()
-    made = [each for layer in loaded.layers for each in (layer.qkv, layer.o, layer.gate_up)]
-    made += [layer.down for layer in loaded.layers]
-    if not geometry.tie_word_embeddings:
-        made.append(loaded.head)
-    return max(projection.num_bytes for projection in made)
+    """Returns the size of the largest projection that `load_weights` reads and then converts. A
+    tied head is not read: it is made from the embedding, which stays."""
+    sizes = [each.num_elements for each in _parameters(geometry) if each.is_projection]
+    return max(sizes) * dtype.itemsize
 
 
-class _Loader(Generic[P]):
-    """Allocates buffers one after the other; `fill` gets every tensor's name and its part."""
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A part of the decoder, and the tensors of the file that lie below each other in it.
+
+    `key` is such as "layers.0.qkv"; `rows` maps the tensors' names, without ".weight" or ".bias",
+    to their sizes. `in_size` is 0 for a vector.
+    """
+
+    key: str
+    rows: dict[str, int]
+    in_size: int = 0
+    has_bias: bool = False
+    is_projection: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * ((self.in_size or 1) + self.has_bias)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the file's tensors by name."""
+        inner = (self.in_size,) if self.in_size else ()
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, size in self.rows.items():
+            shapes[f"{name}.weight"] = (size, *inner)
+            if self.has_bias:
+                shapes[f"{name}.bias"] = (size,)
+        return shapes
+
+
+def _parameters(g: ModelGeometry) -> list[_Parameter]:
+    """Returns all parameters of a decoder, in order of use."""
+    found = [_Parameter("embedding", {"model.embed_tokens": g.vocab_size}, g.hidden_size)]
+    for index in range(g.num_layers):
+        found += _layer_parameters(g, f"layers.{index}.", f"model.layers.{index}.")
+    found.append(_Parameter("norm", {"model.norm": g.hidden_size}))
+    if not g.tie_word_embeddings:
+        rows = {"lm_head": g.vocab_size}
+        found.append(_Parameter("head", rows, g.hidden_size, is_projection=True))
+    return found
+
+
+def _layer_parameters(g: ModelGeometry, key: str, prefix: str) -> Iterator[_Parameter]:
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+
+    def norm(name: str, tensor: str, size: int) -> _Parameter:
+        return _Parameter(key + name, {tensor: size})
+
+    def projection(name: str, rows: dict[str, int], in_size: int, has_bias: bool) -> _Parameter:
+        return _Parameter(key + name, rows, in_size, has_bias, is_projection=True)
+
+    qkv = {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size}
+    qkv = {attention + name: size for name, size in qkv.items()}
+    gate_up = {mlp + "gate_proj": g.intermediate_size, mlp + "up_proj": g.intermediate_size}
+    down = {mlp + "down_proj": g.hidden_size}
+    yield norm("input_norm", prefix + "input_layernorm", g.hidden_size)
+    yield projection("qkv", qkv, g.hidden_size, g.qkv_bias)
+    if g.qk_norm:
+        yield norm("q_norm", attention + "q_norm", g.head_dim)
+        yield norm("k_norm", attention + "k_norm", g.head_dim)
+    yield projection("o", {attention + "o_proj": g.hidden_size}, g.q_size, g.o_bias)
+    yield norm("post_attention_norm", prefix + "post_attention_layernorm", g.hidden_size)
+    yield projection("gate_up", gate_up, g.hidden_size, g.mlp_bias)
+    yield projection("down", down, g.intermediate_size, g.mlp_bias)
+
+
+@dataclass(eq=False, slots=True)
+class _Buffers:
+    """A parameter that is being read: `places` are those of the tensors still to come."""
+
+    weight: Tensor
+    bias: Tensor | None
+    places: dict[str, Tensor]
+
+    @classmethod
+    def allocate(cls, parameter: _Parameter, dtype: torch.dtype, device: torch.device) -> _Buffers:
+        inner = (parameter.in_size,) if parameter.in_size else ()
+        weight = torch.empty(parameter.num_rows, *inner, dtype=dtype, device=device)
+        bias = weight.new_empty(parameter.num_rows) if parameter.has_bias else None
+        places: dict[str, Tensor] = {}
+        sizes = list(parameter.rows.values())
+        for suffix, buffer in (("weight", weight), ("bias", bias)):
+            if buffer is not None:
+                names = (f"{name}.{suffix}" for name in parameter.rows)
+                places.update(zip(names, buffer.split(sizes), strict=True))
+        return cls(weight, bias, places)
+
+
+class _Assembly(Generic[P]):
+    """Puts tensors, in any order, into parameters, and these into a decoder's weights."""
 
     def __init__(
         self,
         geometry: ModelGeometry,
+        parameters: list[_Parameter],
         dtype: torch.dtype,
         device: torch.device,
-        fill: Callable[[str, Tensor], None],
         make_projection: Callable[[Tensor, Tensor | None], P],
     ) -> None:
         self._geometry, self._dtype, self._device = geometry, dtype, device
-        self._fill, self._make_projection = fill, make_projection
+        self._make_projection = make_projection
+        self._parameter_of = {name: each for each in parameters for name in each.shapes}
+        self._reading: dict[str, _Buffers] = {}
+        self._made: dict[str, Any] = {}
         self._num_bytes = 0
 
-    def load(self) -> ModelWeights[P]:
-        g = self._geometry
-        embedding = self._keep({"model.embed_tokens.weight": g.vocab_size}, g.hidden_size)
-        layers = tuple(self._layer(index) for index in range(g.num_layers))
-        norm = self._rms_norm("model.norm", g.hidden_size)
-        if g.tie_word_embeddings:
-            head = self._make_projection(embedding, None)
+    def __contains__(self, tensor_name: str) -> bool:
+        return tensor_name in self._parameter_of
+
+    def add(self, tensor_name: str, tensor: Tensor) -> None:
+        parameter = self._parameter_of[tensor_name]
+        buffers = self._reading.get(parameter.key)
+        if buffers is None:
+            buffers = _Buffers.allocate(parameter, self._dtype, self._device)
+            self._reading[parameter.key] = buffers
+        buffers.places.pop(tensor_name).copy_(tensor)
+        if not buffers.places:
+            del self._reading[parameter.key]
+            self._made[parameter.key] = self._make(parameter, buffers)
+
+    def _make(self, parameter: _Parameter, buffers: _Buffers) -> object:
+        if parameter.is_projection:
+            projection = self._make_projection(buffers.weight, buffers.bias)
+            self._num_bytes += projection.num_bytes
+            return projection
+        self._num_bytes += buffers.weight.nbytes
+        is_norm = not parameter.in_size
+        return RMSNorm(buffers.weight, self._geometry.rms_norm_eps) if is_norm else buffers.weight
+
+    def finish(self) -> ModelWeights[P]:
+        """Returns the weights; every tensor must have been added."""
+        assert not self._reading
+        made = self._made
+        if self._geometry.tie_word_embeddings:
+            made["head"] = head = self._make_projection(made["embedding"], None)
             if not isinstance(head, Linear):
                 self._num_bytes += head.num_bytes
-        else:
-            head = self._projection("", {"lm_head": g.vocab_size}, g.hidden_size, bias=False)
-        return ModelWeights(embedding, layers, norm, head, self._num_bytes)
+        layers = tuple(self._layer(index) for index in range(self._geometry.num_layers))
+        return ModelWeights(made["embedding"], layers, made["norm"], made["head"], self._num_bytes)
 
     def _layer(self, index: int) -> LayerWeights[P]:
-        g, prefix = self._geometry, f"model.layers.{index}."
-        qkv = {"q_proj": g.q_size, "k_proj": g.kv_size, "v_proj": g.kv_size}
-        gate_up = {"gate_proj": g.intermediate_size, "up_proj": g.intermediate_size}
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        return LayerWeights(
-            input_norm=self._rms_norm(prefix + "input_layernorm", g.hidden_size),
-            qkv=self._projection(attention, qkv, g.hidden_size, bias=g.qkv_bias),
-            q_norm=self._rms_norm(attention + "q_norm", g.head_dim) if g.qk_norm else None,
-            k_norm=self._rms_norm(attention + "k_norm", g.head_dim) if g.qk_norm else None,
-            o=self._projection(attention, {"o_proj": g.hidden_size}, g.q_size, bias=g.o_bias),
-            post_attention_norm=self._rms_norm(prefix + "post_attention_layernorm", g.hidden_size),
-            gate_up=self._projection(mlp, gate_up, g.hidden_size, bias=g.mlp_bias),
-            down=self._projection(
-                mlp, {"down_proj": g.hidden_size}, g.intermediate_size, bias=g.mlp_bias
-            ),
-        )
-
-    def _projection(self, prefix: str, outs: dict[str, int], in_size: int, *, bias: bool) -> P:
-        weights = {f"{prefix}{name}.weight": size for name, size in outs.items()}
-        biases = {f"{prefix}{name}.bias": size for name, size in outs.items()}
-        made = self._make_projection(
-            self._read(weights, in_size), self._read(biases) if bias else None
-        )
-        self._num_bytes += made.num_bytes
-        return made
-
-    def _rms_norm(self, name: str, size: int) -> RMSNorm:
-        return RMSNorm(self._keep({name + ".weight": size}), self._geometry.rms_norm_eps)
-
-    def _keep(self, sizes: dict[str, int], *inner: int) -> Tensor:
-        buffer = self._read(sizes, *inner)
-        self._num_bytes += buffer.nbytes
-        return buffer
-
-    def _read(self, sizes: dict[str, int], *inner: int) -> Tensor:
-        """One buffer for tensors that lie below each other."""
-        buffer = torch.empty(sum(sizes.values()), *inner, dtype=self._dtype, device=self._device)
-        for name, part in zip(sizes, buffer.split(list(sizes.values())), strict=True):
-            self._fill(name, part)
-        return buffer
+        names = [each.name for each in fields(LayerWeights)]
+        parts: dict[str, Any] = {name: self._made.get(f"layers.{index}.{name}") for name in names}
+        return LayerWeights(**parts)
 
 
-def _tensor_files(model_dir: Path) -> dict[str, Path]:
-    """The file of every tensor of the model directory."""
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor of a file, as the file's header has it."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _tensors(model_dir: Path) -> list[_StoredTensor]:
+    """Returns the tensors of a model directory, in the order in which they lie in its files."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.exists():
         paths = [single]
@@ -183,14 +266,17 @@ def _tensor_files(model_dir: Path) -> dict[str, Path]:
         paths = _shards(index)
     else:
         raise UnsupportedModel(f"{model_dir} holds neither {single.name} nor {index.name}")
-    files: dict[str, Path] = {}
+    found: dict[str, _StoredTensor] = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                files.update(dict.fromkeys(file.keys(), path))
+                for name in file.offset_keys():
+                    header = file.get_slice(name)
+                    shape = tuple(header.get_shape())
+                    found[name] = _StoredTensor(name, path, shape, header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise UnsupportedModel(f"{path} cannot be read: {error}") from error
-    return files
+    return list(found.values())
 
 
 def _shards(index: Path) -> list[Path]:
@@ -206,28 +292,29 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _check(files: dict[str, Path], places: dict[str, Tensor]) -> None:
-    wanted = places.keys()
-    missing = sorted(wanted - files.keys())
-    unexpected = sorted(name for name in files.keys() - wanted if not _is_spare(name))
-    for what, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise UnsupportedModel(f"{what} tensors: {', '.join(names[:5])}{more}")
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in wanted & set(file.keys()):
-                _check_tensor(name, file.get_slice(name), places[name])
+def _check(tensors: list[_StoredTensor], parameters: list[_Parameter]) -> None:
+    shapes = {name: shape for each in parameters for name, shape in each.shapes.items()}
+    names = {tensor.name for tensor in tensors}
+    missing = sorted(shapes.keys() - names)
+    unexpected = sorted(name for name in names - shapes.keys() if not _is_ignored(name))
+    for what, found in (("missing", missing), ("unexpected", unexpected)):
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise UnsupportedModel(f"{what} tensors: {', '.join(found[:5])}{more}")
+    for tensor in tensors:
+        if tensor.name in shapes:
+            _check_tensor(tensor, shapes[tensor.name])
 
 
-def _check_tensor(name: str, found: Any, place: Tensor) -> None:
-    shape, wanted = list(found.get_shape()), list(place.shape)
-    if shape != wanted:
-        raise UnsupportedModel(f"{name} has shape {shape}, config.json says {wanted}")
-    if found.get_dtype() not in _FLOAT_DTYPES:
-        raise UnsupportedModel(f"{name} has dtype {found.get_dtype()}, which is not supported")
+def _check_tensor(tensor: _StoredTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise UnsupportedModel(
+            f"{tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+        )
+    if tensor.dtype not in _FLOAT_DTYPES:
+        raise UnsupportedModel(f"{tensor.name} has dtype {tensor.dtype}, which is not supported")
 
 
-def _is_spare(name: str) -> bool:
-    """Old files carry the rotary frequencies, and some of tied models the head as well."""
+def _is_ignored(name: str) -> bool:
+    """Returns whether old files hold it unused: rotary frequencies, or the head of a tied model."""
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")

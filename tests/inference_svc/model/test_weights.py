@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.model import weights as weights_module
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import ModelWeights, load_weights
@@ -62,6 +66,22 @@ def test_sharded_equals_single(random_model, save_model):
     assert len(list(sharded.glob("*.safetensors"))) > 3
     for one, other in zip(tensors(load(single)), tensors(load(sharded)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_each_tensor_is_read_once_in_file_order(model_dir, monkeypatch):
+    read: list[str] = []
+
+    @contextmanager
+    def recording(path, framework):
+        with safe_open(path, framework=framework) as file:
+            recorder = Mock(wraps=file)
+            yield recorder
+            read.extend(name for call in recorder.get_tensor.call_args_list for name in call.args)
+
+    monkeypatch.setattr(weights_module, "safe_open", recording)
+    load(model_dir)
+    with safe_open(model_dir / "model.safetensors", framework="pt") as file:
+        assert read == file.offset_keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
