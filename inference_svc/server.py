@@ -18,7 +18,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.api.grpc.servicer import InferenceServicer
 from inference_svc.api.grpc.status import Health, StatusInterceptor, TokenGuard, code_of
 from inference_svc.api.load_report import load_report
-from inference_svc.api.request_record import Accounts
+from inference_svc.api.request_record import RequestLog
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.audit import Audit
 from inference_svc.config import InferenceSettings
@@ -26,7 +26,7 @@ from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
-from inference_svc.frontend.watchdog import follow_engine
+from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.gate import Gate
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import Snapshots
@@ -146,7 +146,7 @@ class InferenceServer:
             directory,
             catalog,
             self._prompts,
-            Accounts(self._metrics, code_of, log_prompts=config.log_prompts),
+            RequestLog(self._metrics, code_of, log_prompts=config.log_prompts),
             self._gate,
             self._audit,
         )
@@ -170,9 +170,9 @@ class InferenceServer:
         assert self._frontend is not None, "start comes before run"
         failed = self._frontend.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
-        following = asyncio.create_task(follow_engine(self._frontend.describe, self._set_serving))
+        watching = asyncio.create_task(watch_engine(self._frontend.describe, self._set_serving))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*waits, following):
+        for task in (*waits, watching):
             task.cancel()
         self._is_serving = False
         await self._health.enter_graceful_shutdown()

@@ -107,9 +107,6 @@ CUDA_PLACES = (
 )
 
 PENDING: dict[str, set[str]] = {
-    "layers of inference_svc": {
-        "inference_svc.store.recipe -> inference_svc.engine.process_main",
-    },
     "library grpc": {"adapter_store.server", "inference_svc.server"},
     "library torch": {
         "adapter_store.debug.info",

@@ -1,56 +1,223 @@
-"""A call to generate, checked, whatever it came by; and what the engine is asked with it."""
+"""A call to generate, whatever transport it came by: its fields, their checks, and the engine
+requests made from it."""
 
 from __future__ import annotations
 
+import math
+import secrets
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core import Request, SamplingParams
 from inference_svc.store.directory import Binding
 from inference_svc.text.prompt import Prompt
+from servicekit.errors import InvalidArgument
 
 MAX_ID_CHARS = 256
 MAX_DEADLINE_SECONDS = 1e6
-"""Callers without a deadline may send centuries, which no clock of ours can wait for."""
+"""Callers without a deadline may send centuries, longer than a clock can wait."""
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGPROBS = 20
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_PENALTY = 2.0
+NUM_SEEDS = 1 << 64
+
+_SINGLE = struct.Struct("f")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """Its prompt is not tokenised and its adapter not resolved yet; `adapter` "" is the base."""
+    """`adapter` "" is the base model. Each of the `prompts` is answered by `num_choices` requests.
+
+    `adapter_field` and `max_tokens_field` are the caller's names of these fields, the latter ""
+    where it gave no limit. `max_logprobs` bounds the logprobs of all requests together. An id that
+    is not unique, such as one that a mesh sends along with many calls, is none to the engine.
+    """
 
     request_id: str
     adapter: str
-    min_revision: int
-    prompt: Prompt
+    prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    priority: int
-    cache_salt: str
+    min_revision: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    num_choices: int = 1
+    adapter_field: str = "adapter"
+    max_tokens_field: str = ""
+    max_logprobs: int | None = None
+    is_id_unique: bool = True
 
-    def to_request(
+    def to_requests(
         self,
+        prompt_index: int,
         prompt_token_ids: tuple[int, ...],
         binding: Binding | None,
         home_tenant: str,
         max_model_len: int,
-        remaining_s: float | None,
-    ) -> Request:
-        """For the engine. `home_tenant` is the caller's; `remaining_s` what its deadline leaves."""
-        now_s = time.monotonic()
-        if remaining_s is not None and remaining_s > MAX_DEADLINE_SECONDS:
-            remaining_s = None
+    ) -> list[Request]:
+        """Returns the requests of one prompt. `home_tenant` is the caller's.
+
+        The first has the call's seed, so that it equals a single choice; the others have the next
+        ones.
+        """
+        tenant, digest = ("", "") if binding is None else (binding.tenant, binding.digest)
         max_tokens = min(self.sampling.max_tokens, max_model_len - len(prompt_token_ids))
-        min_tokens = min(self.sampling.min_tokens, max_tokens)
-        tenant = "" if binding is None else binding.tenant
-        return Request(
+        request = Request(
             request_id=self.request_id,
             prompt_token_ids=prompt_token_ids,
-            sampling=replace(self.sampling, max_tokens=max_tokens, min_tokens=min_tokens),
-            digest="" if binding is None else binding.digest,
+            sampling=_shortened(self.sampling, max_tokens),
+            digest=digest,
             # Neither tenants that share an adapter nor the adapters of one caller share prefixes.
             # Tenants have no "/", so that no two triples give one seed.
             cache_seed=f"{home_tenant}/{tenant}/{self.cache_salt}",
             tenant=home_tenant,
             priority=self.priority,
-            arrival_s=now_s,
-            deadline_s=None if remaining_s is None else now_s + remaining_s,
+            arrival_s=time.monotonic(),
+            deadline_s=self.deadline_s,
         )
+        if len(self.prompts) * self.num_choices == 1:
+            return [request]
+        first, seed = prompt_index * self.num_choices, self.sampling.seed
+        return [
+            replace(
+                request,
+                request_id=f"{self.request_id}-{first + index}",
+                sampling=replace(request.sampling, seed=(seed + index) % NUM_SEEDS),
+            )
+            for index in range(self.num_choices)
+        ]
+
+    def bounded(self, requests: list[Request]) -> list[Request]:
+        """Returns all requests of the call within `max_logprobs`. Raises InvalidArgument naming the
+        caller's limit; where it gave none, each request ends at its part of the bound."""
+        logprobs, bound = self.sampling.logprobs, self.max_logprobs
+        if logprobs is None or bound is None:
+            return requests
+        per_token = 1 + logprobs
+        num_tokens = sum(request.sampling.max_tokens for request in requests)
+        if num_tokens * per_token <= bound:
+            return requests
+        if self.max_tokens_field:
+            raise InvalidArgument(
+                f"{self.max_tokens_field}: up to {num_tokens} tokens of all choices, with "
+                f"{per_token} logprobs each, are more than the {bound} of an answer",
+                subject=self.max_tokens_field,
+            )
+        max_tokens = bound // (per_token * len(requests))
+        return [
+            replace(request, sampling=_shortened(request.sampling, max_tokens))
+            for request in requests
+        ]
+
+
+def _shortened(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    max_tokens = min(sampling.max_tokens, max_tokens)
+    min_tokens = min(sampling.min_tokens, max_tokens)
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def deadline_after(remaining_s: float | None) -> float | None:
+    """Returns the monotonic time of a deadline; None for none."""
+    if remaining_s is None or remaining_s > MAX_DEADLINE_SECONDS:
+        return None
+    return time.monotonic() + remaining_s
+
+
+# --- sampling -----------------------------------------------------------------------------------
+
+
+def random_seed() -> int:
+    return secrets.randbelow(NUM_SEEDS)
+
+
+def checked_sampling(given: SamplingParams, vocab_size: int, path: str = "") -> SamplingParams:
+    """Returns `given` in single precision, so that the same numbers give the same tokens whether
+    they came as text or as floats. Raises InvalidArgument naming the field, prefixed by `path`."""
+    check = _FieldChecks(path)
+    check.require(given.max_tokens >= 1, "max_tokens", "at least 1")
+    within = 0 <= given.min_tokens <= given.max_tokens
+    check.require(within, "min_tokens", f"from 0 to max_tokens ({given.max_tokens})")
+    check.require(given.top_k >= 0, "top_k", "at least 0")
+    return replace(
+        given,
+        temperature=check.number(
+            "temperature", given.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True
+        ),
+        # More than the vocabulary has is the same as off.
+        top_k=given.top_k if given.top_k < vocab_size else 0,
+        top_p=check.share("top_p", given.top_p),
+        min_p=check.number("min_p", given.min_p, 0, 1),
+        seed=given.seed % NUM_SEEDS,
+        stop=check.stops(given.stop),
+        stop_token_ids=check.token_ids(given.stop_token_ids, vocab_size),
+        presence_penalty=check.number(
+            "presence_penalty", given.presence_penalty, -MAX_PENALTY, MAX_PENALTY
+        ),
+        frequency_penalty=check.number(
+            "frequency_penalty", given.frequency_penalty, -MAX_PENALTY, MAX_PENALTY
+        ),
+        repetition_penalty=check.number(
+            "repetition_penalty", given.repetition_penalty, MIN_REPETITION, MAX_REPETITION
+        ),
+        logprobs=check.logprobs(given.logprobs),
+    )
+
+
+class _FieldChecks:
+    """Checks fields, which the caller knows by `path` and their name."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def require(self, holds: bool, name: str, requirement: str) -> None:
+        if not holds:
+            field = f"{self._path}{name}"
+            raise InvalidArgument(f"{field} must be {requirement}", subject=field)
+
+    def number(
+        self, name: str, value: float, low: float, high: float, *, or_zero: bool = False
+    ) -> float:
+        if or_zero and value == 0:
+            return 0.0
+        # A float on the wire has seven digits: 0.01 arrives as 0.00999999978.
+        holds = low <= value <= high or math.isclose(value, low, rel_tol=1e-6)
+        prefix = "0, or " if or_zero else ""
+        allowed = f"{prefix}from {low:g} to {high:g}, not {value:g}"
+        self.require(math.isfinite(value) and holds, name, allowed)
+        return _single(value)
+
+    def share(self, name: str, value: float) -> float:
+        single = _single(value) if 0 < value <= 1 else 0.0
+        self.require(single > 0, name, f"above 0 and at most 1, not {value:g}")
+        return single
+
+    def stops(self, stops: Sequence[str]) -> tuple[str, ...]:
+        self.require(len(stops) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
+        self.require(all(stops), "stop", "not an empty string")
+        fits = all(len(stop) <= MAX_STOP_CHARS for stop in stops)
+        self.require(fits, "stop", f"at most {MAX_STOP_CHARS} long")
+        return tuple(stops)
+
+    def token_ids(self, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+        name = "stop_token_ids"
+        self.require(len(ids) <= MAX_STOP_TOKEN_IDS, name, f"at most {MAX_STOP_TOKEN_IDS} ids")
+        unknown = next((i for i in ids if not 0 <= i < vocab_size), None)
+        self.require(unknown is None, name, f"below {vocab_size}; {unknown} is no token")
+        return tuple(dict.fromkeys(ids))
+
+    def logprobs(self, count: int | None) -> int | None:
+        holds = count is None or 0 <= count <= MAX_LOGPROBS
+        self.require(holds, "logprobs", f"at most {MAX_LOGPROBS}")
+        return count
+
+
+def _single(value: float) -> float:
+    rounded: float = _SINGLE.unpack(_SINGLE.pack(value))[0]
+    return rounded

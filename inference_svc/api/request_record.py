@@ -1,7 +1,7 @@
-"""One account per request: who asked for what, what it took and how it ended.
+"""One record per request: who asked for what, what it took and how it ended.
 
-When it closes it is counted in the metrics and logged as one line. Tokens and prompts are not in
-it, unless a setting asks for prompts.
+When it closes it is counted in the metrics, logged as one line and shown in the trace. Tokens and
+prompts are not in it, unless a setting asks for prompts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from inference_svc.access import Principal
-from inference_svc.api.request_trace import GenerationTrace
+from inference_svc.api.request_trace import GenerationTrace, begin_generation
 from inference_svc.core import FinishReason, Request
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
@@ -32,17 +32,17 @@ MAX_PROMPT_CHARS = 10_000
 
 
 @dataclass(slots=True)
-class Account:
-    """What is known of one request so far. `adapter` is as it was asked for until it is bound."""
+class RequestRecord:
+    """What is known of one request so far. `adapter` is the caller's reference until `bind`."""
 
     request_id: str = ""
     adapter: str = ""
     prompt: Prompt = ""
-    who: str = ""
+    principal: str = ""
     tenant: str = ""
     digest: str = ""
     num_sent: int = 0
-    began_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
@@ -50,22 +50,22 @@ class Account:
     _binding: Binding | None = None
     _is_running: bool = False
 
-    def admit(self, who: Principal) -> None:
-        """It is known who asks."""
-        self.who, self.tenant = who.name, who.home_tenant
+    def authenticate(self, principal: Principal) -> None:
+        self.principal, self.tenant = principal.name, principal.home_tenant
 
     def bind(self, binding: Binding | None) -> None:
-        """The adapter is known; None: the base model."""
+        """None: the base model."""
         self._binding = binding
         if binding is not None:
             self.adapter, self.digest = binding.label, binding.digest
 
-    def start(self, request: Request) -> None:
-        """The engine is asked."""
-        self.began_s, self._is_running = request.arrival_s, True
+    def start(self, request: Request, model: str) -> GenerationTrace | None:
+        """Called when the request is handed to the engine; returns its trace, if it is traced."""
+        self.start_s, self._is_running = request.arrival_s, True
+        self.trace = begin_generation(request, self.prompt, model)
+        return self.trace
 
-    def note(self, delta: Delta) -> None:
-        """Tokens are handed on, the last ones with how it ended."""
+    def add(self, delta: Delta) -> None:
         self.num_sent += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
@@ -74,7 +74,7 @@ class Account:
                 self.trace.finish(delta.finish_reason)
 
     def end(self, status: str, error: BaseException | None) -> RequestEnd | None:
-        """How it ended, if the engine was asked."""
+        """Returns what is counted; None if the engine never had the request."""
         if not self._is_running:
             return None
         label = "" if self._binding is None else self._binding.label
@@ -82,19 +82,19 @@ class Account:
             outcome=self._outcome(status),
             adapter=label.partition("@")[0],
             num_sent=self.num_sent,
-            total_s=time.monotonic() - self.began_s,
+            total_s=time.monotonic() - self.start_s,
             usage=self.usage,
             timings=self.timings,
             gave_up=isinstance(error, AdapterUnavailable),
         )
 
     def _outcome(self, status: str) -> str:
-        if self.finish_reason is not None:  # whether or not the last of it could be sent
+        if self.finish_reason is not None:  # whether or not the last delta could be sent
             return self.finish_reason.value
         return CANCELLED if status == "CANCELLED" else "error"
 
     def subject(self) -> dict[str, str]:
-        """What it is about, for log and traces."""
+        """Returns what identifies it in log and traces."""
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,
@@ -103,12 +103,12 @@ class Account:
         }
 
     def facts(self) -> dict[str, object]:
-        """For the log."""
+        """Returns the fields of its log line."""
         facts: dict[str, object] = {
             **self.subject(),
-            "who": self.who,
+            "who": self.principal,
             "completion_tokens": self.num_sent,
-            "total_s": round(time.monotonic() - self.began_s, 6),
+            "total_s": round(time.monotonic() - self.start_s, 6),
         }
         if self.finish_reason is not None:
             facts["finish_reason"] = self.finish_reason.value
@@ -122,8 +122,9 @@ class Account:
         return facts
 
 
-class Accounts:
-    """Lives on the event loop. `code_of` names the status that an error is answered with."""
+class RequestLog:
+    """Opens and closes records, on the event loop. `code_of` names the status that an error is
+    answered with."""
 
     def __init__(
         self, metrics: Metrics, code_of: Callable[[BaseException], str], *, log_prompts: bool
@@ -133,67 +134,56 @@ class Accounts:
         self._log_prompts = log_prompts
 
     @contextmanager
-    def open(self, request_id: str, adapter: str) -> Iterator[Account]:
-        """The account of a request that lasts as long as the context."""
-        with self._closing(Account(request_id[:MAX_ID_CHARS], adapter)) as account:
-            yield account
-
-    @contextmanager
-    def asking(self, request_id: str, adapter: str) -> Iterator[Account]:
-        """As `open`, for who may ask for several answers at once: it closes only if the context
-        raises. Else each answer has an account of its own, a `further` one."""
-        account = Account(request_id[:MAX_ID_CHARS], adapter)
+    def record_if_failed(self, request_id: str, adapter: str) -> Iterator[RequestRecord]:
+        """Opens the record of a call that is being prepared. It closes only if the context raises;
+        else each request of the call continues it with `fork`."""
+        record = RequestRecord(request_id[:MAX_ID_CHARS], adapter)
         try:
-            yield account
+            yield record
         except BaseException as error:
-            self._close(account, error)
+            self._close(record, error)
             raise
 
     @contextmanager
-    def further(self, account: Account, request_id: str) -> Iterator[Account]:
-        """One that begins as `account` is, and lasts as long as the context."""
-        with self._closing(replace(account, request_id=request_id[:MAX_ID_CHARS])) as own:
-            yield own
-
-    @contextmanager
-    def _closing(self, account: Account) -> Iterator[Account]:
+    def fork(self, record: RequestRecord, request_id: str) -> Iterator[RequestRecord]:
+        """Opens a copy of `record` for one request; it closes with the context."""
+        own = replace(record, request_id=request_id[:MAX_ID_CHARS])
         error: BaseException | None = None
         try:
-            yield account
+            yield own
         except BaseException as caught:
             error = caught
             raise
         finally:
-            self._close(account, error)
+            self._close(own, error)
 
-    def _close(self, account: Account, error: BaseException | None) -> None:
+    def _close(self, record: RequestRecord, error: BaseException | None) -> None:
         status = "OK" if error is None else self._code_of(error)
-        end = account.end(status, error)
+        end = record.end(status, error)
         if end is not None:
             self._metrics.count_request(end)
-        _show(account, status, error)
+        _close_trace(record, status, error)
         if not log.isEnabledFor(logging.INFO):
             return
-        facts = account.facts() | {"status": status}
+        facts = record.facts() | {"status": status}
         if isinstance(error, ServiceError):
             facts["reason"] = error.reason
         if self._log_prompts:
-            facts["prompt"] = _shown(account.prompt)
+            facts["prompt"] = _prompt_text(record.prompt)
         log.info("request finished", extra=facts)
 
 
-def _show(account: Account, status: str, error: BaseException | None) -> None:
-    """In the trace, if there is one."""
-    span, has_left = spans.current_sampled(), status == "CANCELLED"
+def _close_trace(record: RequestRecord, status: str, error: BaseException | None) -> None:
+    span, is_cancelled = spans.current_sampled(), status == "CANCELLED"
     if span is not None:
-        span.set_attributes(**account.subject())
-        if has_left:
+        span.set_attributes(**record.subject())
+        if is_cancelled:
             span.attributes[spans.CANCELLED] = True
-    if account.trace is not None:
-        account.trace.close(account.subject(), account.num_sent, error, left=has_left)
+    if record.trace is not None:
+        record.trace.close(record.subject(), record.num_sent, error, is_cancelled=is_cancelled)
 
 
-def _shown(prompt: Prompt) -> str:
+def _prompt_text(prompt: Prompt) -> str:
     if not isinstance(prompt, str):
         parts = prompt[:MAX_PROMPT_CHARS]
         prompt = "\n".join(

@@ -1,5 +1,5 @@
-"""One answer's spans, made when it is over from what the front and the engine know of it: the
-engine itself does nothing for them while it computes."""
+"""The spans of one request, made when it is over from the frontend's and the engine's times: the
+engine does nothing for them while it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
 
 def begin_generation(request: Request, prompt: Prompt, model: str) -> GenerationTrace | None:
-    """Below the current span. None: it is not traced."""
+    """Returns a trace below the current span; None if that is not sampled."""
     parent = spans.current_sampled()
     if parent is None:
         return None
@@ -29,27 +29,25 @@ class GenerationTrace:
 
     queue (adapter_wait), prefill, decode
 
-    It is over when the caller has its answer or has left, and sent when the engine has had its last
-    word about it, too, which of a caller that left comes a step later. Lives on the event loop.
+    It ends when the caller has its answer or has left, and is sent once the engine has finished
+    the request, too, which is a step later when the caller has left. Lives on the event loop.
     """
 
     def __init__(self, parent: OpenSpan, request: Request, operation: str, model: str) -> None:
         self.span = parent.child(f"{operation} {model}", start_s=request.arrival_s)
-        self.span.attributes.update(_asked(request, operation, model))
+        self.span.attributes.update(_request_attributes(request, operation, model))
         self._request = request
         self._last: Output | None = None
-        self._is_asked = False
-        self._is_heard = False
+        self._is_submitted = False
+        self._is_finished = False
         self._end_s: float | None = None
 
     def submitted(self) -> None:
-        """The engine is asked: `heard` follows."""
-        self._is_asked = True
+        self._is_submitted = True
 
-    def heard(self, last: Output | None) -> None:
-        """The engine's last word. None: it will say nothing any more."""
-        self._is_heard, self._last = True, last
-        self._settle()
+    def finished(self, last: Output | None) -> None:
+        self._is_finished, self._last = True, last
+        self._end_if_complete()
 
     def close(
         self,
@@ -57,71 +55,71 @@ class GenerationTrace:
         num_sent: int,
         error: BaseException | None,
         *,
-        left: bool,
+        is_cancelled: bool,
     ) -> None:
-        """The caller has had its answer, `num_sent` tokens, or has `left`."""
+        """Called when the caller has had its answer, `num_sent` tokens, or has cancelled it."""
         self._end_s = time.monotonic()
         self.span.set_attributes(**facts)
         self.span.attributes["gen_ai.usage.output_tokens"] = num_sent
         deadline_s = self._request.deadline_s
         if deadline_s is not None and self._end_s >= deadline_s:
             self.span.error = DEADLINE_EXCEEDED
-        elif left:
+        elif is_cancelled:
             self.span.attributes[CANCELLED] = True
         elif error is not None:
             self.span.fail(error)
-        self._settle()
+        self._end_if_complete()
 
-    def _settle(self) -> None:
-        if self._end_s is None or (self._is_asked and not self._is_heard):
+    def _end_if_complete(self) -> None:
+        if self._end_s is None or (self._is_submitted and not self._is_finished):
             return
         last = self._last
         if last is not None:
-            self._tell(last)
+            self._add_output(last)
         self.span.end(self._end_s)
 
-    def _tell(self, last: Output) -> None:
+    def _add_output(self, last: Output) -> None:
         attributes = self.span.attributes
         num_tokens = 0
         if last.usage is not None:
             num_tokens = last.usage.completion_tokens
             attributes["loadout.cached_prompt_tokens"] = last.usage.cached_prompt_tokens
         if last.finish_reason is not None:
-            # A stop string ends it here, in the front: the engine only hears that it is to stop.
+            # A stop string is found in the frontend: to the engine it is a cancellation.
             attributes.setdefault("gen_ai.response.finish_reasons", (last.finish_reason.value,))
         if last.timings is not None:
-            self._tell_phases(last.timings, num_tokens)
+            self._add_phases(last.timings, num_tokens)
 
     def finish(self, reason: FinishReason) -> None:
-        """What the caller is told."""
+        """Sets the reason that the caller gets."""
         self.span.attributes["gen_ai.response.finish_reasons"] = (reason.value,)
 
-    def _tell_phases(self, timings: Timings, num_tokens: int) -> None:
-        """What has not happened is timed up to the engine's last word: see Timings."""
-        began_s = self._request.arrival_s
-        started_s, first_s = began_s + timings.queued_s, began_s + timings.first_token_s
-        queue = self._phase("queue", began_s, started_s)
+    def _add_phases(self, timings: Timings, num_tokens: int) -> None:
+        """Phases that were not reached have the time up to the last output: see Timings."""
+        arrival_s = self._request.arrival_s
+        started_s, first_s = arrival_s + timings.queued_s, arrival_s + timings.first_token_s
+        queue = self._phase("queue", arrival_s, started_s)
         if timings.adapter_wait_s > 0:
-            wait = queue.child("adapter_wait", start_s=began_s)
+            wait = queue.child("adapter_wait", start_s=arrival_s)
             wait.link = timings.load
-            wait.end(self._until(began_s + timings.adapter_wait_s))
+            wait.end(self._clipped(arrival_s + timings.adapter_wait_s))
         if first_s > started_s:
             self._phase("prefill", started_s, first_s)
         if num_tokens > 0 and self._end_s is not None and self._end_s > first_s:
             self._phase("decode", first_s, self._end_s)
 
     def _phase(self, name: str, start_s: float, end_s: float) -> OpenSpan:
-        span = self.span.child(name, start_s=self._until(start_s))
-        span.end(self._until(end_s))
+        span = self.span.child(name, start_s=self._clipped(start_s))
+        span.end(self._clipped(end_s))
         return span
 
-    def _until(self, moment_s: float) -> float:
-        """For whom it was done had left by then, maybe."""
+    def _clipped(self, moment_s: float) -> float:
+        """Returns a time no later than the end: the caller may have left before."""
         assert self._end_s is not None
         return min(moment_s, self._end_s)
 
 
-def _asked(request: Request, operation: str, model: str) -> dict[str, Attribute]:
+def _request_attributes(request: Request, operation: str, model: str) -> dict[str, Attribute]:
     sampling = request.sampling
     return {
         "gen_ai.operation.name": operation,

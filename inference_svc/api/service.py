@@ -1,25 +1,24 @@
-"""What callers can ask for, whatever they come by: gRPC and HTTP are two ways in here."""
+"""The use cases, whatever transport they are called by."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 from inference_svc.access import Action, Principal
 from inference_svc.api.generate_call import GenerateCall
-from inference_svc.api.request_record import Account, Accounts
-from inference_svc.api.request_trace import begin_generation
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.request_record import RequestLog
 from inference_svc.audit import AUDITED, Audit, AuditLine
 from inference_svc.core import Request
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import Frontend
-from inference_svc.frontend.output_stream import Delta
 from inference_svc.gate import Gate, Metadata, bearer_token
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
@@ -33,7 +32,7 @@ TRACE_CHUNK_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What never changes while a server runs."""
+    """Facts that never change while a server runs."""
 
     base_model: str
     architecture: str
@@ -52,33 +51,47 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a transport knows of who calls: `metadata` by lower-case names, and the address."""
+    """A caller as its transport sees it: `metadata` by lower-case names, and the address."""
 
     metadata: Metadata
     peer: str
 
 
+class IncomingCall(Protocol):
+    """A call to generate that a transport has received. `adapter` is the caller's reference as far
+    as it is known before `read`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def adapter(self) -> str: ...
+    async def read(self) -> GenerateCall:
+        """Converts the call, once its caller is authorised. Raises InvalidArgument naming the
+        field, and errors of its transport."""
+        ...
+
+
 class Resident(NamedTuple):
-    """An adapter, and the names that its caller may know to point to it."""
+    """A resident adapter, and the names for it that its caller may know."""
 
     adapter: ResidentAdapter
     names: list[str]
 
 
 class TraceFile(NamedTuple):
-    """Of a trace of steps."""
+    """The open file of a step trace."""
 
     num_steps: int
     file: BinaryIO
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """What is in it, read off the event loop."""
+        """Yields its content, read off the event loop."""
         while chunk := await asyncio.to_thread(self.file.read, TRACE_CHUNK_BYTES):
             yield chunk
 
 
 class Service:
-    """Everything here lives on one event loop. `registry` None: there is no store."""
+    """The use cases. Everything runs on one event loop. `registry` None: there is no store."""
 
     def __init__(
         self,
@@ -87,79 +100,90 @@ class Service:
         directory: Directory,
         registry: Registry | None,
         prompts: PromptEncoder,
-        accounts: Accounts,
+        request_log: RequestLog,
         gate: Gate,
         audit: Audit,
     ) -> None:
         self.facts = facts
-        self.accounts = accounts
         self._frontend = frontend
         self._directory = directory
         self._registry = registry
         self._prompts = prompts
+        self._request_log = request_log
         self._gate = gate
         self._audit = audit
 
-    def admit(self, caller: Caller, action: Action) -> Principal:
-        """Raises as Gate.admit: the first thing that a call does."""
+    def authorize(self, caller: Caller, action: Action) -> Principal:
+        """Raises Unauthenticated or PermissionDenied; the first thing that a call does."""
         return self._gate.admit(caller.metadata, action)
 
-    def admit_inspector(self, caller: Caller) -> None:
-        """As `admit`, for what tells of everybody's requests."""
-        self.admit(caller, Action.INSPECT).require_all_tenants("this tells")
+    def authorize_inspection(self, caller: Caller) -> None:
+        """Authorises calls that show every tenant's requests."""
+        self.authorize(caller, Action.INSPECT).require_all_tenants("this tells")
 
-    def recognise(self, caller: Caller, what: str) -> None:
-        """For a call that is admitted once more of it is read. Raises Unauthenticated, and writes
-        it down if `what` is audited."""
+    def authenticate(self, caller: Caller, method: str) -> None:
+        """Raises Unauthenticated, and audits it if `method` is audited. For calls that are
+        authorised once more of them is read."""
         try:
             self._gate.identify(caller.metadata)
         except Unauthenticated as error:
-            self._audit.refuse(what, caller.peer, error)
+            self._audit.refuse(method, caller.peer, error)
             raise
 
     # --- generating -----------------------------------------------------------------------------
 
-    def admit_request(self, caller: Caller, account: Account) -> Principal:
-        """As `admit`, for who wants to generate: the account knows whom, also if it is refused."""
-        who = self._gate.identify(caller.metadata)
-        account.admit(who)
-        who.require(Action.GENERATE)
-        return who
+    async def generate(self, caller: Caller, incoming: IncomingCall) -> GenerateStream:
+        """Returns the stream of deltas once the call is read, its adapter resolved and its prompts
+        tokenised. Raises Unauthenticated, PermissionDenied, InvalidArgument, what `read` raises,
+        and like `resolve`."""
+        request_id, adapter = incoming.request_id, incoming.adapter
+        with self._request_log.record_if_failed(request_id, adapter) as record:
+            principal = self._gate.identify(caller.metadata)
+            record.authenticate(principal)
+            principal.require(Action.GENERATE)
+            try:
+                call = await incoming.read()
+            finally:
+                record.adapter = incoming.adapter
+            record.request_id, record.prompt = call.request_id, call.prompts[0]
+            binding = await self.resolve(
+                principal, call.adapter, call.min_revision, call.adapter_field
+            )
+            record.bind(binding)
+            requests = call.bounded(await self._to_requests(call, binding, principal))
+        return GenerateStream(
+            call,
+            principal,
+            binding,
+            requests,
+            self._frontend,
+            self._request_log,
+            record,
+            self.facts.base_model,
+        )
 
-    async def bind(
-        self, who: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"
+    async def resolve(
+        self, principal: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"
     ) -> Binding | None:
-        """The adapter of a call, None for the base model: `ref` "". Raises as
+        """Returns the adapter of a call; None for `ref` "", the base model. Raises like
         Directory.resolve."""
         if not ref:
             return None
         with child_span("resolve"):
-            return await self._directory.resolve(who, ref, min_revision, subject)
+            return await self._directory.resolve(principal, ref, min_revision, subject)
 
-    async def prepare(
-        self,
-        who: Principal,
-        call: GenerateCall,
-        binding: Binding | None,
-        remaining_s: float | None = None,
-    ) -> Request:
-        """What `run` takes. Raises InvalidArgument for what is no prompt."""
-        with child_span("tokenize"):
-            prompt = await self._prompts.encode(call.prompt)
-        return call.to_request(
-            prompt, binding, who.home_tenant, self.facts.max_model_len, remaining_s
-        )
-
-    async def run(self, request: Request, account: Account) -> AsyncGenerator[Delta, None]:
-        """The request's deltas; to be closed, and raising, as Frontend.generate."""
-        account.start(request)
-        trace = account.trace = begin_generation(request, account.prompt, self.facts.base_model)
-        if trace is not None:
-            request = replace(request, trace=trace.span.context)
-        async with aclosing(self._frontend.generate(request, request.tenant, trace)) as deltas:
-            async for delta in deltas:
-                account.note(delta)
-                yield delta
+    async def _to_requests(
+        self, call: GenerateCall, binding: Binding | None, principal: Principal
+    ) -> list[Request]:
+        """Raises InvalidArgument for an invalid prompt."""
+        requests: list[Request] = []
+        for index, prompt in enumerate(call.prompts):
+            with child_span("tokenize"):
+                token_ids = await self._prompts.encode(prompt)
+            requests += call.to_requests(
+                index, token_ids, binding, principal.home_tenant, self.facts.max_model_len
+            )
+        return requests
 
     # --- operating ------------------------------------------------------------------------------
 
@@ -172,45 +196,45 @@ class Service:
         source: Source | None = None,
         subject: str = "ref",
     ) -> Resident:
-        """Returns once it is resident. With a source the store is asked before to record it under
-        this name, on behalf of the caller. `subject` is what the caller knows `ref` as."""
-        with self._audited(caller, "LoadAdapter", ref) as (who, line):
+        """Returns once the adapter is resident. A source is first registered in the store under
+        this name, on behalf of the caller. `subject` is the caller's name of the field `ref`."""
+        with self._audited(caller, "LoadAdapter", ref) as (principal, entry):
             revision = 0
             if source is not None:
-                revision = await self._register(caller, who, ref, source, subject)
-            found = await self._directory.resolve(who, ref, revision, subject)
-            line.digest = found.digest
-            return self._named(who, await self._frontend.load(line.digest, pin))
+                revision = await self._register(caller, principal, ref, source, subject)
+            binding = await self._directory.resolve(principal, ref, revision, subject)
+            entry.digest = binding.digest
+            return self._named(principal, await self._frontend.load(entry.digest, pin))
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
         """Returns the bytes freed, once they are free."""
-        with self._audited(caller, "UnloadAdapter", ref) as (who, line):
-            line.digest = await self._digest(who, ref, subject)
-            return await self._frontend.unload(line.digest)
+        with self._audited(caller, "UnloadAdapter", ref) as (principal, entry):
+            entry.digest = await self._digest(principal, ref, subject)
+            return await self._frontend.unload(entry.digest)
 
     async def pin(self, caller: Caller, ref: str) -> Resident:
-        with self._audited(caller, "PinAdapter", ref) as (who, line):
-            line.digest = await self._digest(who, ref)
-            return self._named(who, await self._frontend.pin(line.digest))
+        with self._audited(caller, "PinAdapter", ref) as (principal, entry):
+            entry.digest = await self._digest(principal, ref)
+            return self._named(principal, await self._frontend.pin(entry.digest))
 
     async def unpin(self, caller: Caller, ref: str) -> Resident:
-        with self._audited(caller, "UnpinAdapter", ref) as (who, line):
-            line.digest = await self._digest(who, ref)
-            return self._named(who, await self._frontend.unpin(line.digest))
+        with self._audited(caller, "UnpinAdapter", ref) as (principal, entry):
+            entry.digest = await self._digest(principal, ref)
+            return self._named(principal, await self._frontend.unpin(entry.digest))
 
-    async def list_resident(self, who: Principal, limit: int = 0) -> list[Resident]:
-        """Those of the caller's tenants, at most `limit` if that is not 0."""
-        # Who is not for all may have no part in the first so many.
-        adapters = await self._frontend.list_resident(limit if who.tenants is None else 0)
-        owned = await self._directory.owned(who, [adapter.digest for adapter in adapters])
+    async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
+        """Returns those of the caller's tenants, at most `limit` if that is not 0."""
+        # The first `limit` of all may include none of some tenants'.
+        adapters = await self._frontend.list_resident(limit if principal.tenants is None else 0)
+        owned = await self._directory.owned(principal, [adapter.digest for adapter in adapters])
         own = (adapter for adapter in adapters if adapter.digest in owned)
-        return [self._named(who, adapter) for adapter in islice(own, limit or None)]
+        return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
 
-    # --- telling --------------------------------------------------------------------------------
+    # --- describing -----------------------------------------------------------------------------
 
     @property
     def layout_id(self) -> str:
-        """Empty until the store has accepted the layout."""
+        """The id of the layout; "" until the store has accepted it."""
         return self._directory.layout_id
 
     async def describe(self) -> EngineStatus:
@@ -218,7 +242,7 @@ class Service:
 
     @asynccontextmanager
     async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
-        """The trace of the next steps, readable while the context lasts. Raises ProfileRunning,
+        """Traces the next steps; the file is open while the context lasts. Raises ProfileRunning,
         NoSteps."""
         trace = await self._frontend.profile(num_steps, timeout_s)
         try:
@@ -227,12 +251,14 @@ class Service:
         finally:
             trace.remove()
 
-    async def list_adapters(self, who: Principal, page_size: int, page_token: str) -> AdapterPage:
-        """Of a page of the catalog what the caller can generate with here. Raises
+    async def list_adapters(
+        self, principal: Principal, page_size: int, page_token: str
+    ) -> AdapterPage:
+        """Returns those of a page of the catalog that the caller can generate with here. Raises
         StoreUnavailable, and InvalidArgument for a token of another list."""
         if self._registry is None:
             return AdapterPage([], "")
-        tenants = () if who.tenants is None else who.tenants
+        tenants = () if principal.tenants is None else principal.tenants
         page = await self._registry.list_adapters(tenants, page_size, page_token)
         servable = [record for record in page.records if self._directory.is_servable(record)]
         return AdapterPage(servable, page.next_token)
@@ -240,33 +266,34 @@ class Service:
     # --------------------------------------------------------------------------------------------
 
     async def _register(
-        self, caller: Caller, who: Principal, text: str, source: Source, subject: str
+        self, caller: Caller, principal: Principal, text: str, source: Source, subject: str
     ) -> int:
-        ref = parse_ref(text, subject, who.home_tenant)
+        ref = parse_ref(text, subject, principal.home_tenant)
         if not ref.name or ref.version:
             raise InvalidArgument(f"{subject} must be a name without a version", subject=subject)
         if self._registry is None:
             raise AdapterNotFound("this server has no adapter store", subject=subject)
         return await self._registry.register(str(ref.name), source, bearer_token(caller.metadata))
 
-    async def _digest(self, who: Principal, ref: str, subject: str = "ref") -> str:
-        """An owner's digest is taken as it is: what is resident may be gone from the store."""
-        digest = parse_ref(ref, subject, who.home_tenant).digest
-        if digest and self._directory.is_owner(who, digest):
+    async def _digest(self, principal: Principal, ref: str, subject: str = "ref") -> str:
+        """Returns the digest of a reference; an owner's without a lookup: what is resident may be
+        deleted from the store."""
+        digest = parse_ref(ref, subject, principal.home_tenant).digest
+        if digest and self._directory.is_owner(principal, digest):
             return digest
-        return (await self._directory.resolve(who, ref, subject=subject)).digest
+        return (await self._directory.resolve(principal, ref, subject=subject)).digest
 
-    def _named(self, who: Principal, adapter: ResidentAdapter) -> Resident:
-        return Resident(adapter, self._directory.names_of(who, adapter.digest))
+    def _named(self, principal: Principal, adapter: ResidentAdapter) -> Resident:
+        return Resident(adapter, self._directory.names_of(principal, adapter.digest))
 
     @contextmanager
     def _audited(
-        self, caller: Caller, what: str, name: str
+        self, caller: Caller, method: str, name: str
     ) -> Iterator[tuple[Principal, AuditLine]]:
-        """Lets an operator in, as `admit`, and writes down how the call ended."""
-        assert what in AUDITED
-        with self._audit.watching(AuditLine(caller.peer, what, name)) as line:
-            who = self._gate.identify(caller.metadata)
-            line.identify(who)
-            who.require(Action.OPERATE)
-            yield who, line
+        """Authorises an operator, and audits how the call ended."""
+        assert method in AUDITED
+        with self._audit.watching(AuditLine(caller.peer, method, name)) as entry:
+            principal = self._gate.identify(caller.metadata)
+            entry.identify(principal)
+            principal.require(Action.OPERATE)
+            yield principal, entry

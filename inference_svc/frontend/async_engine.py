@@ -1,7 +1,8 @@
-"""Turns the engine's outputs into one stream of text per request. Knows asyncio, not transport.
+"""The engine as coroutines: turns its outputs into one stream of text per request. Knows asyncio,
+and no transport.
 
-Everything here runs on one event loop; a thread of the engine's, or of the door to its process,
-only hands over, once per turn.
+Everything here runs on one event loop; the engine's thread, or the one that reads from its process,
+only hands over its outputs, once per step.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ class EngineHandle(Protocol):
     def send(self, message: Message) -> None: ...
 
 
-class Watcher(Protocol):
-    """Of one request, to its real end."""
+class RequestObserver(Protocol):
+    """Observes one request until the engine has finished it."""
 
     def submitted(self) -> None:
-        """The engine is asked: `heard` follows, once."""
+        """Called when the engine gets the request; `finished` follows, once."""
         ...
 
-    def heard(self, last: Output | None) -> None:
-        """The engine's last word, also if nobody waits for it any more; None if it has died."""
+    def finished(self, last: Output | None) -> None:
+        """Called with the last output, even when its caller has left; None if the engine died."""
         ...
 
 
 class Frontend:
-    """The engine as coroutines. `failed` is set when the engine has died: nothing works then.
-    `on_spans` hears the spans that the engine tells of."""
+    """`failed` is set when the engine has died: nothing works then. `on_spans` is called with the
+    spans that the engine has recorded."""
 
     def __init__(self, engine: EngineHandle, decoder: Decoder) -> None:
         self.failed = asyncio.Event()
@@ -66,7 +67,7 @@ class Frontend:
         self._decoder = decoder
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
-        self._watchers: dict[str, Watcher] = {}
+        self._observers: dict[str, RequestObserver] = {}
         self.on_spans: Callable[[tuple[Any, ...]], None] = lambda spans: None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running_ids: set[tuple[str, str]] = set()
@@ -76,38 +77,38 @@ class Frontend:
         self._idle.set()
 
     def start(self) -> None:
-        """Starts the engine. Call it once, on the loop that everything else is called on."""
+        """Starts the engine; called once, on the loop of all other calls."""
         self._engine.start(self._on_outputs)
 
     # --- requests -------------------------------------------------------------------------------
 
     @property
     def num_requests(self) -> int:
-        """Running and waiting, at this moment."""
+        """The number of requests that run or wait."""
         return len(self._running_ids)
 
     async def generate(
-        self, request: Request, tenant: str = "", watcher: Watcher | None = None
+        self, request: Request, tenant: str = "", observer: RequestObserver | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """The request's deltas; the last one has a finish reason. Its id is one of `tenant`'s:
-        nobody meets, or guesses, what others run.
+        """Yields the request's deltas; the last one has a finish reason. Ids are unique within a
+        tenant: no tenant can find out another's.
 
-        A slow reader gets several steps in one delta. Whoever leaves early, for whatever reason,
-        must close the iterator (`contextlib.aclosing`): that cancels the request. Raises
-        DuplicateRequest, Draining, EngineFailed, and what the engine answers.
+        A slow reader gets several steps in one delta. A reader that stops early must close the
+        iterator (`contextlib.aclosing`): that cancels the request. Raises DuplicateRequest,
+        Draining, EngineFailed, and the engine's errors.
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
-        # A name of our own: an id is free again as soon as its caller has left, while the engine
-        # may still have something to say about it.
+        # An id of our own: the caller's is free again as soon as it has left, while the engine may
+        # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
         generation = Generation(request, self._decoder)
         self._generations[engine_id] = generation
         self._running_ids.add(own_id)
         self._idle.clear()
-        if watcher is not None:
-            self._watchers[engine_id] = watcher
-            watcher.submitted()
+        if observer is not None:
+            self._observers[engine_id] = observer
+            observer.submitted()
         try:
             self._engine.send(Submit(replace(request, request_id=engine_id)))
             while True:
@@ -123,7 +124,7 @@ class Frontend:
                 self._engine.send(Cancel(engine_id))
 
     def _admit(self, own_id: tuple[str, str]) -> None:
-        """Raises why a new request cannot begin."""
+        """Raises the error of a request that cannot start."""
         self._check_serving()
         if own_id in self._running_ids:
             raise DuplicateRequest(
@@ -153,7 +154,7 @@ class Frontend:
         return await self._call(Command.UNPIN, digest)
 
     async def list_resident(self, limit: int = 0) -> tuple[ResidentAdapter, ...]:
-        """All, or at most `limit`: see `core.Call`."""
+        """Returns all, or at most `limit`; see `messages.Call`."""
         return await self._call(Command.LIST_RESIDENT, limit=limit)
 
     async def describe(self) -> EngineStatus:
@@ -164,12 +165,13 @@ class Frontend:
         return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
 
     async def examine(self, limit: int) -> EngineDetails:
-        """At most so many rows of anything."""
+        """Returns at most `limit` rows of each kind."""
         details: EngineDetails = await self._call(Command.EXAMINE, limit=limit)
         return details
 
     async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:
-        """Its file is the caller's to remove. Leaving ends it. Raises ProfileRunning, NoSteps."""
+        """Returns a trace whose file the caller removes. Cancelling it ends the trace. Raises
+        ProfileRunning, NoSteps."""
         trace: StepTrace = await self._call(Command.PROFILE, limit=num_steps, timeout_s=timeout_s)
         return trace
 
@@ -193,27 +195,27 @@ class Frontend:
             return await future
         except (asyncio.CancelledError, GeneratorExit):
             if command is Command.PROFILE:
-                self._leave_trace(call.call_id, future)
+                self._abandon_trace(call.call_id, future)
             raise
         finally:
             self._calls.pop(call.call_id, None)
 
-    def _leave_trace(self, call_id: int, future: asyncio.Future[Any]) -> None:
-        """Its caller leaves: maybe in the turn of the loop in which the trace came."""
+    def _abandon_trace(self, call_id: int, future: asyncio.Future[Any]) -> None:
+        """Ends a trace whose caller was cancelled, or removes it if it has come by now."""
         if call_id in self._calls:
             self._engine.send(Abandon(call_id))
         elif not future.cancelled() and future.exception() is None:
             future.result().remove()
 
     def send(self, message: Message) -> None:
-        """For messages without an answer."""
+        """Sends a message that has no reply."""
         self._engine.send(message)
 
     # --- drain ----------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float) -> None:
-        """Accepts nothing new; returns when nothing runs. What the grace does not suffice for
-        ends with Draining."""
+        """Accepts no new requests; returns when none runs. Those that run after the grace end with
+        Draining."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -224,10 +226,10 @@ class Frontend:
             generation.fail(Draining("the server is shutting down", retry_after_s=1.0))
             del self._generations[engine_id]
 
-    # --- what the engine says -------------------------------------------------------------------
+    # --- outputs --------------------------------------------------------------------------------
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """In the engine's thread, or the one that reads what its process says."""
+        """Called in the engine's thread, or the one that reads from its process."""
         # The loop is closed only if the process ends without stopping the engine first.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
@@ -237,15 +239,15 @@ class Frontend:
             self.on_spans(outputs.spans)
         for output in outputs.outputs:
             generation = self._generations.get(output.request_id)
-            if self._watchers and output.is_last:
-                self._last_word(output)
+            if self._observers and output.is_last:
+                self._notify_finished(output)
             if generation is None:
                 continue
             try:
                 is_stopped = generation.push(output)
             except Exception as error:
-                # One text that cannot be made must not silence the step's other requests. Its
-                # reader leaves with the error, which cancels the request.
+                # A text that cannot be decoded must not stop the step's other requests. Its reader
+                # gets the error, which cancels the request.
                 generation.fail(error)
                 continue
             if is_stopped:
@@ -257,10 +259,10 @@ class Frontend:
         if outputs.failure is not None:
             self._fail()
 
-    def _last_word(self, output: Output) -> None:
-        watcher = self._watchers.pop(output.request_id, None)
-        if watcher is not None:
-            watcher.heard(output)
+    def _notify_finished(self, output: Output) -> None:
+        observer = self._observers.pop(output.request_id, None)
+        if observer is not None:
+            observer.finished(output)
 
     def _reply(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)
@@ -278,9 +280,9 @@ class Frontend:
         for generation in self._generations.values():
             generation.fail(EngineFailed("the engine failed"))
         self._generations.clear()
-        for watcher in self._watchers.values():
-            watcher.heard(None)
-        self._watchers.clear()
+        for observer in self._observers.values():
+            observer.finished(None)
+        self._observers.clear()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineFailed("the engine failed"))

@@ -1,4 +1,4 @@
-"""One request's text in the making: tokens in, deltas out."""
+"""The text of one running request: tokens in, deltas out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.text.stop import StopMatcher
 
 @dataclass(slots=True)
 class Delta:
-    """What is new since the last delta; finish reason, usage and timings in the last one only."""
+    """What came since the previous delta; finish reason, usage and timings in the last one only."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -26,8 +26,8 @@ class Delta:
 class Generation:
     """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta.
 
-    A stop string ends the request here, but the last delta waits for the engine's word on usage
-    and timings, which follows the Cancel within a step.
+    A stop string ends the request here, but the last delta waits for the engine's usage and
+    timings, which follow the Cancel within a step.
     """
 
     def __init__(self, request: Request, decoder: Decoder) -> None:
@@ -38,40 +38,41 @@ class Generation:
         self._stopped = False
         self._delta = Delta()
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._has_delta = asyncio.Event()
 
     async def next_delta(self) -> Delta:
-        """Everything since the last call; waits until there is something."""
-        await self._news.wait()
-        self._news.clear()
+        """Returns everything since the last call; waits until there is something."""
+        await self._has_delta.wait()
+        self._has_delta.clear()
         if self._error is not None:
             raise self._error
         delta, self._delta = self._delta, Delta()
         return delta
 
     def push(self, output: Output) -> bool:
-        """Takes an output; True when a stop string is complete: the engine should cancel."""
+        """Adds an output; returns True when a stop string is complete, so that the request is to be
+        cancelled."""
         if output.error is not None:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
         if output.token_ids and not was_stopped:
-            self._take_tokens(output)
-            self._news.set()
+            self._add_tokens(output)
+            self._has_delta.set()
         if output.finish_reason is not None:
             self._finish(output, output.finish_reason)
-            self._news.set()
+            self._has_delta.set()
         return self._stopped and not (was_stopped or output.is_last)
 
     def fail(self, error: Exception) -> None:
         """Ends the request: the next read raises."""
         self._error = error
-        self._news.set()
+        self._has_delta.set()
 
-    def _take_tokens(self, output: Output) -> None:
+    def _add_tokens(self, output: Output) -> None:
         """Adds tokens, up to the one that completes a stop string."""
         delta = self._delta
-        # The token that the engine stopped at is no part of the text.
+        # The token that the engine stopped at is not part of the text.
         is_end = output.finish_reason is FinishReason.STOP
         num_shown = len(output.token_ids) - is_end
         for index, token_id in enumerate(output.token_ids):
@@ -80,11 +81,11 @@ class Generation:
             if output.logprobs:
                 delta.logprobs.append(output.logprobs[index])
             if index < num_shown:
-                self._show(self._detokenizer.push(token_id))
+                self._add_text(self._detokenizer.push(token_id))
             if self._stopped:
                 return
 
-    def _show(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Adds text to the delta, up to a stop string."""
         may_stop = self._num_tokens >= self._min_tokens
         shown, self._stopped = self._stop.push(text, may_stop=may_stop)
@@ -93,7 +94,7 @@ class Generation:
     def _finish(self, output: Output, reason: FinishReason) -> None:
         delta = self._delta
         if not self._stopped:
-            self._show(self._detokenizer.flush())
+            self._add_text(self._detokenizer.flush())
         if not self._stopped:
             delta.text += self._stop.flush()
         delta.finish_reason = FinishReason.STOP if self._stopped else reason

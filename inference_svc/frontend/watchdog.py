@@ -1,4 +1,4 @@
-"""Whether the engine still takes turns: a process that hangs is none that has died."""
+"""Checks that the engine still answers: a process that hangs is not one that has died."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-ASK_SECONDS = 10.0
+CHECK_SECONDS = 10.0
 HANG_SECONDS = 120.0
-"""More than the longest step that anybody would wait for, also of a large model without a GPU."""
+"""Longer than any step that callers would wait for, also of a large model without a GPU."""
 
 
-async def follow_engine(
-    ask: Callable[[], Awaitable[object]], on_change: Callable[[bool], Awaitable[None]]
+async def watch_engine(
+    check: Callable[[], Awaitable[object]], on_change: Callable[[bool], Awaitable[None]]
 ) -> None:
-    """Calls `ask` now and then until it raises ServiceError: the engine has failed. `on_change`
-    hears False once an answer has not come for HANG_SECONDS, and True when it has."""
+    """Calls `check` every CHECK_SECONDS until it raises ServiceError: the engine has failed.
+    Calls `on_change` with False once a check has taken HANG_SECONDS, and with True when it ends."""
     while True:
-        asked = asyncio.ensure_future(ask())
+        checking = asyncio.ensure_future(check())
         try:
-            if not (await asyncio.wait({asked}, timeout=HANG_SECONDS))[0]:
+            if not (await asyncio.wait({checking}, timeout=HANG_SECONDS))[0]:
                 log.error("the engine does not answer", extra={"seconds": HANG_SECONDS})
                 await on_change(False)
-                await asked
+                await checking
                 log.warning("the engine answers again")
                 await on_change(True)
-            await asked
+            await checking
         except ServiceError:
             return
         finally:
-            asked.cancel()
-        await asyncio.sleep(ASK_SECONDS)
+            checking.cancel()
+        await asyncio.sleep(CHECK_SECONDS)

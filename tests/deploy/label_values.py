@@ -15,7 +15,7 @@ import inference_svc.errors
 from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
-from inference_svc.api.http.errors import ANSWERS, CLIENT_GONE
+from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
 from inference_svc.histogram import IDLE_BOUNDS_S
 from inference_svc.metrics.gateway import _LEVELS as LEVELS
 from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
@@ -62,7 +62,8 @@ def _inference() -> Known:
         "reason": _reasons(inference_svc.errors),
         "route": routes,
         "source": _values(LoadSource),
-        "status": {str(answer.status) for answer in ANSWERS.values()} | {"200", str(CLIENT_GONE)},
+        "status": {str(answer.status) for answer in ERROR_STATUSES.values()}
+        | {"200", str(CLIENT_CLOSED_REQUEST)},
         "tier": set(LEVELS),
     }
 

@@ -50,7 +50,7 @@ def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
 
 
 def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch) -> None:
-    monkeypatch.setattr(watchdog, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "CHECK_SECONDS", 0.01)
 
     async def body(running: Running) -> None:
         ended = asyncio.create_task(running.server.run(running.stop))

@@ -1,1 +1,6 @@
-"""grpc."""
+"""InferenceService over gRPC.
+
+servicer  convert, call the service, convert
+convert   protobuf messages to our types and back
+status    errors as gRPC statuses, and the interceptors
+"""

@@ -1,4 +1,4 @@
-"""Protobuf messages to our words and back: pure functions. Every field is checked here."""
+"""Converts between protobuf messages and our types: pure functions that check every field."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall
-from inference_svc.api.sampling import checked_sampling, random_seed
+from inference_svc.api.generate_call import (
+    MAX_ID_CHARS,
+    GenerateCall,
+    checked_sampling,
+    deadline_after,
+    random_seed,
+)
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
@@ -25,23 +30,26 @@ _FINISH_REASONS = {
 }
 MAX_PROFILED_STEPS = 200
 PROFILE_SECONDS, MAX_PROFILE_SECONDS = 30.0, 300.0
-"""For so many steps to come by."""
+"""How long to wait for the steps."""
 
 _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
-def from_generate_request(request: pb.GenerateRequest, vocab_size: int) -> GenerateCall:
-    """Raises InvalidArgument, naming the field."""
+def from_generate_request(
+    request: pb.GenerateRequest, vocab_size: int, remaining_s: float | None = None
+) -> GenerateCall:
+    """`remaining_s` is left of the caller's deadline. Raises InvalidArgument, naming the field."""
     _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     return GenerateCall(
         request_id=request.request_id or uuid.uuid4().hex,
         adapter=request.adapter,
-        min_revision=request.min_revision,
-        prompt=_from_prompt(request, vocab_size),
+        prompts=(_from_prompt(request, vocab_size),),
         sampling=from_sampling(request.sampling, vocab_size),
+        min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        deadline_s=deadline_after(remaining_s),
     )
 
 
@@ -61,7 +69,7 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
 
 
 def from_sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
-    """Defaults filled in, every field within its range. Raises InvalidArgument."""
+    """Returns the parameters with defaults filled in. Raises InvalidArgument."""
     defaults = SamplingParams()
     given = SamplingParams(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else defaults.max_tokens,
@@ -93,11 +101,11 @@ def _check(holds: bool, field: str, requirement: str) -> None:
         raise InvalidArgument(f"{field} must be {requirement}", subject=field)
 
 
-# --- answers ------------------------------------------------------------------------------------
+# --- responses ----------------------------------------------------------------------------------
 
 
 def to_identity(binding: Binding | None) -> pb.AdapterIdentity | None:
-    """None for the base model."""
+    """Returns None for the base model."""
     if binding is None:
         return None
     return pb.AdapterIdentity(name=binding.label, digest=binding.digest)
@@ -167,7 +175,7 @@ def to_memory(memory: dict[str, tuple[int, int]]) -> list[pb.MemoryUse]:
 
 
 def from_profile_request(request: pb.ProfileStepsRequest) -> tuple[int, float]:
-    """(steps, seconds to wait for them). Raises InvalidArgument."""
+    """Returns the number of steps and the seconds to wait for them. Raises InvalidArgument."""
     num_steps = request.num_steps
     if not 1 <= num_steps <= MAX_PROFILED_STEPS:
         raise InvalidArgument(

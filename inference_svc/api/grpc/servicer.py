@@ -1,13 +1,15 @@
-"""InferenceService: convert, call the service, convert. Errors become statuses in `status`."""
+"""InferenceService over gRPC: convert, call the service, convert; `status` answers errors."""
 
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
 from inference_svc.access import Action
+from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.service import Caller, Service
 from inference_svc.debug.info import DebugInfo
@@ -25,20 +27,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # Writing instead of yielding: a cancelled call then always ends inside this frame, and the
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
-        service = self._service
-        with service.accounts.open(request.request_id, request.adapter) as account:
-            who = service.admit_request(_caller(context), account)
-            call = convert.from_generate_request(request, service.facts.vocab_size)
-            account.request_id, account.prompt = call.request_id, call.prompt
-            binding = await service.bind(who, call.adapter, call.min_revision)
-            account.bind(binding)
-            to_run = await service.prepare(who, call, binding, context.time_remaining())
-            identity = convert.to_identity(binding)
-            async with aclosing(service.run(to_run, account)) as deltas:
-                async for delta in deltas:
-                    await context.write(
-                        convert.to_generate_response(call.request_id, delta, identity)
-                    )
+        incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
+        stream = await self._service.generate(_caller(context), incoming)
+        request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
+        async with aclosing(stream.deltas()) as deltas:
+            async for _, delta in deltas:
+                await context.write(convert.to_generate_response(request_id, delta, identity))
 
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
@@ -67,8 +61,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ListResidentAdapters(  # noqa: N802
         self, request: pb.ListResidentAdaptersRequest, context: Context
     ) -> pb.ListResidentAdaptersResponse:
-        who = self._service.admit(_caller(context), Action.OPERATE)
-        residents = await self._service.list_resident(who, request.limit)
+        principal = self._service.authorize(_caller(context), Action.OPERATE)
+        residents = await self._service.list_resident(principal, request.limit)
         return pb.ListResidentAdaptersResponse(
             adapters=[convert.to_resident_adapter(*resident) for resident in residents]
         )
@@ -76,7 +70,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        self._service.admit(_caller(context), Action.INFO)
+        self._service.authorize(_caller(context), Action.INFO)
         facts = self._service.facts
         status = await self._service.describe()
         return pb.GetServerInfoResponse(
@@ -103,7 +97,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetDebugInfo(  # noqa: N802
         self, request: pb.GetDebugInfoRequest, context: Context
     ) -> None:
-        self._service.admit_inspector(_caller(context))
+        self._service.authorize_inspection(_caller(context))
         async with aclosing(self._debug.parts()) as parts:
             async for part in parts:
                 await context.write(
@@ -113,12 +107,31 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ProfileSteps(  # noqa: N802
         self, request: pb.ProfileStepsRequest, context: Context
     ) -> None:
-        self._service.admit_inspector(_caller(context))
+        self._service.authorize_inspection(_caller(context))
         num_steps, timeout_s = convert.from_profile_request(request)
         async with self._service.profile(num_steps, timeout_s) as trace:
             await context.write(pb.ProfileStepsResponse(num_steps=trace.num_steps))
             async for chunk in trace.chunks():
                 await context.write(pb.ProfileStepsResponse(chunk=chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class _IncomingCall:
+    request: pb.GenerateRequest
+    context: Context
+    vocab_size: int
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def adapter(self) -> str:
+        return self.request.adapter
+
+    async def read(self) -> GenerateCall:
+        remaining_s = self.context.time_remaining()
+        return convert.from_generate_request(self.request, self.vocab_size, remaining_s)
 
 
 def _caller(context: Context) -> Caller:

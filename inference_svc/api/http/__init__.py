@@ -1,2 +1,17 @@
-"""The HTTP front, in OpenAI's words: one more way into `service`, and the only place that knows
-HTTP. It knows nothing of gRPC."""
+"""The HTTP API, compatible with OpenAI's: the only package that knows HTTP, and none of gRPC.
+
+app          the application: routes, error handlers, middleware
+server       uvicorn on the service's event loop
+connections  limits of connections that are idle or do not read
+middleware   counts and traces requests, adds the load, cancels when a client disconnects
+errors       errors as responses in OpenAI's format
+request      request bodies and headers, and the fields of the generating routes
+generate     the flow of the generating routes: read, generate, respond
+completions  /v1/completions: body and format
+chat         /v1/chat/completions: body and format
+choices      finish reasons, usage and slices of a response's choices
+response     a full response, encoded while it is generated
+sse          a response of server-sent events
+models       /v1/models
+adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter
+"""

@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as of vLLM."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from inference_svc.api.http.attending import attend
 from inference_svc.api.http.errors import set_names
-from inference_svc.api.http.request import Body, read_body, recognising
+from inference_svc.api.http.middleware import cancel_on_disconnect
+from inference_svc.api.http.request import Body, authenticated, read_body
 from inference_svc.api.service import Service
 from inference_svc.store.catalog import Source
 
@@ -27,14 +27,14 @@ _NAMES = {
 
 
 class LoadBody(Body):
-    """`lora_path`: where the store is to fetch it from; null: it is registered already."""
+    """`lora_path` is where the store fetches the adapter from; null if it is registered."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_REF_CHARS)]
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS)] | None = None
     base_model: Annotated[str, Field(max_length=MAX_REF_CHARS)] | None = None
     pin: bool | None = None
 
-    # Of vLLM: here a name may always be given new content, which becomes its next version.
+    # vLLM's. Here a name may always get new content, which becomes its next version.
     load_inplace: bool | None = None
 
     @property
@@ -49,22 +49,20 @@ class LoadBody(Body):
 class UnloadBody(Body):
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_REF_CHARS)]
 
-    # Of vLLM, where adapters have numbers.
+    # vLLM's, where adapters have numbers.
     lora_int_id: int | None = None
 
 
 class Adapters:
-    """Both routes."""
-
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def load(self, request: Request) -> Response:
         set_names(request, _NAMES)
-        with recognising(request) as caller:
-            self._service.recognise(caller, "LoadAdapter")
+        with authenticated(request) as caller:
+            self._service.authenticate(caller, "LoadAdapter")
         body = await read_body(request, LoadBody)
-        await attend(
+        await cancel_on_disconnect(
             request.receive,
             self._service.load(
                 caller,
@@ -78,10 +76,10 @@ class Adapters:
 
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)
-        with recognising(request) as caller:
-            self._service.recognise(caller, "UnloadAdapter")
+        with authenticated(request) as caller:
+            self._service.authenticate(caller, "UnloadAdapter")
         body = await read_body(request, UnloadBody)
-        await attend(
+        await cancel_on_disconnect(
             request.receive,
             self._service.unload(caller, body.lora_name, subject="lora_name"),
         )

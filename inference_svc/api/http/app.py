@@ -1,4 +1,4 @@
-"""The routes, and what surrounds them."""
+"""The application: its routes, its error handlers and its middleware."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from inference_svc.access import Action
 from inference_svc.api.http.adapters import Adapters
 from inference_svc.api.http.chat import ChatBody, ChatCompletions
 from inference_svc.api.http.completions import CompletionBody, Completions
-from inference_svc.api.http.errors import answer_error
-from inference_svc.api.http.generate import Generating
-from inference_svc.api.http.middleware import Counting
+from inference_svc.api.http.errors import handle_error
+from inference_svc.api.http.generate import GenerateRoute
+from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
-from inference_svc.api.http.request import recognising
+from inference_svc.api.http.request import authenticated
 from inference_svc.api.service import Service
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.metrics.metrics import Metrics
@@ -29,7 +29,7 @@ from servicekit.telemetry.tracing import Tracing
 
 
 class Operations:
-    """What orchestrators and scrapers ask for."""
+    """The routes of orchestrators and scrapers."""
 
     def __init__(
         self,
@@ -44,19 +44,19 @@ class Operations:
         self._opens_metrics = opens_metrics
 
     async def health(self, request: Request) -> Response:
-        """Needs no token: probes have none."""
+        """Requires no token: probes have none."""
         return Response(status_code=200 if self._is_serving() else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Names of all tenants' adapters are in it, and callers may come here."""
-        tell = self._metrics.exposition
+        """Requires an operator of all tenants, whose adapters' names the metrics contain."""
+        expose = self._metrics.exposition
         if self._opens_metrics and "authorization" not in request.headers:
-            tell = self._metrics.gateway_exposition  # gateways have no token
+            expose = self._metrics.gateway_exposition  # gateways have no token
         else:
-            with recognising(request) as caller:
-                who = self._service.admit(caller, Action.OPERATE)
-            who.require_all_tenants("the metrics tell")
-        text, media_type = await asyncio.to_thread(tell)
+            with authenticated(request) as caller:
+                principal = self._service.authorize(caller, Action.OPERATE)
+            principal.require_all_tenants("the metrics tell")
+        text, media_type = await asyncio.to_thread(expose)
         return Response(text, headers={"content-type": media_type})
 
 
@@ -70,14 +70,14 @@ def make_app(
     is_serving: Callable[[], bool],
     opens_metrics: bool = False,
     tracing: Tracing | None = None,
-) -> Counting:
-    """To be served on the event loop of `service`. `on_end` and `load` are Counting's.
-    `opens_metrics`: who has no token learns what gateways route by."""
+) -> RequestMiddleware:
+    """Returns the application, for the event loop of `service`. See RequestMiddleware for `on_end`
+    and `load`. `opens_metrics`: callers without a token get the metrics that gateways route by."""
     pieces = Pieces(vocabulary)
     models, adapters = Models(service), Adapters(service)
     operations = Operations(service, metrics, is_serving, opens_metrics)
-    chat: Generating[ChatBody] = Generating(service, pieces, ChatCompletions())
-    completions: Generating[CompletionBody] = Generating(service, pieces, Completions())
+    chat: GenerateRoute[ChatBody] = GenerateRoute(service, pieces, ChatCompletions())
+    completions: GenerateRoute[CompletionBody] = GenerateRoute(service, pieces, Completions())
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),
@@ -89,6 +89,6 @@ def make_app(
         Route("/metrics", operations.metrics),
     ]
     handled = (ServiceError, HTTPException, ClientDisconnect, Exception)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, answer_error))
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, handle_error))
     app.router.redirect_slashes = False
-    return Counting(app, [route.path for route in routes], on_end, load, tracing)
+    return RequestMiddleware(app, [route.path for route in routes], on_end, load, tracing)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: its body, and how its choices are told."""
+"""/v1/chat/completions: its body, and the format of its choices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
+from inference_svc.api.generate_call import MAX_LOGPROBS
 from inference_svc.api.http.choices import FINISH_REASONS
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.fields import GenerationBody
-from inference_svc.api.http.request import Body
+from inference_svc.api.http.request import Body, GenerationBody
 from inference_svc.api.http.response import Choice
-from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
@@ -26,7 +25,7 @@ _Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 def _to_text(value: object) -> str:
-    """A text, or one in parts; null has none."""
+    """Joins a text in parts; null is empty."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -41,16 +40,16 @@ def _to_part(value: object) -> str:
         text = value["text"]
         if value["type"] == "text" and isinstance(text, str):
             return text
-    raise ValueError('a part must be {"type": "text", "text": ...}: there is nothing but text here')
+    raise ValueError('a part must be {"type": "text", "text": ...}: only text is supported')
 
 
 class Message(Body):
-    """Of an answer of ours all fields can come back."""
+    """All fields of our responses are accepted back."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str, PlainValidator(_to_text)]
 
-    # Taken, and of no effect: templates know none.
+    # Accepted, without effect: templates know none.
     name: Annotated[str, Field(max_length=256)] | None = None
 
     refusal: None = None
@@ -70,7 +69,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    # Taken where they ask for nothing that we do not do.
+    # Accepted with values that change nothing.
     store: Literal[False] | None = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -81,14 +80,14 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
     @property
-    def limit_field(self) -> str:
-        return super().limit_field or (
+    def max_tokens_field(self) -> str:
+        return super().max_tokens_field or (
             "" if self.max_completion_tokens is None else "max_completion_tokens"
         )
 
 
 class ChatCompletions:
-    """The route's ways; see `generate.Kind`."""
+    """See `generate.Endpoint`."""
 
     body: ClassVar = ChatBody
     id_prefix: ClassVar = "chatcmpl"
@@ -100,7 +99,7 @@ class ChatCompletions:
         return (tuple(ChatMessage(m.role, m.content) for m in body.messages),)
 
     def sampling(self, body: ChatBody, max_model_len: int) -> SamplingParams:
-        """Without a limit: as many tokens as there is room for. Raises InvalidArgument."""
+        """Without a limit, as many tokens as the context allows. Raises InvalidArgument."""
         if None not in (body.max_tokens, body.max_completion_tokens):
             raise InvalidArgument(
                 "max_tokens: is the old name of max_completion_tokens; give one of them",
@@ -112,51 +111,51 @@ class ChatCompletions:
         max_tokens = next(limit for limit in limits if limit is not None)
         return body.to_sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
-    def teller(self, index: int, body: ChatBody, pieces: Pieces) -> ChatTeller:
-        return ChatTeller(index, pieces, bool(body.return_token_ids))
+    def formatter(self, index: int, body: ChatBody, pieces: Pieces) -> ChatFormatter:
+        return ChatFormatter(index, pieces, bool(body.return_token_ids))
 
 
-class ChatTeller:
-    """Tells one choice: whole, or in parts."""
+class ChatFormatter:
+    """See `response.ChoiceFormatter`."""
 
     logprob_constants: Mapping[str, None] = {"refusal": None}
 
-    def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
+    def __init__(self, index: int, pieces: Pieces, includes_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
-        self._tells_ids = tells_ids
+        self._includes_ids = includes_ids
         self._has_begun = False
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def full(self, choice: Choice) -> dict[str, Any]:
         assert choice.finish_reason is not None
-        told = {
+        formatted = {
             "index": self._index,
             "message": {"role": "assistant", "content": choice.text},
             "finish_reason": FINISH_REASONS[choice.finish_reason],
         }
-        return told | {"token_ids": choice.token_ids} if self._tells_ids else told
+        return formatted | {"token_ids": choice.token_ids} if self._includes_ids else formatted
 
-    def part(self, delta: Delta) -> dict[str, Any] | None:
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        has_news = delta.text or delta.logprobs or reason or self._tells_ids
-        if self._has_begun and not has_news:
+        is_new = delta.text or delta.logprobs or reason or self._includes_ids
+        if self._has_begun and not is_new:
             return None
         content: dict[str, Any] = {} if self._has_begun else {"role": "assistant", "content": ""}
         self._has_begun = True
         if delta.text:
             content["content"] = delta.text
-        told = {
+        formatted = {
             "index": self._index,
             "delta": content,
-            "logprobs": self._part_of_logprobs(delta.logprobs),
+            "logprobs": self._chunk_logprobs(delta.logprobs),
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
-        return told | {"token_ids": delta.token_ids} if self._tells_ids else told
+        return formatted | {"token_ids": delta.token_ids} if self._includes_ids else formatted
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         return {"content": [self._token(each) for each in tokens]}
 
-    def _part_of_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _chunk_logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         return {**self.logprobs(tokens), **self.logprob_constants} if tokens else None
 
     def _token(self, token: TokenLogprobs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""/v1/completions: its body, and how its choices are told."""
+"""/v1/completions: its body, and the format of its choices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import Field, PlainValidator
 
+from inference_svc.api.generate_call import MAX_LOGPROBS
 from inference_svc.api.http.chat import MIN_LOGPROB
 from inference_svc.api.http.choices import FINISH_REASONS
 from inference_svc.api.http.errors import Names
-from inference_svc.api.http.fields import MAX_CHOICES, GenerationBody
+from inference_svc.api.http.request import MAX_CHOICES, GenerationBody
 from inference_svc.api.http.response import Choice
-from inference_svc.api.sampling import MAX_LOGPROBS
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces
@@ -20,7 +20,7 @@ from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 def _are_ids(value: object) -> TypeGuard[list[int]]:
@@ -28,7 +28,7 @@ def _are_ids(value: object) -> TypeGuard[list[int]]:
 
 
 def _to_prompts(value: object) -> tuple[Prompt, ...]:
-    """A text, token ids, or a list of one of these."""
+    """Accepts a text, token ids, or a list of one of these."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -47,14 +47,14 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_to_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    # Taken where they ask for nothing that we do not do.
+    # Accepted with values that change nothing.
     best_of: int | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
 
 class Completions:
-    """The route's ways; see `generate.Kind`."""
+    """See `generate.Endpoint`."""
 
     body: ClassVar = CompletionBody
     id_prefix: ClassVar = "cmpl"
@@ -78,43 +78,43 @@ class Completions:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, body.logprobs)
 
-    def teller(self, index: int, body: CompletionBody, pieces: Pieces) -> CompletionTeller:
-        return CompletionTeller(index, pieces, bool(body.return_token_ids))
+    def formatter(self, index: int, body: CompletionBody, pieces: Pieces) -> CompletionFormatter:
+        return CompletionFormatter(index, pieces, bool(body.return_token_ids))
 
 
-class CompletionTeller:
-    """Tells one choice: whole, or in parts."""
+class CompletionFormatter:
+    """See `response.ChoiceFormatter`."""
 
     logprob_constants: Mapping[str, None] = {}
 
-    def __init__(self, index: int, pieces: Pieces, tells_ids: bool) -> None:
+    def __init__(self, index: int, pieces: Pieces, includes_ids: bool) -> None:
         self._index = index
         self._pieces = pieces
-        self._tells_ids = tells_ids
+        self._includes_ids = includes_ids
         self._offset = 0
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        return self._told(choice.text, choice.finish_reason, choice.token_ids)
+    def full(self, choice: Choice) -> dict[str, Any]:
+        return self._format(choice.text, choice.finish_reason, choice.token_ids)
 
-    def part(self, delta: Delta) -> dict[str, Any] | None:
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
         reason = delta.finish_reason
-        if not (delta.text or delta.logprobs or reason or self._tells_ids):
+        if not (delta.text or delta.logprobs or reason or self._includes_ids):
             return None
         logprobs = self.logprobs(delta.logprobs) if delta.logprobs else None
-        return self._told(delta.text, reason, delta.token_ids) | {"logprobs": logprobs}
+        return self._format(delta.text, reason, delta.token_ids) | {"logprobs": logprobs}
 
-    def _told(
+    def _format(
         self, text: str, reason: FinishReason | None, token_ids: Sequence[int]
     ) -> dict[str, Any]:
-        told = {
+        formatted = {
             "index": self._index,
             "text": text,
             "finish_reason": None if reason is None else FINISH_REASONS[reason],
         }
-        return told | {"token_ids": token_ids} if self._tells_ids else told
+        return formatted | {"token_ids": token_ids} if self._includes_ids else formatted
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """Offsets are where tokens begin in the text of all of them."""
+        """Offsets are the tokens' positions in the choice's text."""
         texts = [self._pieces.of(token.token_id).text for token in tokens]
         offsets = []
         for text in texts:
@@ -128,7 +128,7 @@ class CompletionTeller:
         }
 
     def _top(self, token: TokenLogprobs) -> dict[str, float]:
-        """The chosen one is always among them. Of tokens that read the same, the most likely."""
+        """Includes the chosen token; of tokens with the same text only the most likely."""
         found: dict[str, float] = {}
         for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
             found.setdefault(self._pieces.of(token_id).text, max(logprob, MIN_LOGPROB))

@@ -1,7 +1,9 @@
-"""Errors as HTTP answers in OpenAI's shape: one table."""
+"""Errors as HTTP responses in OpenAI's format: one table, and the handlers that use it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,9 +11,8 @@ from typing import Any, NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.refusing import UnreadRefusal
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnavailable,
@@ -27,74 +28,77 @@ from inference_svc.errors import (
 )
 from servicekit import errors
 
-CLIENT_GONE = 499
-"""Never sent: what is counted where the client left before it had an answer."""
+CLIENT_CLOSED_REQUEST = 499
+"""Never sent: counted where the client disconnected before the response."""
 
 INTERNAL_MESSAGE = "internal error"
-"""All that a caller learns of our bugs; the log has the rest."""
+"""What a caller sees of our bugs; the log has the rest."""
 
 
-class Answer(NamedTuple):
-    """`kind` and `code` are the fields `type` and `code` of the error."""
+class ErrorStatus(NamedTuple):
+    """The HTTP status, and the error's fields `type` and `code`."""
 
     status: int
-    kind: str
+    type: str
     code: str
 
 
-_INVALID = "invalid_request_error"
-INTERNAL = Answer(500, "server_error", "internal_error")
+LINGER_BYTES = 8 << 20
+LINGER_SECONDS = 1.0
+"""How much of an unread body is discarded, and for how long, before its connection closes."""
 
-ANSWERS: dict[type[errors.ServiceError], Answer] = {
-    errors.Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
-    errors.PermissionDenied: Answer(403, "permission_error", "permission_denied"),
-    errors.InvalidArgument: Answer(400, _INVALID, "invalid_argument"),
-    DuplicateRequest: Answer(409, _INVALID, "duplicate_request_id"),
-    AdapterNotFound: Answer(404, _INVALID, "model_not_found"),
-    AdapterUnusable: Answer(400, _INVALID, "adapter_unusable"),
-    AdapterUnavailable: Answer(503, "server_error", "adapter_unavailable"),
-    StoreUnavailable: Answer(503, "server_error", "store_unavailable"),
-    CorruptImage: Answer(500, "server_error", "corrupt_image"),
-    QueueFull: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
-    NoRoom: Answer(400, _INVALID, "no_room"),
-    ProfileRunning: Answer(409, _INVALID, "profile_running"),
-    NoSteps: Answer(504, "server_error", "no_steps"),
-    errors.Draining: Answer(503, "server_error", "draining"),
+_INVALID = "invalid_request_error"
+INTERNAL = ErrorStatus(500, "server_error", "internal_error")
+
+ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
+    errors.Unauthenticated: ErrorStatus(401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDenied: ErrorStatus(403, "permission_error", "permission_denied"),
+    errors.InvalidArgument: ErrorStatus(400, _INVALID, "invalid_argument"),
+    DuplicateRequest: ErrorStatus(409, _INVALID, "duplicate_request_id"),
+    AdapterNotFound: ErrorStatus(404, _INVALID, "model_not_found"),
+    AdapterUnusable: ErrorStatus(400, _INVALID, "adapter_unusable"),
+    AdapterUnavailable: ErrorStatus(503, "server_error", "adapter_unavailable"),
+    StoreUnavailable: ErrorStatus(503, "server_error", "store_unavailable"),
+    CorruptImage: ErrorStatus(500, "server_error", "corrupt_image"),
+    QueueFull: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
+    NoRoom: ErrorStatus(400, _INVALID, "no_room"),
+    ProfileRunning: ErrorStatus(409, _INVALID, "profile_running"),
+    NoSteps: ErrorStatus(504, "server_error", "no_steps"),
+    errors.Draining: ErrorStatus(503, "server_error", "draining"),
     EngineFailed: INTERNAL,
 }
-"""Every error that a request ends with; what is not here is a bug. The codes are our reasons, but
-for those two that clients of OpenAI look for. What waiting cannot mend is none that they try
-again."""
+"""Every error that a request ends with; any other is a bug. The codes are our reasons, except for
+the two that OpenAI's clients know. Only temporary errors have statuses that those clients retry."""
 
-PROTOCOL: dict[int, str] = {
+PROTOCOL_CODES: dict[int, str] = {
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "body_too_large",
     415: "unsupported_media_type",
 }
-"""Codes of what is wrong before a request means anything."""
+"""Codes of errors in HTTP itself."""
 
 _ABOUT_ADAPTER = (AdapterNotFound, AdapterUnusable, AdapterUnavailable)
 
 Names = Mapping[str, str]
-"""What a route calls the subjects of errors, where it has other names for them."""
+"""A route's own names for the subjects of errors."""
 
 
-def error_object(error: Exception, names: Names) -> tuple[Answer, dict[str, Any]]:
-    """{"error": {...}}, and what goes with it."""
-    answer, message, param = _answer(error), INTERNAL_MESSAGE, None
-    if isinstance(error, errors.ServiceError) and answer is not INTERNAL:
+def error_object(error: Exception, names: Names) -> tuple[ErrorStatus, dict[str, Any]]:
+    """Returns the status and {"error": {...}}."""
+    status, message, param = _status(error), INTERNAL_MESSAGE, None
+    if isinstance(error, errors.ServiceError) and status is not INTERNAL:
         message = error.message
         param = _param(error, names)
-    body = {"message": message, "type": answer.kind, "param": param, "code": answer.code}
-    return answer, {"error": body}
+    body = {"message": message, "type": status.type, "param": param, "code": status.code}
+    return status, {"error": body}
 
 
-def _answer(error: Exception) -> Answer:
+def _status(error: Exception) -> ErrorStatus:
     if not isinstance(error, errors.ServiceError):
         return INTERNAL
-    return ANSWERS.get(type(error), INTERNAL)
+    return ERROR_STATUSES.get(type(error), INTERNAL)
 
 
 def _param(error: errors.ServiceError, names: Names) -> str | None:
@@ -105,30 +109,29 @@ def _param(error: errors.ServiceError, names: Names) -> str | None:
     return None
 
 
-# --- what is noted of a request -----------------------------------------------------------------
+# --- the state of a request ---------------------------------------------------------------------
 
 
 def set_names(request: Request, names: Names) -> None:
-    """Of the request's route: the first thing that a handler does."""
+    """Sets the names of the request's route; the first thing that a handler does."""
     request.state.names = names
 
 
 def set_read(request: Request) -> None:
-    """Nothing of the body is left on the connection."""
+    """Marks the body as fully read."""
     request.state.is_read = True
 
 
-def set_known(request: Request) -> None:
-    """Its caller is no stranger."""
-    request.state.is_known = True
+def set_authenticated(request: Request) -> None:
+    request.state.is_authenticated = True
 
 
-def is_known(scope: Scope) -> bool:
-    return bool(scope.get("state", {}).get("is_known"))
+def is_authenticated(scope: Scope) -> bool:
+    return bool(scope.get("state", {}).get("is_authenticated"))
 
 
 def set_error(scope: Scope, error: Exception) -> None:
-    """It failed, whether or not an answer had begun."""
+    """Records that the request failed, whether or not a response had begun."""
     scope.setdefault("state", {})["error"] = error
 
 
@@ -137,41 +140,41 @@ def error_of(scope: Scope) -> Exception | None:
     return error
 
 
-def set_left(scope: Scope) -> None:
-    """Its client left before the answer's end."""
-    scope.setdefault("state", {})["has_left"] = True
+def set_disconnected(scope: Scope) -> None:
+    """Records that the client disconnected before the end of the response."""
+    scope.setdefault("state", {})["is_disconnected"] = True
 
 
 def status_of(scope: Scope, sent: int | None) -> int:
-    """How it ended, which its answer, if one was `sent`, may have begun too early to tell."""
+    """Returns how the request ended; a response that was `sent` may have begun before it failed."""
     error = error_of(scope)
     if error is not None:
-        return _answer(error).status
-    has_left = scope.get("state", {}).get("has_left", False)
-    return CLIENT_GONE if sent is None or has_left else sent
+        return _status(error).status
+    is_disconnected = scope.get("state", {}).get("is_disconnected", False)
+    return CLIENT_CLOSED_REQUEST if sent is None or is_disconnected else sent
 
 
 # --- handlers -----------------------------------------------------------------------------------
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    """Of everything that is raised before an answer has begun."""
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Responds to any error that is raised before a response has begun."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
         return _respond(request, error.status_code, _protocol_error(error), error.headers or {})
-    answer, body = error_object(error, getattr(request.state, "names", {}))
+    status, body = error_object(error, getattr(request.state, "names", {}))
     set_error(request.scope, error)
     headers = {}
     if isinstance(error, errors.ServiceError) and error.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    if answer.status == 401:
+    if status.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _respond(request, answer.status, body, headers)
+    return _respond(request, status.status, body, headers)
 
 
 def _protocol_error(error: HTTPException) -> dict[str, Any]:
-    code = PROTOCOL.get(error.status_code, "invalid_argument")
+    code = PROTOCOL_CODES.get(error.status_code, "invalid_argument")
     body = {"message": error.detail, "type": _INVALID, "param": None, "code": code}
     return {"error": body}
 
@@ -180,5 +183,29 @@ def _respond(
     request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]
 ) -> Response:
     is_read = getattr(request.state, "is_read", False) or request.method in ("GET", "HEAD")
-    kind = JSONResponse if is_read else UnreadRefusal
-    return kind(body, status, headers)
+    response_type = JSONResponse if is_read else UnreadBodyResponse
+    return response_type(body, status, headers)
+
+
+class UnreadBodyResponse(JSONResponse):
+    """Closes the connection of a request whose body was not read. What the client still sends is
+    discarded for a while: closing at once would reset the connection, and the client might never
+    see the response."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers["connection"] = "close"
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    num_bytes, is_over = 0, False
+    while not is_over and num_bytes < LINGER_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        is_over = not message.get("more_body", False)

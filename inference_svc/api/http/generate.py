@@ -1,4 +1,4 @@
-"""The routes that generate: from a body to an answer, whole or in events."""
+"""The routes that generate: from a body to a response, full or as events."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message
 
-from inference_svc import core
-from inference_svc.access import Principal
-from inference_svc.api.generate_call import GenerateCall
-from inference_svc.api.http.attending import attend
-from inference_svc.api.http.bounds import bounded
-from inference_svc.api.http.choices import run_all, to_usage
+from inference_svc.api.generate_call import GenerateCall, checked_sampling
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.http.choices import in_slices, to_usage
 from inference_svc.api.http.errors import Names, set_names
-from inference_svc.api.http.fields import GenerationBody
+from inference_svc.api.http.middleware import cancel_on_disconnect
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
     REQUEST_ID_HEADER,
+    GenerationBody,
+    authenticated,
     check_request_id,
     read_body,
-    recognising,
     request_id_of,
 )
-from inference_svc.api.http.response import NO_USAGE, Choice, Teller, WholeAnswer
+from inference_svc.api.http.response import NO_USAGE, Choice, ChoiceFormatter, FullResponse
 from inference_svc.api.http.sse import DONE, EventStream, to_event, to_json
-from inference_svc.api.request_record import Account
-from inference_svc.api.sampling import NUM_SEEDS, checked_sampling
-from inference_svc.api.service import Service
+from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import SamplingParams
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
@@ -41,8 +38,8 @@ B = TypeVar("B", bound=GenerationBody)
 B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
 
 
-class Kind(Protocol[B_contra]):
-    """What such a route has of its own. `names` are its names for the subjects of errors."""
+class Endpoint(Protocol[B_contra]):
+    """What differs between the routes. `names` are its names for the subjects of errors."""
 
     body: ClassVar[Any]
     id_prefix: ClassVar[str]
@@ -52,133 +49,116 @@ class Kind(Protocol[B_contra]):
 
     def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
     def sampling(self, body: B_contra, max_model_len: int) -> SamplingParams: ...
-    def teller(self, index: int, body: B_contra, pieces: Pieces) -> Teller: ...
+    def formatter(self, index: int, body: B_contra, pieces: Pieces) -> ChoiceFormatter: ...
+
+
+class IncomingRequest(Generic[B]):
+    """A request to generate, and its `body` once that is read; see `service.IncomingCall`."""
+
+    def __init__(self, request: Request, endpoint: Endpoint[B], facts: ServerFacts) -> None:
+        self.request_id = request_id_of(request)
+        self.adapter = ""
+        self.body: B | None = None
+        self._request = request
+        self._endpoint = endpoint
+        self._facts = facts
+        self._is_read = asyncio.Event()
+
+    async def read(self) -> GenerateCall:
+        check_request_id(self._request)
+        body: B = await read_body(self._request, self._endpoint.body)
+        self.body = body
+        self._is_read.set()
+        self.adapter = adapter_of(body.model, self._facts)
+        body.check_streaming()
+        prompts = self._endpoint.prompts(body)
+        sampling = self._endpoint.sampling(body, self._facts.max_model_len)
+        sampling = checked_sampling(sampling, self._facts.vocab_size)
+        return body.to_call(self.request_id, self.adapter, prompts, sampling)
+
+    async def receive_after_body(self) -> Message:
+        """Receives what follows the body: the client's disconnect."""
+        await self._is_read.wait()
+        return await self._request.receive()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[B]):
-    """A body that can be answered: `requests` of all choices, in order, and `head`, which every
-    object of the answer begins with but for its type."""
+class PreparedRequest(Generic[B]):
+    """A request that is ready to run. Every object of its response begins with `head`, except for
+    the object's type."""
 
     body: B
-    requests: list[core.Request]
+    stream: GenerateStream
     head: dict[str, Any]
-    per_prompt: int
-    account: Account
 
 
-class Generating(Generic[B]):
-    """One route."""
-
-    def __init__(self, service: Service, pieces: Pieces, kind: Kind[B]) -> None:
+class GenerateRoute(Generic[B]):
+    def __init__(self, service: Service, pieces: Pieces, endpoint: Endpoint[B]) -> None:
         self._service = service
         self._pieces = pieces
-        self._kind = kind
+        self._endpoint = endpoint
 
     async def handle(self, request: Request) -> Response:
-        set_names(request, self._kind.names)
-        request_id = request_id_of(request)
-        with self._service.accounts.asking(request_id, "") as account:
-            with recognising(request) as caller:
-                who = self._service.admit_request(caller, account)
-            check_request_id(request)
-            body: B = await read_body(request, self._kind.body)
-            account.adapter = adapter_of(body.model, self._service.facts)
-            asked = await attend(request.receive, self._ask(who, body, account))
-        headers = {REQUEST_ID_HEADER: request_id}
-        if body.stream:
-            return EventStream(self._events(asked), self._kind.names, headers)
-        return WholeAnswer(await attend(request.receive, self._whole(asked)), headers)
-
-    async def _ask(self, who: Principal, body: B, account: Account) -> Asked[B]:
-        """Raises InvalidArgument, and as Service.bind."""
-        service, facts, request_id = self._service, self._service.facts, account.request_id
-        body.check_streaming()
-        prompts = self._kind.prompts(body)
-        sampling = checked_sampling(
-            self._kind.sampling(body, facts.max_model_len), facts.vocab_size
-        )
-        adapter = account.adapter
-        binding = await service.bind(who, adapter, body.min_revision or 0, "model")
-        account.bind(binding)
-        account.prompt = prompts[0]
-        requests: list[core.Request] = []
-        for prompt in prompts:
-            call = GenerateCall(
-                request_id=request_id,
-                adapter=adapter,
-                min_revision=0,
-                prompt=prompt,
-                sampling=sampling,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
+        set_names(request, self._endpoint.names)
+        incoming = IncomingRequest(request, self._endpoint, self._service.facts)
+        with authenticated(request) as caller:
+            stream = await cancel_on_disconnect(
+                incoming.receive_after_body, self._service.generate(caller, incoming)
             )
-            requests += _choices_of(await service.prepare(who, call, binding), body.n or 1)
-        head = {
-            "id": f"{self._kind.id_prefix}-{request_id}",
+        assert incoming.body is not None, "generate has read it"
+        prepared = PreparedRequest(incoming.body, stream, self._head(stream))
+        headers = {REQUEST_ID_HEADER: incoming.request_id}
+        if prepared.body.stream:
+            return EventStream(self._events(prepared), self._endpoint.names, headers)
+        parts = await cancel_on_disconnect(request.receive, self._full_response(prepared))
+        return FullResponse(parts, headers)
+
+    def _head(self, stream: GenerateStream) -> dict[str, Any]:
+        binding = stream.binding
+        return {
+            "id": f"{self._endpoint.id_prefix}-{stream.call.request_id}",
             "created": int(time.time()),
-            "model": label_of(binding, who, facts),
+            "model": label_of(binding, stream.principal, self._service.facts),
             "system_fingerprint": None if binding is None else binding.digest,
         }
-        requests = bounded(_numbered(requests), body.limit_field)
-        return Asked(body, requests, head, body.n or 1, account)
 
-    async def _whole(self, asked: Asked[B]) -> list[bytes]:
-        """JSON in parts."""
-        choices = [Choice(teller) for teller in self._tellers(asked)]
-        async with aclosing(run_all(self._service, asked.requests, asked.account)) as deltas:
+    async def _full_response(self, prepared: PreparedRequest[B]) -> list[bytes]:
+        """Returns JSON in parts."""
+        choices = [Choice(formatter) for formatter in self._formatters(prepared)]
+        async with aclosing(in_slices(prepared.stream)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
-        usage = to_usage([choice.usage for choice in choices], asked.per_prompt)
-        facts = {**asked.head, "object": self._kind.object, "usage": usage}
+        num_choices = prepared.stream.call.num_choices
+        usage = to_usage([choice.usage for choice in choices], num_choices)
+        facts = {**prepared.head, "object": self._endpoint.object, "usage": usage}
         parts = [to_json(facts)[:-1].encode() + b',"choices":[']
         for choice in choices:
-            parts += (choice.written(), b",")
+            parts += (choice.to_json(), b",")
             await asyncio.sleep(0)
         parts[-1] = b"]}"
         return parts
 
-    async def _events(self, asked: Asked[B]) -> AsyncGenerator[bytes, None]:
-        head = {**asked.head, "object": self._kind.chunk_object}
-        wants_usage = asked.body.includes_usage
-        # All but the choice is the same in every event: written once.
+    async def _events(self, prepared: PreparedRequest[B]) -> AsyncGenerator[bytes, None]:
+        head = {**prepared.head, "object": self._endpoint.chunk_object}
+        includes_usage = prepared.body.includes_usage
+        # Everything around the choice is the same in every event: encoded once.
         before = f'data: {to_json(head)[:-1]},"choices":['
-        after = '],"usage":null}\n\n' if wants_usage else "]}\n\n"
-        tellers = self._tellers(asked)
-        usages = [NO_USAGE] * len(tellers)
-        async with aclosing(run_all(self._service, asked.requests, asked.account)) as deltas:
+        after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
+        formatters = self._formatters(prepared)
+        usages = [NO_USAGE] * len(formatters)
+        async with aclosing(in_slices(prepared.stream)) as deltas:
             async for index, delta in deltas:
                 usages[index] = delta.usage or usages[index]
-                part = tellers[index].part(delta)
-                if part is not None:
-                    yield f"{before}{to_json(part)}{after}".encode()
-        if wants_usage:
-            usage = to_usage(usages, asked.per_prompt)
+                chunk = formatters[index].chunk(delta)
+                if chunk is not None:
+                    yield f"{before}{to_json(chunk)}{after}".encode()
+        if includes_usage:
+            usage = to_usage(usages, prepared.stream.call.num_choices)
             yield to_event({**head, "choices": [], "usage": usage})
         yield DONE
 
-    def _tellers(self, asked: Asked[B]) -> list[Teller]:
+    def _formatters(self, prepared: PreparedRequest[B]) -> list[ChoiceFormatter]:
         return [
-            self._kind.teller(index, asked.body, self._pieces)
-            for index in range(len(asked.requests))
+            self._endpoint.formatter(index, prepared.body, self._pieces)
+            for index in range(len(prepared.stream.requests))
         ]
-
-
-def _choices_of(request: core.Request, count: int) -> list[core.Request]:
-    """The first has the seed itself, so that it is what one choice alone would be; the others
-    have the next ones."""
-    first = request.sampling.seed
-    return [
-        replace(request, sampling=replace(request.sampling, seed=(first + index) % NUM_SEEDS))
-        for index in range(count)
-    ]
-
-
-def _numbered(requests: list[core.Request]) -> list[core.Request]:
-    """With ids of their own, where there are several."""
-    if len(requests) == 1:
-        return requests
-    return [
-        replace(request, request_id=f"{request.request_id}-{index}")
-        for index, request in enumerate(requests)
-    ]

@@ -1,14 +1,22 @@
-"""Around all routes: what is counted, how many requests run, and what every answer tells."""
+"""Around all routes: counts and traces requests, adds the load to responses, and cancels work whose
+client has disconnected."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_svc.api.http.errors import CLIENT_GONE, error_of, is_known, status_of
+from inference_svc.api.http.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_of,
+    is_authenticated,
+    status_of,
+)
 from inference_svc.api.http.request import REQUEST_ID_HEADER
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.debug.last_errors import CallEnd
@@ -19,18 +27,20 @@ OTHER = "other"
 METHODS = frozenset(
     {"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"}
 )
-"""A caller may make up others, as long as it likes."""
+"""Others, which callers may invent, share one label."""
 QUIET = frozenset({"/health", "/metrics", OTHER})
-"""Asked for by machines all the time, or by whoever guesses."""
+"""Routes that are polled, and unknown ones: not traced."""
 
 
-class Counting:
-    """An application that tells `on_end` of each request that ended: its route, its status, the
-    error that ended it, and the id that its caller gave it. The status says how it ended: a stream
-    may begin well, and fail. `routes` are paths; one with a "{" stands for all that begin with what
-    is before it. Every answer has the `load` that there is when it begins, as a header: trailers
-    are nothing that clients and proxies of HTTP/1.1 read. Where there is `tracing`, each request is
-    a span, but for those of QUIET routes and of strangers, who leave no trace."""
+T = TypeVar("T")
+
+
+class RequestMiddleware:
+    """Wraps an application. Calls `on_end` for each request with its route, status, error and the
+    caller's id; the status is how the request ended, though a stream may have begun well. `routes`
+    are paths; one with a "{" stands for all with the prefix before it. Every response has the
+    current `load` as a header: clients and proxies of HTTP/1.1 read no trailers. With `tracing`,
+    each request is a span, except for QUIET routes and callers that are not authenticated."""
 
     def __init__(
         self,
@@ -53,7 +63,7 @@ class Counting:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent: int | None = None
 
-        async def note(message: Message) -> None:
+        async def send_with_load(message: Message) -> None:
             nonlocal sent
             if message["type"] == "http.response.start":
                 sent = message["status"]
@@ -68,7 +78,7 @@ class Counting:
         self._num_running += 1
         self._idle.clear()
         try:
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, send_with_load)
         finally:
             self._num_running -= 1
             if not self._num_running:
@@ -77,11 +87,11 @@ class Counting:
             given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
             end = CallEnd.of(route, str(status), error_of(scope), given.decode("latin-1"))
             self._on_end(end)
-            if span is not None and is_known(scope):
+            if span is not None and is_authenticated(scope):
                 _end(span, status, sent, end.reason)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Returns when nothing runs, or after the grace."""
+        """Returns when no request runs, or after the grace."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), max(0.0, grace_seconds))
 
@@ -93,7 +103,7 @@ class Counting:
 
 
 def _begin(tracing: Tracing, scope: Scope, route: str) -> OpenSpan:
-    """The current span from now on."""
+    """Starts a span and makes it the current one."""
     headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
     method = scope["method"] if scope["method"] in METHODS else ""
     span = tracing.begin(f"{method or 'HTTP'} {route}", headers)
@@ -103,12 +113,38 @@ def _begin(tracing: Tracing, scope: Scope, route: str) -> OpenSpan:
 
 
 def _end(span: OpenSpan, status: int, sent: int | None, reason: str) -> None:
-    """What the client could mend, and that it left, is no error of ours."""
+    """Ends the span; the client's mistakes and its disconnect are no errors of ours."""
     span.set_attributes(reason=reason)
-    if status == CLIENT_GONE:
+    if status == CLIENT_CLOSED_REQUEST:
         span.attributes[CANCELLED] = True
-    if sent not in (None, CLIENT_GONE):
+    if sent not in (None, CLIENT_CLOSED_REQUEST):
         span.attributes["http.response.status_code"] = sent
     if status >= 500:
         span.error = reason or str(status)
     span.end()
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns or raises what `work` does. Raises ClientDisconnect if the client disconnects before;
+    then, as when it is cancelled itself, it cancels the work and waits for its end.
+
+    Nothing but the disconnect may be left to `receive`.
+    """
+    task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, disconnect):
+            each.cancel()
+        await asyncio.wait((task, disconnect))
+        if not task.cancelled():
+            task.exception()  # retrieved, whether it is raised or comes too late
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,5 @@
-"""What arrives: who calls, and a body that is what it should be."""
+"""Request bodies and headers: reading and checking them, and the fields that all generating routes
+share."""
 
 from __future__ import annotations
 
@@ -7,31 +8,41 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from inference_svc.api.http.errors import set_known, set_read
+from inference_svc.api.generate_call import (
+    MAX_ID_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MIN_TEMPERATURE,
+    GenerateCall,
+    random_seed,
+)
+from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from servicekit.errors import InvalidArgument, ServiceError, Unauthenticated
+from inference_svc.core import SamplingParams
+from inference_svc.text.prompt import Prompt
+from servicekit.errors import InvalidArgument, Unauthenticated
 
 MAX_BODY_BYTES = 4 << 20
-"""As of a message over gRPC."""
+"""As much as a gRPC message may have."""
 BODY_SECONDS = 60.0
-"""A client that takes longer to send one holds a connection for nothing."""
+"""A slower client would hold a connection for nothing."""
 REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 MAX_NAME_CHARS = 100
-"""Of a field that the caller made up."""
+"""The most of an unknown field's name in an error message."""
 
 
 class Body(BaseModel):
-    """Of a request: nothing is converted, nothing is passed over. Unknown fields are looked for
-    afterwards, and lists are `fail_fast`: an error for each would take gigabytes of a body of
-    nothing else."""
+    """A request body: no type is converted, no field ignored. Unknown fields are searched for after
+    validation, and lists are `fail_fast`: an error object for each item of a large bad body would
+    take gigabytes."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -40,28 +51,29 @@ B = TypeVar("B", bound=Body)
 
 
 @contextmanager
-def recognising(request: Request) -> Iterator[Caller]:
-    """Who calls, for the gate: whom that does not refuse as unknown is no stranger."""
+def authenticated(request: Request) -> Iterator[Caller]:
+    """Yields the caller, which the context authenticates first; unless it raises Unauthenticated,
+    the request is marked as authenticated."""
     host, port = request.client or ("", 0)
     try:
         yield Caller(request.headers.items(), f"http:{host}:{port}")
     except Unauthenticated:
         raise
-    except ServiceError:
-        set_known(request)
+    except BaseException:
+        set_authenticated(request)
         raise
-    set_known(request)
+    set_authenticated(request)
 
 
 def request_id_of(request: Request) -> str:
-    """The caller's own, so that it finds the request in our log; a new one where it gave none, or
-    one that cannot be taken."""
+    """Returns the caller's id, so that it finds the request in our log; a new one if it gave none,
+    or an invalid one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def check_request_id(request: Request) -> None:
-    """Raises InvalidArgument for one that cannot be taken."""
+    """Raises InvalidArgument for an invalid id."""
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is not None and not _REQUEST_ID.fullmatch(given):
         raise InvalidArgument(
@@ -73,7 +85,7 @@ def check_request_id(request: Request) -> None:
 async def read_body(request: Request, kind: type[B]) -> B:
     """Raises InvalidArgument naming the field, HTTPException, and ClientDisconnect."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # A page in a browser cannot send this to other hosts than its own without asking them.
+    # A browser sends this type to other origins only after a preflight request.
     if media_type != "application/json":
         raise HTTPException(415, "content-type must be application/json")
     data = await _read(request)
@@ -85,12 +97,12 @@ async def read_body(request: Request, kind: type[B]) -> B:
     unknown = find_unknown(body)
     if unknown is not None:
         field = _path(unknown)
-        raise InvalidArgument(f"{field}: is not known here", subject=field)
+        raise InvalidArgument(f"{field}: unknown field", subject=field)
     return body
 
 
 def find_unknown(body: Body) -> tuple[int | str, ...] | None:
-    """Where the first field is that there is not."""
+    """Returns the path of the first unknown field."""
     for name in body.model_extra or ():
         return (name,)
     for name in type(body).model_fields:
@@ -119,7 +131,7 @@ async def _read(request: Request) -> bytes:
 
 
 def _to_invalid_request(error: ValidationError) -> InvalidArgument:
-    """The first problem."""
+    """Returns the first problem."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field, text = _path(problem["loc"]), problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
@@ -128,8 +140,132 @@ def _to_invalid_request(error: ValidationError) -> InvalidArgument:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """messages[0].role"""
+    """Formats a path like messages[0].role."""
     parts = [
         f"[{part}]" if isinstance(part, int) else f".{part[:MAX_NAME_CHARS]}" for part in location
     ]
     return "".join(parts).removeprefix(".")
+
+
+# --- fields of the generating routes --------------------------------------------------------------
+
+MAX_CHOICES = 128
+"""Choices of one request, for all its prompts together."""
+MAX_RESPONSE_LOGPROBS = 1 << 18
+"""Logprobs of one response: of each token its own, and those of its alternatives. They are about
+20 MB of JSON, and a second and a half of a processor."""
+
+
+def _greedy_or(temperature: float | None) -> float | None:
+    """OpenAI allows any value from 0 on; below our minimum sampling is greedy in effect."""
+    is_small = temperature is not None and 0 < temperature < MIN_TEMPERATURE
+    return 0.0 if is_small else temperature
+
+
+def _to_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Body):
+    """The fields that both routes have; null means absent."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: (
+        Annotated[
+            list[str], Field(fail_fast=True), Field(max_length=MAX_STOPS), BeforeValidator(_to_list)
+        ]
+        | None
+    ) = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    # Extensions, by vLLM's names.
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True), Field(max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    return_token_ids: bool | None = None
+    min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+
+    # Accepted, without effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    # Accepted with values that change nothing.
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Returns parameters whose ranges are not checked yet."""
+        given = {
+            "temperature": _greedy_or(self.temperature),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "seed": self.seed,
+        }
+        stated: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            top_k=max(self.top_k or 0, 0),
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **{"seed": random_seed(), **stated},
+        )
+
+    def to_call(
+        self, request_id: str, adapter: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+    ) -> GenerateCall:
+        return GenerateCall(
+            request_id=request_id,
+            adapter=adapter,
+            prompts=prompts,
+            sampling=sampling,
+            min_revision=self.min_revision or 0,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            num_choices=self.n or 1,
+            adapter_field="model",
+            max_tokens_field=self.max_tokens_field,
+            max_logprobs=MAX_RESPONSE_LOGPROBS,
+            is_id_unique=False,
+        )
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the number of tokens; "" if the caller set none."""
+        return "" if self.max_tokens is None else "max_tokens"
+
+    def check_streaming(self) -> None:
+        """Raises InvalidArgument."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgument("stream_options: only with stream set", subject="stream_options")
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -1,7 +1,7 @@
-"""An answer that is told as a whole: written while it comes, and sent as it is read.
+"""A response in one JSON object: encoded while its deltas come, and sent as it is read.
 
-Logprobs can be megabytes. To write them all at the end, or to send them at once, would hold up
-every other request of this event loop.
+Logprobs can be megabytes. Encoding them all at the end, or sending them at once, would block every
+other request of this event loop.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10
-"""Sent at once."""
+"""The most that is sent at once."""
 
 NO_USAGE = Usage(0, 0, 0)
 
 
-class Teller(Protocol):
-    """Tells one choice. Its logprobs are lists by name, with an entry for each token, beside
+class ChoiceFormatter(Protocol):
+    """Formats one choice. Its logprobs are lists by name with an entry for each token, and the
     `logprob_constants`."""
 
     logprob_constants: Mapping[str, None]
 
     def logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """All but its logprobs."""
+    def full(self, choice: Choice) -> dict[str, Any]:
+        """Returns the choice without its logprobs."""
         ...
 
-    def part(self, delta: Delta) -> dict[str, Any] | None:
-        """None: nothing of it can be told yet."""
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """Returns None for a delta that has nothing to show yet."""
         ...
 
 
 class Choice:
-    """A request's deltas, put together; logprobs as they will be sent."""
+    """One choice's deltas joined, logprobs already encoded."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, formatter: ChoiceFormatter) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.usage = NO_USAGE
-        self._teller = teller
+        self._formatter = formatter
         self._texts: list[str] = []
         self._logprobs: dict[str, list[bytes]] = {}
 
@@ -62,22 +62,21 @@ class Choice:
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage or self.usage
         if delta.logprobs:
-            for name, entries in self._teller.logprobs(delta.logprobs).items():
+            for name, entries in self._formatter.logprobs(delta.logprobs).items():
                 self._logprobs.setdefault(name, []).append(to_json(entries)[1:-1].encode())
 
-    def written(self) -> bytes:
-        """As JSON."""
+    def to_json(self) -> bytes:
         lists = [
             b'"%s":[%s]' % (name.encode(), b",".join(entries))
             for name, entries in self._logprobs.items()
         ]
-        lists += [b'"%s":null' % name.encode() for name in self._teller.logprob_constants]
+        lists += [b'"%s":null' % name.encode() for name in self._formatter.logprob_constants]
         logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
-        return b'%s,"logprobs":%s}' % (to_json(self._teller.whole(self)).encode()[:-1], logprobs)
+        return b'%s,"logprobs":%s}' % (to_json(self._formatter.full(self)).encode()[:-1], logprobs)
 
 
-class WholeAnswer(Response):
-    """JSON, of which there are parts."""
+class FullResponse(Response):
+    """A JSON response made of parts."""
 
     media_type = "application/json"
 

@@ -1,5 +1,5 @@
-"""Serves the application on the event loop that everything else lives on: a token goes from the
-engine's outputs to the socket without a change of threads."""
+"""Serves the application on the event loop of everything else: a token goes from the engine's
+outputs to the socket without a change of threads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from typing import cast
 
 import uvicorn
 
-from inference_svc.api.http.connections import Connection, Room, max_connections, prepare
-from inference_svc.api.http.middleware import Counting
+from inference_svc.api.http.connections import (
+    Connection,
+    ConnectionLimit,
+    max_connections,
+    set_socket_options,
+)
+from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.tls import CertificateFiles, renewing_context
 from servicekit.settings import split_address
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
-"""For clients and proxies that keep connections: most give them up after a minute."""
+"""Most clients and proxies close idle connections after a minute."""
 ANSWER_SECONDS = 1
-"""For answers to reach their clients before connections are closed."""
+"""For responses to reach their clients before connections are closed."""
 
 
 class _Server(uvicorn.Server):
-    """Whose process is ours: signals are for whoever runs all of it."""
+    """Installs no signal handlers: the process has its own."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -45,7 +50,7 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def main_loop(self) -> None:
-        """Once a second is enough for the date, and `end` needs no look at a clock."""
+        """Ticks once a second, for the date header, until `end`."""
         while not self._ends.is_set():
             await self.on_tick(0)
             with contextlib.suppress(TimeoutError):
@@ -53,7 +58,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Has its address from the start, so that a bad one shows before a model is loaded; accepts
+    """Binds its address at once, so that a bad one fails before a model is loaded; accepts
     connections from `start` to `close`. Raises OSError if it cannot listen."""
 
     def __init__(self, address: str, certificates: CertificateFiles) -> None:
@@ -62,7 +67,7 @@ class HttpServer:
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            prepare(self._socket)
+            set_socket_options(self._socket)
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
@@ -70,9 +75,9 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
-        self._app: Counting | None = None
+        self._app: RequestMiddleware | None = None
 
-    async def start(self, app: Counting) -> None:
+    async def start(self, app: RequestMiddleware) -> None:
         self._app = app
         self._server = _Server(_config(app, self._context))
         self._task = asyncio.create_task(self._server.serve([self._socket]))
@@ -94,11 +99,13 @@ class HttpServer:
         self._socket.close()
 
 
-def _config(app: Counting, context: ssl.SSLContext | None) -> uvicorn.Config:
+def _config(app: RequestMiddleware, context: ssl.SSLContext | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # Of the parsers the one that bounds headers.
-        http=cast("type[asyncio.Protocol]", partial(Connection, Room(max_connections()))),
+        # The one of uvicorn's parsers that bounds headers.
+        http=cast(
+            "type[asyncio.Protocol]", partial(Connection, ConnectionLimit(max_connections()))
+        ),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
@@ -106,7 +113,7 @@ def _config(app: Counting, context: ssl.SSLContext | None) -> uvicorn.Config:
         ssl_context_factory=None if context is None else lambda config, default: context,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
-        # Who connects is who is written down, whatever a header says.
+        # The peer that is audited is the one that connected, whatever a header says.
         proxy_headers=False,
         server_header=False,
         log_config=None,

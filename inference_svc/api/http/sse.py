@@ -1,4 +1,4 @@
-"""A response of server-sent events, each sent when it is there."""
+"""A response of server-sent events, each sent as it is made."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.attending import attend
-from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_error, set_left
+from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_disconnected, set_error
+from inference_svc.api.http.middleware import cancel_on_disconnect
 from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-# Made once: `json.dumps` would make one for every token.
+# One encoder: `json.dumps` would make one for every token.
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 DONE = b"data: [DONE]\n\n"
@@ -29,9 +29,8 @@ def to_event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """`events` are whole events, of which the first decides: what is raised before it is answered
-    with a status of its own, what is raised later as an event, the last. `names` as of the
-    route."""
+    """`events` are encoded events. An error before the first one gets a status of its own, a later
+    one becomes the last event. `names` are the route's."""
 
     media_type = "text/event-stream"
 
@@ -48,11 +47,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await attend(receive, self._write(scope, send))
+            await cancel_on_disconnect(receive, self._write(scope, send))
         except ClientDisconnect:
             if not self._has_begun:
                 raise
-            set_left(scope)
+            set_disconnected(scope)
 
     async def _write(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -66,12 +65,12 @@ class EventStream(Response):
                     await send(_part(event))
             except Exception as error:
                 set_error(scope, error)
-                await send(_part(self._last_words(error)))
+                await send(_part(self._error_event(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _last_words(self, error: Exception) -> bytes:
-        answer, content = error_object(error, self._names)
-        if answer is INTERNAL and not isinstance(error, ServiceError):
+    def _error_event(self, error: Exception) -> bytes:
+        status, content = error_object(error, self._names)
+        if status is INTERNAL and not isinstance(error, ServiceError):
             log.error("a stream failed", exc_info=error)
         return to_event(content)
 

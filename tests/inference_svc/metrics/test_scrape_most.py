@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.adapters.slots import EvictionReason
-from inference_svc.api.http.errors import ANSWERS, PROTOCOL
+from inference_svc.api.http.errors import ERROR_STATUSES, PROTOCOL_CODES
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.status_types import (
     EngineStatus,
@@ -73,7 +73,7 @@ def metrics() -> Metrics:
     metrics = Metrics(64, lambda: engine, most)
     for number in range(2 * most):
         metrics.count_request(RequestEnd("stop", f"t/a{number}", 1, 1.0))
-    reasons = {kind.reason for kind in ANSWERS}
+    reasons = {kind.reason for kind in ERROR_STATUSES}
     codes = {code.name for code in CODES.values()} | {"OK", "CANCELLED", "UNKNOWN"}
     assert codes < {code.name for code in grpc.StatusCode}
     for method in METHODS:
@@ -81,7 +81,7 @@ def metrics() -> Metrics:
             metrics.count_rpc(method, code)
         for reason in reasons:
             metrics.count_rpc(method, "OK", reason)
-    answers = {answer.status for answer in ANSWERS.values()} | {200, 499, *PROTOCOL}
+    answers = {answer.status for answer in ERROR_STATUSES.values()} | {200, 499, *PROTOCOL_CODES}
     for route in ROUTES:
         for answer in answers:
             metrics.count_http(route, str(answer))

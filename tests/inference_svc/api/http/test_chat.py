@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from inference_svc.api.http.chat import ChatTeller
+from inference_svc.api.http.chat import ChatFormatter
 from inference_svc.core import TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from tests.inference_svc.api.http.conftest import Front
@@ -140,8 +140,8 @@ def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
 
 
 def test_what_json_cannot_say_is_very_unlikely(tokenizers: Any) -> None:
-    teller = ChatTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
-    (entry,) = teller.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
+    formatter = ChatFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
+    (entry,) = formatter.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
     assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 

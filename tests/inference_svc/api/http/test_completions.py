@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from inference_svc.api.http.completions import CompletionTeller
+from inference_svc.api.http.completions import CompletionFormatter
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.text.pieces import Pieces
 from tests.inference_svc.api.http.conftest import Front
@@ -156,9 +156,9 @@ def test_logprobs_are_lists_in_step(serve_http) -> None:
 
 def test_the_chosen_token_is_among_the_top(tokenizers) -> None:
     """Also where it is none of the most likely, and none of these are asked for."""
-    teller = CompletionTeller(0, Pieces(tokenizers["chars"]), tells_ids=False)
+    formatter = CompletionFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
     f, o, x = tokenizers["chars"].encode("fox")
-    told = teller.logprobs(
+    told = formatter.logprobs(
         [
             TokenLogprobs(f, -3.0, ((o, -0.1), (x, -0.2))),
             TokenLogprobs(o, -0.1, ((o, -0.1), (x, -0.2))),

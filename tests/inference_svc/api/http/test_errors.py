@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from inference_svc import errors
 from inference_svc.api.http.chat import ChatBody
 from inference_svc.api.http.completions import CompletionBody
-from inference_svc.api.http.errors import ANSWERS, error_object
+from inference_svc.api.http.errors import ERROR_STATUSES, error_object
 from inference_svc.api.http.request import MAX_BODY_BYTES, Body
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tests.inference_svc.api.http.conftest import Front
@@ -27,12 +27,12 @@ VALID = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_every_error_has_its_answer() -> None:
-    assert set(kinds_of(errors)) < set(ANSWERS)
+    assert set(kinds_of(errors)) < set(ERROR_STATUSES)
 
 
-@pytest.mark.parametrize("kind", ANSWERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ERROR_STATUSES, ids=lambda kind: kind.__name__)
 def test_every_error_of_the_engine_reaches_the_caller(serve_http, kind: Any) -> None:
-    answer = ANSWERS[kind]
+    answer = ERROR_STATUSES[kind]
     said = "internal error" if kind is errors.EngineFailed else "as the engine says"
 
     async def body(front: Front) -> None:
@@ -56,7 +56,7 @@ def test_what_waiting_cannot_mend_is_not_tried_again() -> None:
         errors.AdapterUnusable,
         errors.NoRoom,
     }
-    for kind, answer in ANSWERS.items():
+    for kind, answer in ERROR_STATUSES.items():
         assert (answer.status in RETRIED) == (kind not in lasting), kind
 
 

@@ -96,7 +96,7 @@ def test_what_a_slow_reader_has_left_is_told_in_slices(serve_http, monkeypatch: 
 
 
 def test_more_logprobs_than_an_answer_has_are_refused(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.api.http.bounds.MAX_LOGPROBS_TOLD", 1000)
+    monkeypatch.setattr("inference_svc.api.http.request.MAX_RESPONSE_LOGPROBS", 1000)
     ours = {"ignore_eos": True}
 
     async def body(front: Front) -> None:

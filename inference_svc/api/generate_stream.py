@@ -1,0 +1,104 @@
+"""Runs the requests of one call, and merges their deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+
+from inference_svc.access import Principal
+from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.request_record import RequestLog, RequestRecord
+from inference_svc.core import Request
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.output_stream import Delta
+from inference_svc.store.directory import Binding
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateStream:
+    """A call that is ready to run: its adapter is resolved, its prompts are tokenised."""
+
+    call: GenerateCall
+    principal: Principal
+    binding: Binding | None
+    requests: Sequence[Request]
+    frontend: Frontend
+    request_log: RequestLog
+    record: RequestRecord
+    base_model: str
+
+    def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yields each delta with the index of its request; the first error ends them all. Raises
+        like Frontend.generate, and must be closed like it: that cancels what still runs. Each
+        request has a record of its own, which closes as it ends."""
+        return self._run(0, _Failure()) if len(self.requests) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        # No longer than this, so that a slow reader's deltas grow instead of their number.
+        arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(len(self.requests))
+        failure = _Failure()
+
+        async def feed(index: int) -> None:
+            try:
+                async with aclosing(self._run(index, failure)) as deltas:
+                    async for each in deltas:
+                        await arrived.put(each)
+            except Exception as error:
+                if failure.error is None:  # else nobody reads the queue any more
+                    await arrived.put(error)
+
+        feeds = [asyncio.create_task(feed(index)) for index in range(len(self.requests))]
+        try:
+            num_running = len(self.requests)
+            while num_running:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    failure.error = item
+                    raise item
+                num_running -= item[1].finish_reason is not None
+                yield item
+            await asyncio.gather(*feeds)  # which have nothing left but to end
+        finally:
+            for each in feeds:
+                each.cancel()
+            await asyncio.gather(*feeds, return_exceptions=True)
+
+    async def _run(self, index: int, failure: _Failure) -> AsyncGenerator[tuple[int, Delta], None]:
+        request = self.requests[index]
+        with (
+            self.request_log.fork(self.record, request.request_id) as record,
+            failure.replaces_cancellation(),
+        ):
+            record.prompt = self.call.prompts[index // self.call.num_choices]
+            trace = record.start(request, self.base_model)
+            if not self.call.is_id_unique:
+                request = replace(
+                    request, request_id=f"{request.request_id}-{secrets.token_hex(8)}"
+                )
+            if trace is not None:
+                request = replace(request, trace=trace.span.context)
+            async with aclosing(self.frontend.generate(request, request.tenant, trace)) as deltas:
+                async for delta in deltas:
+                    record.add(delta)
+                    yield index, delta
+
+
+class _Failure:
+    """The error of the request that ended the others of its call."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    @contextmanager
+    def replaces_cancellation(self) -> Iterator[None]:
+        """Raises the error in requests that are cancelled because of it: their caller has not
+        left."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            if self.error is not None:
+                raise self.error from None
+            raise

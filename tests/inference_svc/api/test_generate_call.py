@@ -1,0 +1,134 @@
+"""Checks of a call, and the engine requests made from it, whatever the transport."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inference_svc.api.generate_call import (
+    NUM_SEEDS,
+    GenerateCall,
+    checked_sampling,
+    random_seed,
+)
+from inference_svc.core import Request, SamplingParams
+from inference_svc.store.directory import Binding
+from servicekit.errors import InvalidArgument
+
+VOCAB = 100
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_are_in_single_precision(name: str) -> None:
+    given = replace(SamplingParams(), **{name: 0.7})
+    (single,) = struct.unpack("f", struct.pack("f", 0.7))
+    checked = checked_sampling(given, VOCAB)
+    assert getattr(checked, name) == single != 0.7
+    assert checked_sampling(checked, VOCAB) == checked
+
+
+def test_zero_temperature_is_allowed() -> None:
+    assert checked_sampling(SamplingParams(temperature=-0.0), VOCAB).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_tokens", -1),
+        ("top_k", -1),
+        ("top_p", 1e-60),
+        ("temperature", 1e300),
+        ("presence_penalty", -1e300),
+        ("stop_token_ids", (-1,)),
+        ("logprobs", -1),
+    ],
+)
+@pytest.mark.parametrize("path", ["", "sampling."])
+def test_values_out_of_range_name_the_field(name: str, value: Any, path: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        checked_sampling(replace(SamplingParams(), **{name: value}), VOCAB, path)
+    assert caught.value.subject == f"{path}{name}"
+    assert caught.value.message.startswith(f"{path}{name} must be")
+
+
+def test_seeds_have_64_bits() -> None:
+    assert checked_sampling(SamplingParams(seed=-1), VOCAB).seed == NUM_SEEDS - 1
+    assert 0 <= random_seed() < NUM_SEEDS
+    assert random_seed() != random_seed()
+
+
+def call(
+    num_prompts: int = 1, sampling: SamplingParams | None = None, **fields: Any
+) -> GenerateCall:
+    return GenerateCall("r", "", ("x",) * num_prompts, sampling or SamplingParams(seed=7), **fields)
+
+
+def requests(
+    made_from: GenerateCall, max_model_len: int = 100, binding: Binding | None = None
+) -> list[Request]:
+    return [
+        request
+        for index in range(len(made_from.prompts))
+        for request in made_from.to_requests(index, (1, 2, 3), binding, "home", max_model_len)
+    ]
+
+
+def test_lengths_are_cut_to_the_context() -> None:
+    long = call(sampling=SamplingParams(max_tokens=50, min_tokens=40))
+    (request,) = requests(long, max_model_len=20)
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (17, 17)
+    (request,) = requests(long, max_model_len=200)
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (50, 40)
+
+
+def test_arrival_is_on_the_monotonic_clock() -> None:
+    before_s = time.monotonic()
+    (request,) = requests(call(deadline_s=5.0))
+    assert before_s <= request.arrival_s <= time.monotonic()
+    assert request.deadline_s == 5.0
+
+
+def test_prefixes_are_seeded_by_both_tenants_and_the_salt() -> None:
+    def seed(home: str, tenant: str, salt: str) -> str:
+        binding = Binding(f"{tenant}/n@1", tenant, "sha256:0", 8) if tenant else None
+        (request,) = call(cache_salt=salt).to_requests(0, (1,), binding, home, 20)
+        return request.cache_seed
+
+    parts = itertools.product(("a", "b", "a-b"), ("", "a", "b"), ("", "b", "/b", "a/", "a/b"))
+    seeds = [seed(*each) for each in parts]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_choices_have_ids_and_seeds_of_their_own() -> None:
+    (alone,) = requests(call())
+    assert (alone.request_id, alone.sampling.seed) == ("r", 7)
+    several = requests(call(num_prompts=2, num_choices=2))
+    assert [request.request_id for request in several] == ["r-0", "r-1", "r-2", "r-3"]
+    assert [request.sampling.seed for request in several] == [7, 8, 7, 8]
+
+
+def test_logprobs_are_bounded() -> None:
+    sampling = SamplingParams(max_tokens=50, logprobs=9)
+    made = call(sampling=sampling, num_choices=4, max_logprobs=1000, max_tokens_field="limit")
+    with pytest.raises(InvalidArgument, match="are more than the 1000") as caught:
+        made.bounded(requests(made))
+    assert caught.value.subject == "limit"
+    made = replace(made, max_tokens_field="")
+    assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [25] * 4
+    made = replace(made, max_logprobs=2000)
+    assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
+    made = replace(made, max_logprobs=None)
+    assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
