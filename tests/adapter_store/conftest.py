@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from loadout.demo.process import Process
-from tests.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 
 # A busy machine is not a failure.
 settings.register_profile("adapter_store", deadline=None)

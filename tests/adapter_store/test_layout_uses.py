@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,6 +22,7 @@ from adapter_store.registration.registrar import Registration
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
 from tests.adapter_store.catalog.conftest import Clock
+from tests.support.wait import until_async
 
 TTL = timedelta(days=7)
 WAIT_SECONDS = 60
@@ -67,13 +66,6 @@ async def pull(store: Store, digest: str, layout_id: str) -> None:
     await store.ahead.idle()
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 def state(store: Store, name: str) -> ImageState:
     record, _ = store.catalog.get(AdapterRef(AdapterName("default", name)))
     return record.verdicts[0].state
@@ -94,9 +86,9 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
             await store.ahead.idle()
             assert (num_images(store), state(store, "a")) == ((1, 1), ImageState.READY)
             clock.now += TTL + timedelta(seconds=1)
-            await eventually(lambda: num_images(store) == (0, 0))
+            await until_async(lambda: num_images(store) == (0, 0))
             # The clock may have been turned in the middle of a collection: the next one sees to it.
-            await eventually(lambda: state(store, "a") is ImageState.PENDING)
+            await until_async(lambda: state(store, "a") is ImageState.PENDING)
             assert (await store.registry.status()).catalog.layouts == 0
 
             await register(store, b, "b")
@@ -113,8 +105,8 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
             assert (await store.registry.status()).catalog.layouts == 1
             # A verdict is written down beside the pull, which does not wait for it.
             for name in ("a", "b"):
-                await eventually(lambda name=name: state(store, name) is ImageState.READY)
-            await eventually(lambda: ImageKey(digest, layout_id) in store.images._pinned)
+                await until_async(lambda name=name: state(store, name) is ImageState.READY)
+            await until_async(lambda: ImageKey(digest, layout_id) in store.images._pinned)
             await register(store, c, "c")
             await store.ahead.idle()
             assert state(store, "c") is ImageState.READY
@@ -131,12 +123,12 @@ def test_a_layout_comes_back_with_its_registration(start, clock, make_adapter, m
             await register(store, a, "a", pinned=True)
             await store.ahead.idle()
             clock.now += 2 * TTL
-            await eventually(lambda: num_images(store) == (0, 0))
+            await until_async(lambda: num_images(store) == (0, 0))
             await register(store, b, "b")
             assert await store.registry.register_layout(make_layout(), [1]) == (layout_id, 1)
             await store.ahead.idle()
             assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
-            await eventually(lambda: num_images(store)[0] >= 1)
+            await until_async(lambda: num_images(store)[0] >= 1)
 
     asyncio.run(main())
 
@@ -164,7 +156,7 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
                     await pull(store, digest, layout_id)
                 clock.now += TTL - timedelta(minutes=1)
             assert recorded == [layout_id] * 3
-            await eventually(lambda: state(store, "a") is ImageState.READY)
+            await until_async(lambda: state(store, "a") is ImageState.READY)
             assert store.catalog.live_layouts() == [layout_id]
 
     asyncio.run(main())
@@ -210,7 +202,7 @@ def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make
             await store.ahead.idle()
             assert state(store, "a") is ImageState.PENDING
             await pull(store, digest, layout_id)
-            await eventually(lambda: state(store, "a") is ImageState.READY)
+            await until_async(lambda: state(store, "a") is ImageState.READY)
 
     asyncio.run(main())
 
@@ -222,7 +214,7 @@ def test_what_another_replica_was_told_of_is_compiled_ahead(start, make_adapter,
             layout = make_layout()
             texts = layouts.layout_id(layout), (layout.base_model,), layouts.to_json(layout)
             await asyncio.to_thread(store.catalog.add_layout, *texts)
-            await eventually(lambda: num_images(store)[1] == 1)
-            await eventually(lambda: state(store, "a") is ImageState.READY)
+            await until_async(lambda: num_images(store)[1] == 1)
+            await until_async(lambda: state(store, "a") is ImageState.READY)
 
     asyncio.run(main())

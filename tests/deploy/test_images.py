@@ -119,7 +119,7 @@ def test_what_is_copied_is_there_and_not_ignored():
 
 
 @pytest.mark.parametrize(
-    "path", [".venv", "tests/native.py", "kernels/native/lib/avx2-0.so", "loadout/x_pb2.py"]
+    "path", [".venv", "tests/support/native.py", "kernels/native/lib/avx2-0.so", "loadout/x_pb2.py"]
 )
 def test_what_is_not_copied_is_ignored(path):
     assert ignores(path)

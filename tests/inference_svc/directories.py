@@ -8,6 +8,7 @@ from typing import Any
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store.catalog import AdapterRecord, NameEvent
 from inference_svc.store.directory import Directory, Servable
+from tests.support.clock import Clock
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
@@ -48,13 +49,6 @@ class FakeCatalog:
 async def until_lookups(catalog: FakeCatalog, count: int) -> None:
     while len(catalog.lookups) < count:
         await asyncio.sleep(0)
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:

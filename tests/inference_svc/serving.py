@@ -2,7 +2,7 @@
 
 import asyncio
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import grpc
@@ -81,12 +81,6 @@ class Running:
     def scrape(self) -> str:
         with urllib.request.urlopen(f"http://{self.server.metrics_address}/metrics") as response:
             return str(response.read().decode())
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def error_of(awaitable: Awaitable[Any]) -> grpc.aio.AioRpcError:

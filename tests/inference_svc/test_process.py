@@ -24,7 +24,7 @@ from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
-from tests.native import native_library
+from tests.support.native import native_library
 
 START_SECONDS = 60
 REQUESTS_INFO = "vllm:lora_requests_info"

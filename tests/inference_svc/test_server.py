@@ -23,9 +23,9 @@ from tests.inference_svc.serving import (
     digest_of,
     error_of,
     subjects,
-    until,
 )
 from tests.servicekit.kinds import GENERAL, kinds_of
+from tests.support.wait import until_async
 
 
 def test_streams_text_and_ends_with_usage(serve) -> None:
@@ -90,7 +90,7 @@ def test_an_adapter_is_resolved_and_named_in_every_response(serve) -> None:
         (request,) = running.engine.submitted
         assert request.digest == digest_of("upper")
         assert (request.cache_seed, request.priority) == ("default/default/s", 3)
-        await until(lambda: running.engine.layout_ids == [LAYOUT])
+        await until_async(lambda: running.engine.layout_ids == [LAYOUT])
         info = await running.stub.GetServerInfo(pb.GetServerInfoRequest())
         assert info.layout_id == LAYOUT
 
@@ -156,7 +156,7 @@ def test_a_running_request_id_is_refused(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         first = asyncio.create_task(running.generate(request_id="same"))
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
         error = await error_of(running.generate(request_id="same"))
         assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         running.engine.hold.clear()

@@ -9,22 +9,23 @@ from inference_svc.frontend import watchdog
 from inference_svc.server import SERVICE
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
-from tests.inference_svc.serving import NOT_SERVING, SERVING, Running, digest_of, error_of, until
+from tests.inference_svc.serving import NOT_SERVING, SERVING, Running, digest_of, error_of
+from tests.support.wait import until_async
 
 
 def test_cancel_and_deadline_reach_the_engine(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         call = running.stub.Generate(pb.GenerateRequest(text="abc"))
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
         call.cancel()
-        await until(lambda: running.engine.num_running == 0)
+        await until_async(lambda: running.engine.num_running == 0)
         error = await error_of(running.generate(timeout=0.2))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         request = running.engine.submitted[-1]
         assert request.deadline_s is not None
         assert 0 < request.deadline_s - request.arrival_s < 0.3
-        await until(lambda: running.engine.num_running == 0)
+        await until_async(lambda: running.engine.num_running == 0)
         assert len(running.engine.cancelled) == 2
 
     serve(body)
@@ -40,7 +41,7 @@ def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
             await call.read()
             running.engine.hold.set()
             assert running.engine.num_running == 1
-        await until(lambda: running.engine.num_running == 0)
+        await until_async(lambda: running.engine.num_running == 0)
 
     async def slowly(running: Running) -> None:
         running.engine.turn_s = 0.01
@@ -76,7 +77,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         first = asyncio.create_task(running.generate())
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
         ended = asyncio.create_task(running.server.run(running.stop))
         await asyncio.sleep(0.02)
         assert await running.health_of() == SERVING
@@ -98,7 +99,7 @@ def test_drain_waits_for_what_operators_have_asked_for(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         loading = running.stub.LoadAdapter(pb.LoadAdapterRequest(ref="upper"))
-        await until(lambda: running.engine.num_loading == 1)
+        await until_async(lambda: running.engine.num_loading == 1)
         running.stop.set()
         ended = asyncio.create_task(running.server.run(running.stop))
         # Longer than a quiet server, and one without requests, would go on.
@@ -115,12 +116,12 @@ def test_when_the_grace_is_over_the_rest_ends_with_a_status(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         first = asyncio.create_task(running.generate())
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
         running.stop.set()
         assert await running.server.run(running.stop) == 0
         error = await error_of(first)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-        await until(lambda: running.engine.num_running == 0)
+        await until_async(lambda: running.engine.num_running == 0)
 
     serve(body, grace_seconds=0.1)
 
@@ -129,7 +130,7 @@ def test_a_failed_engine_answers_all_and_ends_the_process_with_1(serve) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         calls = [asyncio.create_task(running.generate(request_id=f"r{i}")) for i in range(3)]
-        await until(lambda: running.engine.num_running == 3)
+        await until_async(lambda: running.engine.num_running == 3)
         ended = asyncio.create_task(running.server.run(running.stop))
         await asyncio.sleep(0)
         running.engine.fail.set()

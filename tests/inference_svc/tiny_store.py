@@ -119,9 +119,3 @@ async def running(
         yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -15,7 +15,7 @@ import torch
 
 from kernels.native import build
 from kernels.native.library import Library
-from tests.native import native_library
+from tests.support.native import native_library
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "worker.py"

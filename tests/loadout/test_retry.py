@@ -6,13 +6,7 @@ import pytest
 
 from loadout import errors
 from loadout.retry import Attempts, RetryPolicy
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def attempts(timeout_s=None, chance=0.0, **policy):
@@ -88,16 +82,16 @@ def test_answers_are_final(error):
 def test_no_wait_beyond_the_deadline():
     tries, clock = attempts(timeout_s=2.0)
     assert tries.remaining_s == pytest.approx(2.0)
-    clock.now += 1.5
+    clock.now_s += 1.5
     full = errors.ResourceExhausted("full", retry_after_s=0.4)
     assert tries.delay_s(full, repeatable=True) == pytest.approx(0.4)
-    clock.now += 0.4
+    clock.now_s += 0.4
     assert tries.delay_s(full, repeatable=True) is None
 
 
 def test_remaining_is_never_negative():
     tries, clock = attempts(timeout_s=1.0)
-    clock.now += 5
+    clock.now_s += 5
     assert tries.remaining_s == 0.0
 
 

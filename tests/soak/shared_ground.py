@@ -15,7 +15,6 @@ import boto3
 from sqlalchemy import create_engine, text
 
 from loadout.demo.process import Process
-from tests.postgres import PostgresServer
 from tests.soak.leftovers import (
     compare_blobs,
     find_orphan_records,
@@ -23,6 +22,7 @@ from tests.soak.leftovers import (
     find_stray_images,
 )
 from tests.soak.replicas import BURIAL_S
+from tests.support.postgres import PostgresServer
 
 BUCKET, PREFIX = "soak", "store"
 START_S = 60.0

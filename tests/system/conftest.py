@@ -12,7 +12,7 @@ import pytest
 from inference_svc.config import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
-from tests.otlp import Receiver
+from tests.support.otlp import Receiver
 from tests.system.engines import CompilingStore, Running
 from tests.system.observed import ENVIRONMENT, Observed
 from tests.system.services import Services

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from loadout import Client
 from loadout.types import ImageState
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
-from tests.otlp import Receiver
+from tests.support.otlp import Receiver
 from tests.system.services import Services
 from tests.system.zoo import Zoo
 

@@ -17,7 +17,7 @@ from inference_svc.store.replicas import rank
 from loadout import Client
 from loadout.demo.process import Process
 from loadout.prometheus import Metrics, scrape
-from tests.postgres import PostgresServer
+from tests.support.postgres import PostgresServer
 from tests.system.services import GRACE_S, READY_S
 from tests.system.zoo import Zoo
 

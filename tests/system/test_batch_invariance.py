@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.native import native_library
+from tests.support.native import native_library
 
 NUM_TOKENS = 24
 NUM_MIXES = 10

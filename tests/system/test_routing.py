@@ -16,9 +16,9 @@ from loadout._routing.replicas import rank
 from loadout.errors import StreamLost, Unavailable
 from loadout.retry import RetryPolicy
 from loadout.types import Chunk
+from tests.support.wait import until
 from tests.system.envoy import Envoy, round_robin
 from tests.system.routed import PROMPT, Routed, adapters_of_w4, ask, hit_share, play
-from tests.system.waiting import until
 from tests.system.zoo import Zoo
 
 NUM_ADAPTERS = 200

@@ -14,7 +14,7 @@ import pytest
 
 from loadout.errors import DeadlineExceeded, NotFound
 from tests.adapter_store.service.guarded import token_of
-from tests.otlp import Received, Trace
+from tests.support.otlp import Received, Trace
 from tests.system.observed import Observed
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
+from tests.support.wait import until
 from tools.prometheus import Job, Prometheus, PrometheusFailed, QueryFailed
 from tools.prometheus_package import ProgramMissing, fetch, programs
 
@@ -61,15 +62,8 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         Job("nobody", ["127.0.0.1:1"]),
     ]
     with Prometheus(folder / "own", jobs, interval_s=0.5, rule_files=[rules]) as server:
-        wait_for(server, 'depth_metres{town="x"} and on (pool) depth_metres{town="y"}')
+        until(lambda: server.query('depth_metres{town="x"} and on (pool) depth_metres{town="y"}'))
         yield server
-
-
-def wait_for(prometheus: Prometheus, promql: str) -> None:
-    deadline = time.monotonic() + 20
-    while not prometheus.query(promql):
-        assert time.monotonic() < deadline, promql
-        time.sleep(0.05)
 
 
 def test_it_answers_queries(prometheus: Prometheus, address: str) -> None:
@@ -104,15 +98,15 @@ def test_jobs_of_one_name_have_their_own_labels_and_relabelling(prometheus: Prom
 
 
 def test_it_evaluates_rules(prometheus: Prometheus) -> None:
-    wait_for(prometheus, "pools:depth_metres:sum")
-    wait_for(prometheus, "ALERTS")
+    until(lambda: prometheus.query("pools:depth_metres:sum"))
+    until(lambda: prometheus.query("ALERTS"))
     assert {rule["name"] for rule in prometheus.rules()} == {"Deep", "pools:depth_metres:sum"}
     [alert] = prometheus.alerts()
     assert (alert["labels"]["pool"], alert["state"]) == ("south", "firing")
 
 
 def test_what_cannot_be_scraped_is_named(prometheus: Prometheus) -> None:
-    wait_for(prometheus, 'up{job="nobody"} == 0')
+    until(lambda: prometheus.query('up{job="nobody"} == 0'))
     with pytest.raises(PrometheusFailed, match=r"127\.0\.0\.1:1/metrics.*connection refused"):
         prometheus.wait_up(timeout_s=0.1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 
 import grpc
@@ -22,13 +21,7 @@ from tests.adapter_store.service.guarded import (
     token_of,
     write_policy,
 )
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.support.wait import until
 
 
 def code_of(action: Callable[[], object]) -> str:
@@ -70,7 +63,7 @@ def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
         num_before = len(audit_lines(audit)) if audit.exists() else 0
         write_policy(tmp_path, *parts)
         process.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: audit.exists() and len(audit_lines(audit)) > num_before)
+        until(lambda: audit.exists() and len(audit_lines(audit)) > num_before)
         return audit_lines(audit)[-1]
 
     # A bad file changes nothing.
@@ -169,7 +162,7 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
     assert code_of(lambda: known.stub.RegisterAdapter(s3, timeout=2)) != "OK"
     write_policy(tmp_path, ROOT, '[tokens.x]\nsha256 = "token-by-mistake"')
     process.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: "ReloadPolicy" in audit.read_text())
+    until(lambda: "ReloadPolicy" in audit.read_text())
     status, log = process.end(signal.SIGTERM)
     assert status == 0
     everything = log + audit.read_text()

@@ -16,6 +16,7 @@ from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images.compile import compile_image
 from adapter_store.images.plan import IMAGE_FORMAT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.wait import until
 
 MODULES = ("q_proj", "v_proj", "down_proj")
 
@@ -196,13 +197,6 @@ def held(store) -> int:
     return store.running.store.images._memory._held_bytes
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_cancelled_pull_releases_its_image(store, client, large):
     digest, layout_id = large
     stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
@@ -210,7 +204,7 @@ def test_a_cancelled_pull_releases_its_image(store, client, large):
     assert held(store) == header.total_bytes
     assert client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).active_pulls == 1
     stream.cancel()
-    wait_until(lambda: held(store) == 0)
+    until(lambda: held(store) == 0)
     store.run(store.running.store.images.settle())
     status = client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
     assert status.active_pulls == 0
@@ -239,7 +233,7 @@ def test_a_client_that_vanishes_releases_its_image(store, client, large):
     stream = pull(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
     next(stream)
     channel.close()
-    wait_until(lambda: held(store) == 0)
+    until(lambda: held(store) == 0)
 
 
 def test_many_pulls_at_once_while_names_change(client, make_adapter, make_layout):
@@ -273,7 +267,7 @@ def test_a_reader_that_stops_is_dropped(serve, make_adapter, make_layout, refuse
     request = pb.PullAdapterRequest(digest=digest, layout_id=layout_id)
     stream = store.client.stub.PullAdapter(request)
     header = next(stream).header
-    wait_until(lambda: store.running.store.metrics.pulls.labels("cancelled")._value.get() == 1)
+    until(lambda: store.running.store.metrics.pulls.labels("cancelled")._value.get() == 1)
     store.run(store.running.store.images.settle())
     assert held(store) == 0
     received = 0

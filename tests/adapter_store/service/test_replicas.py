@@ -20,6 +20,7 @@ import pytest
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
 from tests.adapter_store.service.conftest import Client
+from tests.support.wait import until
 
 START_SECONDS = 120
 WAIT_SECONDS = 60
@@ -124,14 +125,6 @@ def replicas(s3_endpoint, shared, catalog_dsn, tmp_path) -> Iterator[list[Replic
         yield replicas
 
 
-def eventually(check, seconds: float = WAIT_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not (found := check()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 def test_metrics_outlast_the_catalog(
     serve, postgres, catalog_dsn, s3_endpoint, shared, monkeypatch
 ):
@@ -148,7 +141,7 @@ def test_metrics_outlast_the_catalog(
         assert found.one("loadout_store_tier_capacity_bytes", tier="memory") > 0
     finally:
         postgres.start()
-    eventually(lambda: scrape(address).select(of_catalog))
+    until(lambda: scrape(address).select(of_catalog))
 
 
 def states(client: Client, ref: str) -> list[int]:
@@ -170,13 +163,13 @@ def test_two_replicas_are_one_store(replicas, shared, make_adapter, make_layout)
     assert time.monotonic() - start < 10  # a few hundredths of a second on a quiet machine
     watch.cancel()
     assert one.pull(registered.adapter.digest, layout_id).data == pulled.data
-    eventually(lambda: states(one, "team/a") == [pb.IMAGE_STATE_READY])
+    until(lambda: states(one, "team/a") == [pb.IMAGE_STATE_READY])
     assert len(shared.keys("compiled")) == 1
     statuses = [c.stub.GetStoreStatus(pb.GetStoreStatusRequest()) for c in (one, two)]
     assert sum(status.shared.hits for status in statuses) >= 1
     assert len(shared.keys("blobs")) == 2
     two.stub.DeleteAdapter(pb.DeleteAdapterRequest(name="team/a"))
-    eventually(lambda: not shared.keys("blobs") and not shared.keys("compiled"))
+    until(lambda: not shared.keys("blobs") and not shared.keys("compiled"))
     with pytest.raises(grpc.RpcError, match="no adapter"):
         one.pull(registered.adapter.digest, layout_id)
     again = two.register("team/a", make_adapter(folder="again"))
@@ -197,7 +190,7 @@ def test_a_killed_replica_loses_nothing_and_leaves_nothing(
 
     worker = threading.Thread(target=register)
     worker.start()
-    eventually(lambda: len(answered) >= 4)
+    until(lambda: len(answered) >= 4)
     replicas[0].kill()
     worker.join()
     two = replicas[1].client
@@ -207,7 +200,7 @@ def test_a_killed_replica_loses_nothing_and_leaves_nothing(
     for digest in found.values():
         assert two.pull(digest, layout_id).is_whole
     # What the killed one was storing goes once its lease has ended.
-    eventually(lambda: len(shared.keys("blobs")) == 2 * len(set(found.values())))
+    until(lambda: len(shared.keys("blobs")) == 2 * len(set(found.values())))
     replicas[0].start()
     for digest in found.values():
         assert replicas[0].client.pull(digest, layout_id).is_whole

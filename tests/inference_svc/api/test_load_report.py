@@ -11,7 +11,8 @@ from inference_svc.config import InferenceSettings
 from loadout._routing import metadata
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
-from tests.inference_svc.serving import Running, error_of, until
+from tests.inference_svc.serving import Running, error_of
+from tests.support.wait import until_async
 
 
 def test_clients_read_what_servers_write() -> None:
@@ -33,7 +34,7 @@ def test_every_answer_tells_the_load(serve) -> None:
         limit = InferenceSettings.model_fields["max_sequences"].default
         running.engine.hold.set()
         held = running.stub.Generate(pb.GenerateRequest(text="held"))
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
 
         check = running.health.Check(health_pb2.HealthCheckRequest())
         await check

@@ -17,7 +17,8 @@ import pytest
 from inference_svc.errors import AdapterUnavailable
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.telemetry.logs import JsonFormatter
-from tests.inference_svc.serving import Running, digest_of, error_of, until
+from tests.inference_svc.serving import Running, digest_of, error_of
+from tests.support.wait import until_async
 
 PROMPT = "abc"
 TOKEN = "s3cr3t-of-the-gateway"
@@ -51,7 +52,7 @@ async def scraped(running: Running) -> str:
 def test_a_request_that_finishes(serve: Any, log: io.StringIO) -> None:
     async def body(running: Running) -> None:
         await running.generate(PROMPT, request_id="r-1", adapter="upper")
-        await until(lambda: bool(request_lines(log)))
+        await until_async(lambda: bool(request_lines(log)))
         text = await scraped(running)
         assert f'{PREFIX}requests_total{{finish_reason="stop"}} 1.0' in text
         assert f'{PREFIX}adapter_requests_total{{adapter="default/upper"}} 1.0' in text
@@ -87,7 +88,7 @@ def test_requests_that_are_refused_or_fail(serve: Any, engine: Any, log: io.Stri
     async def body(running: Running) -> None:
         for fields in ({"adapter": "gone"}, {"adapter": "slow"}, {"adapter": "No Name\n"}):
             await error_of(running.generate(PROMPT, **fields))
-        await until(lambda: len(request_lines(log)) == 3)
+        await until_async(lambda: len(request_lines(log)) == 3)
         text = await scraped(running)
         for reason in ("ADAPTER_NOT_FOUND", "ADAPTER_UNAVAILABLE", "INVALID_ARGUMENT"):
             labels = f'{{method="Generate",reason="{reason}"}}'
@@ -109,9 +110,9 @@ def test_a_caller_that_leaves(serve: Any, log: io.StringIO) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         call = running.stub.Generate(pb.GenerateRequest(text=PROMPT, request_id="left"))
-        await until(lambda: running.engine.num_running == 1)
+        await until_async(lambda: running.engine.num_running == 1)
         call.cancel()
-        await until(lambda: bool(request_lines(log)))
+        await until_async(lambda: bool(request_lines(log)))
         text = await scraped(running)
         assert f'{PREFIX}requests_total{{finish_reason="cancelled"}} 1.0' in text
         assert f'{PREFIX}adapter_requests_total{{adapter="base"}} 1.0' in text

@@ -21,7 +21,7 @@ from inference_svc.store.client import NoStore
 from kernels.attention import KVCache
 from kernels.attention.native import NativeAttention
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
-from tests.native import native_library
+from tests.support.native import native_library
 
 MIB = 1 << 20
 NATIVE, TORCH = NativeFactory(), TorchFactory()

@@ -6,8 +6,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from inference_svc.engine.messages import Call, Command, Reply, StepTrace
 from inference_svc.engine.profiler import StepProfiler, profile
 from inference_svc.errors import NoRoom, NoSteps
+from tests.support.wait import until
 
 
 @pytest.fixture
@@ -46,14 +46,6 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("no profile")
 
     monkeypatch.setattr(profile, "__exit__", broken)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 30
-    while not (found := condition()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-    return found
 
 
 def begin(profiler: StepProfiler, num_steps: int = 2, timeout_s: float = 60.0) -> None:

@@ -8,13 +8,7 @@ import pytest
 
 from inference_svc.engine import step_times
 from inference_svc.engine.step_times import StepPhases, StepTimes
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -13,13 +13,7 @@ from inference_svc.metrics.top_adapters import (
     AdapterCounts,
     BusiestAdapters,
 )
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def named(busiest: BusiestAdapters) -> set[str]:

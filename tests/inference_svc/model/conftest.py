@@ -24,7 +24,7 @@ from inference_svc.model.weights import load_weights
 from kernels.attention import KVCache
 from kernels.linear import PackedLinear
 from kernels.native.library import NativeOp
-from tests.native import native_library
+from tests.support.native import native_library
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 89,

@@ -32,7 +32,8 @@ from inference_svc.store.credentials import StoreAccess, TokenFile
 from inference_svc.store.replicas import Replicas
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
-from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve, until
+from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve
+from tests.support.wait import until_async
 
 
 def test_get_adapter_returns_the_record() -> None:
@@ -240,7 +241,7 @@ def test_cancel_ends_a_waiting_pull() -> None:
             stream.cancel()
             with pytest.raises(StoreUnavailable):
                 await asyncio.wrap_future(reading)
-        await until(lambda: store.pulls_ended == 1)
+        await until_async(lambda: store.pulls_ended == 1)
         images.close()
 
     serve(body)
@@ -256,7 +257,7 @@ def test_abandoned_pull_ends_at_the_store() -> None:
                 return
 
         await asyncio.to_thread(read_one)
-        await until(lambda: store.pulls_ended == 1)
+        await until_async(lambda: store.pulls_ended == 1)
         images.close()
 
     serve(body)

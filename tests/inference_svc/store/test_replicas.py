@@ -17,6 +17,7 @@ from inference_svc.store.replicas import (
     Replicas,
     rank,
 )
+from tests.support.clock import Clock
 
 ADDRESSES = st.lists(
     st.from_regex(r"10\.0\.[0-9]{1,2}\.[0-9]{1,2}:7070", fullmatch=True),
@@ -25,13 +26,6 @@ ADDRESSES = st.lists(
     unique=True,
 )
 KEYS = [f"sha256:{number:064x}" for number in range(600)]
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def make(*addresses: str) -> tuple[Replicas, Clock]:

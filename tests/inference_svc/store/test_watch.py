@@ -15,7 +15,8 @@ from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
 from inference_svc.store.watch import CatalogWatch
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from tests.inference_svc.tiny_store import LAYOUT, TinyStore, running, serve, until
+from tests.inference_svc.tiny_store import LAYOUT, TinyStore, running, serve
+from tests.support.wait import until_async
 
 
 class Watched:
@@ -41,13 +42,13 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
     async def body(store: TinyStore, address: str) -> None:
         async with Watched(address, engine.layout) as watched:
             store.emit(5)
-            await until(lambda: watched.directory.is_live)
+            await until_async(lambda: watched.directory.is_live)
             assert watched.layout_ids == [LAYOUT]
             assert watched.directory.layout_id == LAYOUT
             assert store.watched_from == [5]
             store.emit(6, pb.EVENT_KIND_UPDATED, "default/upper")
             store.emit(8)
-            await until(lambda: watched.directory.revision == 8)
+            await until_async(lambda: watched.directory.revision == 8)
         (layout,) = store.layouts
         assert (layout.base_model, list(layout.aliases)) == ("base", ["b"])
         assert layout.dtype == pb.DATA_TYPE_BFLOAT16
@@ -69,10 +70,10 @@ def test_refused_layout_is_retried(engine: Any) -> None:
     async def body(store: TinyStore, address: str) -> None:
         store.refuse["RegisterLayout"] = grpc.StatusCode.FAILED_PRECONDITION
         async with Watched(address, engine.layout) as watched:
-            await until(lambda: store.refused["RegisterLayout"] >= 2)
+            await until_async(lambda: store.refused["RegisterLayout"] >= 2)
             assert not watched.layout_ids
             store.refuse.clear()
-            await until(lambda: watched.layout_ids == [LAYOUT])
+            await until_async(lambda: watched.layout_ids == [LAYOUT])
 
     serve(body)
 
@@ -86,17 +87,17 @@ def test_restarted_store_gets_the_layout_and_the_watch_continues(engine: Any) ->
             Watched(address, engine.layout) as watched,
         ):
             store.emit(5)
-            await until(lambda: watched.directory.is_live)
+            await until_async(lambda: watched.directory.is_live)
             store.emit(6, pb.EVENT_KIND_UPDATED, "default/upper")
-            await until(lambda: watched.directory.revision == 6)
+            await until_async(lambda: watched.directory.revision == 6)
             await server.stop(0)
-            await until(lambda: not watched.directory.is_live)
+            await until_async(lambda: not watched.directory.is_live)
             async with running(again, address):
-                await until(lambda: bool(again.watched_from))
+                await until_async(lambda: bool(again.watched_from))
                 assert again.watched_from == [6]
                 assert len(again.layouts) == 1
                 again.emit(9)
-                await until(lambda: watched.directory.is_live)
+                await until_async(lambda: watched.directory.is_live)
                 assert watched.layout_ids == [LAYOUT]
 
     asyncio.run(main())
@@ -106,13 +107,13 @@ def test_lost_history_restarts_the_watch_from_now(engine: Any) -> None:
     async def body(store: TinyStore, address: str) -> None:
         async with Watched(address, engine.layout) as watched:
             store.emit(5)
-            await until(lambda: watched.directory.is_live)
+            await until_async(lambda: watched.directory.is_live)
             store.revision, store.oldest = 50, 40
             store.events.put_nowait(None)
-            await until(lambda: store.watched_from == [5, 5, 50])
+            await until_async(lambda: store.watched_from == [5, 5, 50])
             store.revision, store.oldest = 3, 0
             store.events.put_nowait(None)
-            await until(lambda: store.watched_from == [5, 5, 50, 3])
+            await until_async(lambda: store.watched_from == [5, 5, 50, 3])
 
     serve(body)
 
@@ -166,15 +167,15 @@ def test_watch_continues_at_another_replica(engine: Any) -> None:
         async with Watched(stores.replicas, engine.layout) as watched:
             first, second, server = stores.split(watched.client)
             first.emit(5)
-            await until(lambda: watched.directory.is_live)
+            await until_async(lambda: watched.directory.is_live)
             first.emit(6, pb.EVENT_KIND_UPDATED, "default/upper")
-            await until(lambda: watched.directory.revision == 6)
+            await until_async(lambda: watched.directory.revision == 6)
             second.revision = 7
             await server.stop(0)
-            await until(lambda: second.watched_from == [6])
+            await until_async(lambda: second.watched_from == [6])
             assert len(second.layouts) == 1
             second.emit(7, pb.EVENT_KIND_UPDATED, "default/upper")
-            await until(lambda: watched.directory.revision == 7 and watched.directory.is_live)
+            await until_async(lambda: watched.directory.revision == 7 and watched.directory.is_live)
             assert watched.layout_ids == [LAYOUT]
 
     serve_two(body)
@@ -187,19 +188,19 @@ def test_replica_that_is_behind_does_not_reset_the_directory(engine: Any) -> Non
         async with Watched(stores.replicas, engine.layout) as watched:
             first, second, _ = stores.split(watched.client)
             first.revision = second.revision = 8
-            await until(lambda: first.watched_from == [5] or first.watched_from == [8])
+            await until_async(lambda: first.watched_from == [5] or first.watched_from == [8])
             first.emit(8)
-            await until(lambda: watched.directory.revision == 8)
+            await until_async(lambda: watched.directory.revision == 8)
             resets: list[int] = []
             watched.directory.reset = resets.append  # type: ignore[method-assign]
             second.revision = 6
             first.refuse["RegisterLayout"] = grpc.StatusCode.UNAVAILABLE
             first.events.put_nowait(None)  # ends the watch
-            await until(lambda: len(second.layouts) >= 1)
+            await until_async(lambda: len(second.layouts) >= 1)
             second.revision = 8
-            await until(lambda: second.watched_from == [8])
+            await until_async(lambda: second.watched_from == [8])
             second.emit(8)
-            await until(lambda: watched.directory.is_live)
+            await until_async(lambda: watched.directory.is_live)
             assert resets == []
 
     serve_two(body)

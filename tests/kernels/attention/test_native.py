@@ -14,7 +14,7 @@ from inference_svc.model.rope import Rope
 from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
-from tests.native import native_library
+from tests.support.native import native_library
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCES)

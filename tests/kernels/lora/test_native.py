@@ -20,7 +20,7 @@ from kernels.lora import (
     native,
     reference,
 )
-from tests.native import native_library
+from tests.support.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, (64, 32)), (1, (1,)), (257, (33, 5, 7)), (96, (200, 64, 128)), (1000, (129,))]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from kernels.elementwise import swiglu_op
 from kernels.native import build, library
 from kernels.native.library import NativeOp, load
-from tests.native import native_library
+from tests.support.native import native_library
 
 
 def test_a_program_runs_in_order_and_again_with_other_arguments() -> None:

@@ -18,6 +18,7 @@ from loadout._routing.replicas import (
     Replicas,
     rank,
 )
+from tests.support.clock import Clock
 
 KEYS = [f"default/a{number}" for number in range(300)]
 
@@ -25,13 +26,6 @@ addresses = st.lists(st.integers(1, 255), min_size=2, max_size=9, unique=True).m
     lambda hosts: [f"10.0.0.{host}:7080" for host in hosts]
 )
 keys = st.lists(st.text(min_size=1), min_size=1, max_size=40)
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def make(*names):

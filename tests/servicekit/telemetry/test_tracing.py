@@ -18,7 +18,7 @@ from servicekit.telemetry.tracing import (
     open_tracing,
     standard_endpoint,
 )
-from tests.otlp import Receiver
+from tests.support.otlp import Receiver
 
 ROOT = Path(__file__).parents[3]
 PATH = "/loadout.inference.v1.InferenceService/Generate"

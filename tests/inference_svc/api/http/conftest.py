@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.inference_svc.serving import Running
-from tests.otlp import Receiver
+from tests.support.otlp import Receiver
 
 
 class Front:

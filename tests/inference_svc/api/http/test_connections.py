@@ -13,7 +13,7 @@ import pytest
 
 from inference_svc.api.http import connections
 from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import until
+from tests.support.wait import until_async
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 CHAT = "/v1/chat/completions"
@@ -133,12 +133,12 @@ def test_a_reader_that_stops_frees_its_requests(serve_http, stream: bool) -> Non
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
             await client.post(CHAT, LARGE | {"stream": stream})
-            await until(lambda: len(front.engine.submitted) == LARGE["n"])
+            await until_async(lambda: len(front.engine.submitted) == LARGE["n"])
             if stream:
                 front.engine.turn_s = 0.01
                 await asyncio.sleep(0.1)
                 front.engine.hold.set()  # nothing but its leaving ends it
-            await until(lambda: front.engine.num_running == 0)
+            await until_async(lambda: front.engine.num_running == 0)
             line = f'http_requests_total{{route="{CHAT}",status="{499 if stream else 200}"}} 1.0'
             async with asyncio.timeout(5):
                 while line not in (await front.raw.get("/metrics")).text:
@@ -153,8 +153,8 @@ def test_a_slow_reader_gets_larger_parts_and_all_of_them(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
             await client.post(CHAT, LARGE)
-            await until(lambda: len(front.engine.submitted) == LARGE["n"])
-            await until(lambda: front.engine.num_running == 0)
+            await until_async(lambda: len(front.engine.submitted) == LARGE["n"])
+            await until_async(lambda: front.engine.num_running == 0)
             data = bytearray()
             while part := await client.read():
                 data += part
@@ -188,7 +188,7 @@ def test_those_who_do_nothing_make_room_for_those_who_ask(
                 assert not await second.ends(within_s=0.05)
         front.engine.hold.set()
         running = [asyncio.create_task(front.complete()) for _ in range(3)]
-        await until(lambda: front.engine.num_running == 3)
+        await until_async(lambda: front.engine.num_running == 3)
         async with connected(front) as late:
             assert (await late.read()).startswith(b"HTTP/1.1 503 ")
             assert await late.ends()

@@ -10,8 +10,9 @@ import pytest
 
 from inference_svc.errors import QueueFull
 from tests.inference_svc.api.http.conftest import Front, traced
-from tests.inference_svc.serving import digest_of, until
-from tests.otlp import Receiver
+from tests.inference_svc.serving import digest_of
+from tests.support.otlp import Receiver
+from tests.support.wait import until_async
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ def test_what_ends_one_choice_ends_all_of_them(
         front.engine.hold.set()
         with pytest.raises(openai.RateLimitError):
             await front.complete(model="upper", n=4, stream=stream)
-        await until(lambda: len(lines(caplog)) == 4 and front.engine.num_running == 0)
+        await until_async(lambda: len(lines(caplog)) == 4 and front.engine.num_running == 0)
         for line in lines(caplog):
             assert (line["status"], line["reason"]) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
         text = (await front.raw.get("/metrics")).text
@@ -103,7 +104,7 @@ def test_who_leaves_has_cancelled(serve_http, caplog: pytest.LogCaptureFixture) 
         stream = await front.complete(stream=True, n=2, max_tokens=60, extra_body=ours)
         await anext(stream)
         await stream.close()
-        await until(lambda: len(lines(caplog)) == 2)
+        await until_async(lambda: len(lines(caplog)) == 2)
         assert [line["status"] for line in lines(caplog)] == ["CANCELLED"] * 2
         text = (await front.raw.get("/metrics")).text
         assert 'loadout_inference_requests_total{finish_reason="cancelled"} 2.0' in text

@@ -13,8 +13,8 @@ import pytest
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.api.http.conftest import Front, traced
-from tests.inference_svc.serving import until
-from tests.otlp import Receiver
+from tests.support.otlp import Receiver
+from tests.support.wait import until_async
 
 PREFIX = "loadout_inference_"
 CHAT = "/v1/chat/completions"
@@ -65,7 +65,7 @@ def test_a_stream_that_is_left_has_not_gone_well_either(serve_http, receiver: Re
         stream = await front.complete(max_tokens=60, stream=True, extra_body={"ignore_eos": True})
         await anext(stream)
         await stream.close()
-        await until(lambda: front.engine.num_running == 0)
+        await until_async(lambda: front.engine.num_running == 0)
         text = await asyncio.to_thread(front.running.scrape)
         assert f'{PREFIX}http_requests_total{{route="/v1/completions",status="499"}} 1.0' in text
         assert await errors_told(front) == []

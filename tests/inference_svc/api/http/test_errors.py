@@ -17,8 +17,9 @@ from inference_svc.api.http.errors import ERROR_STATUSES, error_object
 from inference_svc.api.http.request import MAX_BODY_BYTES, Body
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import digest_of, until
+from tests.inference_svc.serving import digest_of
 from tests.servicekit.kinds import kinds_of
+from tests.support.wait import until_async
 
 RETRIED = {408, 409, 429, *range(500, 600)}
 """Statuses upon which OpenAI's client tries again."""
@@ -69,7 +70,7 @@ def test_a_full_queue_says_when_to_come_back(serve_http) -> None:
         assert caught.value.response.headers["retry-after"] == "2"
         with pytest.raises(openai.RateLimitError):
             await front.complete(model="upper", n=3)
-        await until(lambda: front.engine.num_running == 0)
+        await until_async(lambda: front.engine.num_running == 0)
 
     serve_http(body, store=True)
 

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import NameStore, digest_of, until
+from tests.inference_svc.serving import NameStore, digest_of
+from tests.support.wait import until_async
 
 
 def test_without_its_store_a_server_lists_what_it_has(
@@ -36,7 +37,7 @@ def test_without_its_store_a_server_lists_what_it_has(
 
     async def body(front: Front) -> None:
         nonlocal is_down
-        await until(lambda: is_watched)  # what was known before is forgotten
+        await until_async(lambda: is_watched)  # what was known before is forgotten
         for name in ("upper", "lower", "fixed@1"):
             loaded = await front.post("/v1/load_lora_adapter", {"lora_name": name})
             assert loaded.status_code == 200

@@ -18,7 +18,8 @@ from inference_svc.tls import CertificateFiles
 from loadout.inference.v1 import inference_pb2 as pb
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.api.http.conftest import Front
-from tests.inference_svc.serving import NOT_SERVING, digest_of, until
+from tests.inference_svc.serving import NOT_SERVING, digest_of
+from tests.support.wait import until_async
 
 LONG: dict[str, Any] = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
 
@@ -61,7 +62,7 @@ def test_every_answer_tells_the_load_as_trailers_of_grpc_do(serve_http) -> None:
             assert answer.headers[LOAD_HEADER].startswith(idle)
         front.engine.hold.set()
         waiting = asyncio.create_task(front.complete())
-        await until(lambda: front.engine.num_running == 1)
+        await until_async(lambda: front.engine.num_running == 1)
         busy = await front.raw.get("/health")
         assert "named_metrics.num_requests=1," in busy.headers[LOAD_HEADER]
         front.engine.hold.clear()
@@ -89,7 +90,7 @@ def test_request_ids_are_the_callers_own(serve_http) -> None:
         front.engine.hold.set()
         same = {"extra_headers": {"x-request-id": "same"}}
         asking = [asyncio.create_task(front.complete(n=n, **same)) for n in (1, 1, 2, 2)]
-        await until(lambda: front.engine.num_running == 6)
+        await until_async(lambda: front.engine.num_running == 6)
         front.engine.hold.clear()
         for answer in await asyncio.gather(*asking):
             assert (answer.id, answer._request_id) == ("cmpl-same", "same")
@@ -223,7 +224,7 @@ def test_a_client_that_leaves_its_stream_frees_the_request(serve_http) -> None:
             front.engine.hold.set()
             assert front.engine.num_running == n
             await stream.close()
-            await until(lambda: front.engine.num_running == 0)
+            await until_async(lambda: front.engine.num_running == 0)
             front.engine.hold.clear()
         assert len(front.engine.cancelled) == 4
 
@@ -235,9 +236,9 @@ def test_a_client_that_leaves_before_its_answer_frees_the_request(serve_http) ->
         front.engine.hold.set()
         for stream in (False, True):
             asking = asyncio.create_task(front.complete(stream=stream, n=2, **LONG))
-            await until(lambda: front.engine.num_running == 2)
+            await until_async(lambda: front.engine.num_running == 2)
             asking.cancel()
-            await until(lambda: front.engine.num_running == 0)
+            await until_async(lambda: front.engine.num_running == 0)
         text = (await front.raw.get("/metrics")).text
         assert 'http_requests_total{route="/v1/completions",status="499"} 2.0' in text
 
@@ -251,7 +252,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve_http) -> None:
     async def body(front: Front) -> None:
         front.engine.hold.set()
         first = asyncio.create_task(front.complete())
-        await until(lambda: front.engine.num_running == 1)
+        await until_async(lambda: front.engine.num_running == 1)
         front.running.stop.set()
         ended = asyncio.create_task(front.running.server.run(front.running.stop))
         await asyncio.sleep(0.05)
@@ -272,7 +273,7 @@ def test_drain_waits_for_what_operators_have_asked_for(serve_http) -> None:
     async def body(front: Front) -> None:
         front.engine.hold.set()
         loading = asyncio.create_task(front.post("/v1/load_lora_adapter", {"lora_name": "upper"}))
-        await until(lambda: front.engine.num_loading == 1)
+        await until_async(lambda: front.engine.num_loading == 1)
         front.running.stop.set()
         ended = asyncio.create_task(front.running.server.run(front.running.stop))
         done, _ = await asyncio.wait([ended], timeout=1.5)

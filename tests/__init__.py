@@ -1,0 +1,1 @@
+"""Tests mirror the packages; `system` starts both services, `support` is what tests are made of."""
