@@ -9,7 +9,7 @@ import inference_svc.errors
 from servicekit import errors
 from servicekit.errors import ServiceError
 
-AT_START = {errors.InvalidSetting, inference_svc.errors.UnsupportedModel}
+AT_START = (errors.InvalidSetting, inference_svc.errors.UnsupportedModel)
 """No call ends with these."""
 
 

@@ -3,7 +3,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFai
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
 from servicekit.errors import Draining
-from tests.inference_svc import serving
+from tests.support.wait import until_async
 
-until = partial(serving.until, timeout_s=5.0)
 DIGEST = "sha256:" + "a" * 64
 
 
@@ -105,7 +103,7 @@ def test_stop_string_across_tokens_cancels_and_counts_what_was_shown(engine, tok
         assert last.usage.completion_tokens == len("the lazy d")
         assert sum(len(d.token_ids) for d in deltas) == len("the lazy d")
         assert len(engine.cancelled) == 1
-        await until(lambda: engine.num_running == 0)
+        await until_async(lambda: engine.num_running == 0)
 
     run(body)
 
@@ -155,7 +153,7 @@ def test_leaving_early_cancels_and_frees_the_id(engine, tokenizers) -> None:
             async with aclosing(frontend.generate(request)) as deltas:
                 async for _delta in deltas:
                     break
-        await until(lambda: engine.num_running == 0 and len(engine.cancelled) == 2)
+        await until_async(lambda: engine.num_running == 0 and len(engine.cancelled) == 2)
 
     run(body)
 
@@ -167,9 +165,9 @@ def test_cancelling_the_reading_task_cancels_the_request(engine, tokenizers) -> 
         frontend = make_frontend(engine, tokenizer)
         engine.hold.set()
         task = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         task.cancel()
-        await until(lambda: engine.num_running == 0)
+        await until_async(lambda: engine.num_running == 0)
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -183,7 +181,7 @@ def test_a_running_id_is_refused_and_the_running_request_goes_on(engine, tokeniz
         frontend = make_frontend(engine, tokenizer)
         engine.hold.set()
         first = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "same")))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         with pytest.raises(DuplicateRequest, match="same"):
             await collect(frontend, make_request(tokenizer, "abc", "same"))
         engine.hold.clear()
@@ -201,7 +199,7 @@ def test_ids_of_another_tenant_cannot_be_met(engine, tokenizers) -> None:
         engine.hold.set()
         request = make_request(tokenizer, "abc", "same")
         both = [asyncio.create_task(collect(frontend, request, tenant)) for tenant in "ab"]
-        await until(lambda: engine.num_running == 2)
+        await until_async(lambda: engine.num_running == 2)
         with pytest.raises(DuplicateRequest):
             await collect(frontend, request, "b")
         engine.hold.clear()
@@ -262,7 +260,7 @@ def test_drain_refuses_new_and_lets_running_finish(engine, tokenizers) -> None:
         frontend = make_frontend(engine, tokenizer)
         engine.hold.set()
         running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         draining = asyncio.create_task(frontend.drain(10))
         await asyncio.sleep(0.02)
         with pytest.raises(Draining):
@@ -282,11 +280,11 @@ def test_what_the_grace_does_not_suffice_for_ends_with_shutting_down(engine, tok
         frontend = make_frontend(engine, tokenizer)
         request = make_request(tokenizer, "abc", ignore_eos=True, max_tokens=10**6)
         running = asyncio.create_task(collect(frontend, request))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         await frontend.drain(0.05)
         with pytest.raises(Draining):
             await running
-        await until(lambda: engine.num_running == 0)
+        await until_async(lambda: engine.num_running == 0)
 
     run(body)
 
@@ -298,7 +296,7 @@ def test_a_failed_engine_answers_everyone(engine, tokenizers) -> None:
         frontend = make_frontend(engine, tokenizer)
         engine.hold.set()
         running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
-        await until(lambda: engine.num_running == 1)
+        await until_async(lambda: engine.num_running == 1)
         engine.fail.set()
         with pytest.raises(EngineFailed):
             await running
@@ -330,7 +328,7 @@ def test_a_trace_whose_caller_leaves_leaves_no_file(tokenizers, tmp_path, leaves
         engine, loop = Told(), asyncio.get_running_loop()
         frontend = make_frontend(engine, tokenizers["chars"])
         asked = asyncio.create_task(frontend.profile(1, 1.0))
-        await until(lambda: bool(engine.heard))
+        await until_async(lambda: bool(engine.heard))
         reply = Reply(engine.heard[0].call_id, StepTrace(str(path), 1))
         if leaves == "before":
             loop.call_soon(asked.cancel)
@@ -382,12 +380,12 @@ def test_a_text_that_cannot_be_made_harms_no_other_request(engine, tokenizers) -
             for i in range(2)
         ]
         good = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "good")))
-        await until(lambda: engine.num_running == 3)
+        await until_async(lambda: engine.num_running == 3)
         engine.hold.clear()
         for task in bad:
             with pytest.raises(ValueError, match="no such text"):
                 await task
         assert "".join(d.text for d in await good) == "abc"
-        await until(lambda: engine.num_running == 0)
+        await until_async(lambda: engine.num_running == 0)
 
     run(body)

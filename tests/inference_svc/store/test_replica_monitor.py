@@ -2,16 +2,13 @@
 
 import asyncio
 import socket
-from functools import partial
 
 import pytest
 
 from inference_svc.store import replica_monitor
 from inference_svc.store.replica_monitor import ReplicaMonitor, resolve
 from inference_svc.store.replicas import Endpoint, Replicas
-from tests.inference_svc import serving
-
-until = partial(serving.until, timeout_s=20.0)
+from tests.support.wait import until_async
 
 HOSTS = {
     "one": ["10.0.0.1"],
@@ -87,14 +84,14 @@ def test_replicas_follow_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def body() -> None:
         HOSTS["moving"] = ["10.0.0.1", "10.0.0.2"]
-        await until(lambda: now() == ["10.0.0.1:1", "10.0.0.2:1"])
+        await until_async(lambda: now() == ["10.0.0.1:1", "10.0.0.2:1"])
         replicas.count_pull("10.0.0.2:1", "done", 5)
         num_failed = len(failed_lookups)
         del HOSTS["moving"]
-        await until(lambda: len(failed_lookups) >= num_failed + 2)
+        await until_async(lambda: len(failed_lookups) >= num_failed + 2)
         assert now() == ["10.0.0.1:1", "10.0.0.2:1"]
         HOSTS["moving"] = ["10.0.0.3", "10.0.0.2"]
-        await until(lambda: now() == ["10.0.0.2:1", "10.0.0.3:1"])
+        await until_async(lambda: now() == ["10.0.0.2:1", "10.0.0.3:1"])
         assert replicas.statuses()[0].pulls == {"done": 1}, "their state is kept"
 
     monitor(body, replicas, "moving:1", healthy=set())
@@ -115,11 +112,11 @@ def test_replica_is_readmitted_when_its_probe_passes() -> None:
         for count, backoff_s in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 8.0), start=1):
             assert failures() == count
             now_s += backoff_s * 0.6
-            await until(lambda count=count: failures() > count)
+            await until_async(lambda count=count: failures() > count)
             assert not replicas.statuses()[0].is_healthy
         healthy.add("127.0.0.1:1")
         now_s += 5
-        await until(lambda: replicas.statuses()[0].is_healthy)
+        await until_async(lambda: replicas.statuses()[0].is_healthy)
         assert replicas.statuses()[1].is_healthy
 
     monitor(body, replicas, *addresses, healthy=healthy)
@@ -137,7 +134,7 @@ def test_probe_that_raises_does_not_end_the_monitor() -> None:
     async def main() -> None:
         task = asyncio.create_task(ReplicaMonitor(replicas, ["10.0.0.1:1"], probe).run())
         replicas.report_failure("10.0.0.1:1")
-        await until(lambda: not failures and replicas.statuses()[0].is_healthy)
+        await until_async(lambda: not failures and replicas.statuses()[0].is_healthy)
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
