@@ -21,7 +21,7 @@ from inference_svc.engine.messages import (
     Command,
     LayoutAccepted,
     StepOutputs,
-    StoreNews,
+    StoreMessage,
     Submit,
     Timings,
     Usage,
@@ -73,7 +73,7 @@ class BenchEngine:
             self.door = EngineThread(config, store)
         self.door.start(self._hear)
         if isinstance(self.door, EngineProcess):
-            self.door.send(StoreNews(self.door.layout))
+            self.door.send(StoreMessage(self.door.layout))
         self.door.send(LayoutAccepted(store.accept_layout(self.door.layout)))
 
     @property
@@ -85,7 +85,7 @@ class BenchEngine:
         """The digests of `count` more adapters in the store, made of a registered one."""
         if isinstance(self.door, EngineThread):
             return self.store.add_variants(digest, count)
-        self.door.send(StoreNews(AddVariants(digest, count)))
+        self.door.send(StoreMessage(AddVariants(digest, count)))
         return [variant_digest(digest, number) for number in range(count)]
 
     @property
@@ -179,7 +179,7 @@ class BenchEngine:
         if isinstance(self.door, EngineThread):
             check_idle(self.door.built)
             return
-        self.door.send(StoreNews(CheckIdle()))
+        self.door.send(StoreMessage(CheckIdle()))
         with self._news:
             if not self._news.wait_for(lambda: self._checked, CALL_TIMEOUT_S):
                 raise TimeoutError("the engine's process did not check itself")

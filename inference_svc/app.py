@@ -21,7 +21,7 @@ from inference_svc.config import (
     ModelFacts,
     resolve,
 )
-from inference_svc.engine.messages import StoreNews
+from inference_svc.engine.messages import StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
 from inference_svc.host.memory import resident_bytes
@@ -78,7 +78,7 @@ def _in_process(
         tokenizer_bytes=tokenizer_bytes(config.model),
     )
     engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.on_update)
-    replicas.publish_to(lambda news: engine.send(StoreNews(news)))
+    replicas.publish_to(lambda news: engine.send(StoreMessage(news)))
     try:
         yield engine.load
     finally:

@@ -61,7 +61,7 @@ class DebugInfo:
     async def parts(self) -> AsyncGenerator[Part, None]:
         """One after the other; the engine is asked once for those that it has to tell."""
         redactor = Redactor(secrets_of(self.config))
-        examined = asyncio.ensure_future(self.frontend.examine(MAX_ROWS))
+        examined = asyncio.ensure_future(self.frontend.inspect(MAX_ROWS))
         # Somebody who waits for it may leave; it is then nobody's to look at.
         examined.add_done_callback(lambda done: done.cancelled() or done.exception())
 

@@ -21,7 +21,7 @@ from inference_svc.config import EngineConfig
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.inspect import Examine
+from inference_svc.engine.inspect import Inspect
 from inference_svc.engine.memory_budget import check_budgets
 from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
@@ -83,8 +83,8 @@ def build_engine(
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
-    wait_s, examine = config.adapter_wait_s, Examine(scheduler, residency, config.device)
-    commands = Commands(residency, describe, examine, profiler, wait_s)
+    wait_s, inspect = config.adapter_wait_s, Inspect(scheduler, residency, config.device)
+    commands = Commands(residency, describe, inspect, profiler, wait_s)
     admission = Admission(scheduler, config.max_queue, config.max_tenant_queue)
     engine = Engine(scheduler, runner, settler, residency, commands, admission, times, wait_s)
     return BuiltEngine(engine, residency, puller, layout, geometry)

@@ -1,4 +1,4 @@
-"""What operators ask of the engine: load, unload, pin, list, describe, examine, profile."""
+"""What operators ask of the engine: load, unload, pin, list, describe, inspect, profile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Commands:
 
     residency: Residency
     describe: Callable[[], EngineStatus]
-    examine: Callable[[int], EngineDetails]
+    inspect: Callable[[int], EngineDetails]
     profiler: StepProfiler
     adapter_wait_s: float
     _loads: list[_PendingLoad] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Commands:
             return self._list(call.limit)
         if call.command is Command.DESCRIBE:
             return self.describe()
-        if call.command is Command.EXAMINE:
-            return self.examine(call.limit)
+        if call.command is Command.INSPECT:
+            return self.inspect(call.limit)
         if not self.residency.is_resident(call.digest):
             raise AdapterNotFound(f"adapter {call.digest} is not on the device", subject="ref")
         change = device.pin if call.command is Command.PIN else device.unpin

@@ -89,7 +89,7 @@ class Engine:
         with profiler.marks("settle"):
             outputs = self.settler.settle(batch, sampled, settled_s)
         is_busy = bool(self.scheduler.running)
-        self.admission.pace.note(batch, outputs, settled_s, is_busy=is_busy)
+        self.admission.throughput.observe(batch, outputs, settled_s, is_busy=is_busy)
         for output in outputs:
             if output.is_last:
                 del self.sequences[output.request_id]
@@ -171,7 +171,7 @@ class Engine:
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
-        self.admission.look(now_s)
+        self.admission.update_rates(now_s)
         with self.times.loading():
             self.residency.advance(now_s, self.scheduler.queue.in_order(now_s))
 

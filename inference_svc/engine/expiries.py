@@ -1,4 +1,4 @@
-"""When sequences are to be looked at: nothing is gone through that is not due."""
+"""Timeouts of sequences, in a heap: only those that are due are visited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inference_svc.core import Sequence, SequenceState
 
 
 class Expiries:
-    """Sequences by the moment at which something of theirs may be over."""
+    """Sequences by the time at which one of their waits may be over."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
@@ -25,15 +25,15 @@ class Expiries:
             self._sweep_above = 2 * len(self._heap) + 64
 
     def due(self, now_s: float) -> Iterator[Sequence]:
-        """Those whose moment has come and that have not ended, each once. More may be added
-        meanwhile."""
+        """Removes and returns the sequences whose time has come, without those that have ended.
+        Sequences may be added while the result is iterated."""
         due = []
         while self._heap and self._heap[0][0] <= now_s:
             due.append(heapq.heappop(self._heap)[2])
         return filter(_is_open, due)
 
     def next_s(self) -> float | None:
-        """The next moment."""
+        """The earliest time of a sequence that has not ended."""
         while self._heap and not _is_open(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

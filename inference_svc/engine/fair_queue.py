@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from inference_svc.core import Sequence
-from inference_svc.engine.round_robin import Turns
+from inference_svc.engine.round_robin import DeficitRoundRobin
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
 
 GENERATED_WEIGHT = 2
@@ -26,7 +26,7 @@ class FairQueue:
         self._ageing_s = ageing_s
         self._tenants: dict[str, TenantQueue] = {}
         self._with_adapters: dict[str, TenantQueue] = {}  # whose oldest waited longest first
-        self._turns = Turns(quantum)  # of tenants with something ready
+        self._turns = DeficitRoundRobin(quantum)  # of tenants with something ready
         self._flows: dict[str, dict[Flow, None]] = {}  # by digest, in order of arrival
         self._parked: set[str] = set()
         self.num_ready = 0

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Examine:
+class Inspect:
     """Called in the engine's thread, with how many rows of anything are wanted at most. `device`
     is torch's name of what computes."""
 

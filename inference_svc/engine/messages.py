@@ -51,7 +51,7 @@ class Command(enum.Enum):
     UNPIN = "unpin"
     LIST_RESIDENT = "list_resident"
     DESCRIBE = "describe"
-    EXAMINE = "examine"
+    INSPECT = "inspect"
     PROFILE = "profile"
 
 
@@ -60,9 +60,9 @@ class Call:
     """An operator's command; answered by one Reply of the same id.
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
-    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, EXAMINE EngineDetails,
+    LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
     PROFILE a StepTrace. `limit` is how many LIST_RESIDENT answers at most, 0 for all: of each tier
-    the last used first, those on the device before the others; how many rows of anything EXAMINE
+    the last used first, those on the device before the others; how many rows of anything INSPECT
     tells; and how many steps PROFILE traces, within `timeout_s`. `trace` as of a Request.
     """
 
@@ -117,7 +117,7 @@ Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Stop
 
 
 @dataclass(frozen=True, slots=True)
-class StoreNews:
+class StoreMessage:
     """Either way, between the store's client beside an engine in a process of its own and its
     counterpart beside the front."""
 

@@ -23,8 +23,8 @@ from typing import Any, Self
 
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import EngineConfig
-from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreNews
-from inference_svc.engine.process_main import Ready, StoreRecipe, encode
+from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreMessage
+from inference_svc.engine.process_main import Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
 
@@ -41,7 +41,7 @@ _PROGRAM = (
 class EngineProcess:
     """The child begins to load the model when this is made; serves from `start` to `stop`.
 
-    `recipe` makes the store in the child, where pulls run; `on_store_news` hears, in a thread of
+    `recipe` makes the store in the child, where pulls run; `on_store_message` hears, in a thread of
     ours, what that store has to say. `layout` and `geometry` are there after `load`.
     """
 
@@ -51,12 +51,12 @@ class EngineProcess:
     def __init__(
         self,
         config: EngineConfig,
-        recipe: StoreRecipe,
-        on_store_news: Callable[[Any], None] = lambda news: None,
+        recipe: StoreFactory,
+        on_store_message: Callable[[Any], None] = lambda news: None,
     ) -> None:
-        self._on_store_news = on_store_news
+        self._on_store_news = on_store_message
         self._on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
-        self._outbox: queue.SimpleQueue[Message | StoreNews] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message | StoreMessage] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="loadout-engine-in", daemon=True)
         self._writer = threading.Thread(target=self._write, name="loadout-engine-out", daemon=True)
         self._is_stopping = False
@@ -75,7 +75,7 @@ class EngineProcess:
         """Waits until the model is loaded. Raises what the engine raises, UnsupportedModel or
         ValueError; EngineFailed if the child dies."""
         try:
-            while isinstance(answer := pickle.loads(self._door.recv_bytes()), StoreNews):
+            while isinstance(answer := pickle.loads(self._door.recv_bytes()), StoreMessage):
                 self._on_store_news(answer.content)
         except (EOFError, OSError):
             raise EngineFailed(f"the engine's process {self._wait_for_end()}") from None
@@ -101,7 +101,7 @@ class EngineProcess:
         self._reader.start()
         self._writer.start()
 
-    def send(self, message: Message | StoreNews) -> None:
+    def send(self, message: Message | StoreMessage) -> None:
         """Never blocks; may be called from any thread."""
         self._outbox.put(message)
 

@@ -1,7 +1,7 @@
 """The engine's process: an engine in a thread, and its door on standard input.
 
 Frames are pickles: our parent sends (config, recipe), then lists of messages; it hears Ready or
-what went wrong, then StepOutputs, one per turn, and StoreNews.
+what went wrong, then StepOutputs, one per turn, and StoreMessage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import EngineConfig
-from inference_svc.engine.messages import Stop, StoreNews
+from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
@@ -44,7 +44,7 @@ class ChildStore(AdapterStore, Protocol):
     def close(self) -> None: ...
 
 
-class StoreRecipe(Protocol):
+class StoreFactory(Protocol):
     """Pickles. Makes the store in the engine's process, and does what else must be done first
     there, such as configuring the log. `publish` sends updates to the counterpart, from any
     thread."""
@@ -85,7 +85,7 @@ class Child:
     """Reads in the main thread from the start, so that the parent's end is noticed at any time,
     also while a large model is being loaded."""
 
-    def __init__(self, door: Connection, config: EngineConfig, recipe: StoreRecipe) -> None:
+    def __init__(self, door: Connection, config: EngineConfig, recipe: StoreFactory) -> None:
         self._door = door
         self._config = config
         self._recipe = recipe
@@ -109,7 +109,7 @@ class Child:
         assert self._engine is not None, "messages follow Ready"
         assert self._store is not None
         for message in messages:
-            if isinstance(message, StoreNews):
+            if isinstance(message, StoreMessage):
                 self._store.hear(message.content)
             elif not isinstance(message, Stop):
                 self._engine.send(message)
@@ -117,7 +117,7 @@ class Child:
 
     def _build(self) -> None:
         try:
-            self._store = self._recipe(lambda news: self._say(StoreNews(news)))
+            self._store = self._recipe(lambda news: self._say(StoreMessage(news)))
             self._engine = EngineThread(self._config, self._store)
         except Exception as error:
             self._say(_portable(error))

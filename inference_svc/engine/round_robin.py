@@ -1,4 +1,4 @@
-"""Deficit round robin: members take turns, and a turn is worth a quantum of tokens."""
+"""Deficit round robin: members are served in rounds, a quantum of tokens each."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import heapq
 import itertools
 
 
-class Turns:
-    """Whose turn it is among the members that have something waiting.
+class DeficitRoundRobin:
+    """The order of service among the members that have work waiting.
 
     A member's position counts the tokens that it took; its round is position // `quantum`. The
-    lowest round goes first, within a round whoever joined it first. So a member keeps its turn
-    for a quantum, and sits out the rounds that it took beforehand.
+    lowest round goes first, within a round the member that joined it first. So a member is served
+    for a quantum, and skips the rounds that it has used up in advance.
 
-    Of two members that both wait all the time, none gets more than `quantum` and its largest
-    single charge ahead of the other. Newcomers join the next round: a round ends, however many
-    come.
+    If two members always have work, neither gets ahead of the other by more than `quantum` and its
+    largest single charge. New members join the next round: a round ends, however many come.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -23,8 +22,8 @@ class Turns:
         self.quantum = quantum
         self._round = 0
         self._positions: dict[str, int] = {}
-        self._entries: dict[str, tuple[int, int]] = {}  # of those with something waiting
-        self._heap: list[tuple[int, int, str]] = []  # of entries, and of some that are outdated
+        self._entries: dict[str, tuple[int, int]] = {}  # of members with work waiting
+        self._heap: list[tuple[int, int, str]] = []  # of entries, some of them outdated
         self._tickets = itertools.count()
         self._sweep_above = 64
 
@@ -32,12 +31,12 @@ class Turns:
         return name in self._entries
 
     def __len__(self) -> int:
-        """How many have something waiting."""
+        """The number of members with work waiting."""
         return len(self._entries)
 
     def enter(self, name: str) -> None:
-        """The member has something waiting. Credit that it had when it left is gone unless its
-        round still is on; debt is not."""
+        """Adds a member that has work waiting. Credit that it had when it left has expired unless
+        its round still runs; debt has not."""
         if name in self._entries:
             return
         position = self._positions.get(name, -1)
@@ -46,28 +45,28 @@ class Turns:
         self._push(name)
 
     def leave(self, name: str) -> None:
-        """The member has nothing waiting any more."""
+        """Removes a member that has no more work waiting."""
         del self._entries[name]
         if len(self._positions) + len(self._heap) > self._sweep_above:
             self._sweep()
 
     def first(self) -> str | None:
-        """Whose turn it is; the same answer until somebody is charged, enters or leaves."""
+        """Returns the member to serve; the same until one is charged, enters or leaves."""
         while self._heap:
-            turn, ticket, name = self._heap[0]
-            if self._entries.get(name) != (turn, ticket):
+            number, ticket, name = self._heap[0]
+            if self._entries.get(name) != (number, ticket):
                 heapq.heappop(self._heap)
-            elif self._positions[name] // self.quantum > turn:
+            elif self._positions[name] // self.quantum > number:
                 heapq.heappop(self._heap)
                 self._push(name)
             else:
-                self._round = max(self._round, turn)
+                self._round = max(self._round, number)
                 return name
         return None
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """The member took this much. Below 0: it gives back what it was charged and did not use,
-        which is of use to it only while others are still ahead."""
+        """Charges a member for tokens that it took. A negative number refunds what it did not use,
+        which moves it forward only while others are still ahead."""
         if name not in self._positions:
             return
         position = max(self._positions[name] + num_tokens, self._round * self.quantum)
@@ -81,7 +80,7 @@ class Turns:
         heapq.heappush(self._heap, (*entry, name))
 
     def _sweep(self) -> None:
-        """Forgets those who wait for nothing and owe nothing, and entries that are outdated."""
+        """Drops members without work and debt, and outdated entries."""
         paid = (self._round + 1) * self.quantum
         self._positions = {
             name: position

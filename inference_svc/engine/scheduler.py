@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, page_key, root_key
-from inference_svc.engine.throughput import ComputedShare
+from inference_svc.engine.throughput import PrefixMissRatio
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
-    computed_share: ComputedShare = field(default_factory=ComputedShare)
+    prefix_miss_ratio: PrefixMissRatio = field(default_factory=PrefixMissRatio)
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
@@ -93,7 +93,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence, now_s: float) -> None:
         self.queue.add(sequence)
         if sequence.request.digest:
-            self._look_at(sequence.request.digest, now_s)
+            self._refresh(sequence.request.digest, now_s)
             if sequence.request.trace is not None:
                 self._trace(sequence, now_s)
             if not self.queue.is_parked(sequence.request.digest):
@@ -104,7 +104,7 @@ class Scheduler:
         load = self.adapters.trace_load(request.digest, request.trace, now_s)
         sequence.load_trace = load or sequence.load_trace
 
-    def _look_at(self, digest: str, now_s: float) -> None:
+    def _refresh(self, digest: str, now_s: float) -> None:
         """Parks what waits for this adapter, or lets it go on."""
         if self.adapters.is_schedulable(digest):
             if self.queue.is_parked(digest):
@@ -121,7 +121,7 @@ class Scheduler:
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
-            self._give_back(sequence)
+            self._release(sequence)
         else:
             self.queue.remove(sequence)
             if digest:
@@ -129,7 +129,7 @@ class Scheduler:
         self.queue.ended(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.page_ids)
         sequence.page_ids = []
         if sequence.request.digest:
@@ -145,7 +145,7 @@ class Scheduler:
         the last in rank is preempted.
         """
         for digest in self.adapters.pop_ready():
-            self._look_at(digest, now_s)
+            self._refresh(digest, now_s)
         num_preemptions = self.num_preemptions
         grants = self._grants()
         rows: list[BatchRow] = []
@@ -153,7 +153,7 @@ class Scheduler:
             num_tokens = grants.get(id(sequence), 0)
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted just now for one before it
-            if num_tokens and self._make_room(sequence, num_tokens, now_s):
+            if num_tokens and self._ensure_pages(sequence, num_tokens, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
             self._admit(rows, self.limits.max_batch_tokens - sum(grants.values()), now_s)
@@ -189,7 +189,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncomputed, budget, self.limits.max_prefill_chunk)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
+    def _ensure_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
         """Pages for the next `num_tokens` of a running sequence, preempting others or itself."""
         if sequence.num_computed + num_tokens <= len(sequence.page_ids) * self.pages.page_size:
             return True
@@ -205,7 +205,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, now_s: float) -> None:
         """Back to waiting, to be recomputed; its pages stay known to the prefix cache."""
         self.running.remove(sequence)
-        self._give_back(sequence)
+        self._release(sequence)
         sequence.num_computed = 0
         sequence.state = SequenceState.WAITING
         sequence.num_preemptions += 1
@@ -223,7 +223,7 @@ class Scheduler:
                 return
             digest = sequence.request.digest
             if not self.is_schedulable(digest):  # it has begun to drain
-                self._look_at(digest, now_s)
+                self._refresh(digest, now_s)
                 continue
             if not self._start(sequence, now_s):
                 self.is_short = True
@@ -243,7 +243,7 @@ class Scheduler:
             return False
         num_cached = len(cached) * self.pages.page_size
         num_computed = sequence.num_uncomputed - num_cached
-        self.computed_share.note(sequence.num_uncomputed, num_computed)
+        self.prefix_miss_ratio.observe(sequence.num_uncomputed, num_computed)
         self.queue.start(sequence, num_computed)
         self.pages.share(cached)
         sequence.page_ids = cached

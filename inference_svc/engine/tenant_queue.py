@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from inference_svc.core import Sequence
-from inference_svc.engine.round_robin import Turns
+from inference_svc.engine.round_robin import DeficitRoundRobin
 
 _serials = itertools.count()
 
@@ -60,7 +60,7 @@ class TenantQueue:
         self._by_age: list[tuple[float, int, Flow]] = []  # of those with an adapter
         self._by_rank: list[tuple[int, float, int, Flow]] = []
         self._ready_by_age: list[tuple[float, int, Flow]] = []
-        self._levels: dict[int, Turns] = {}  # of ready flows; the members are digests
+        self._levels: dict[int, DeficitRoundRobin] = {}  # of ready flows; the members are digests
         self._priorities: list[int] = []  # of the levels, ascending
         self._aged_lead = 0  # tokens that went to the aged, over those taken in turn
         self._aged_sign = 0  # of what starts next in that lead
@@ -196,7 +196,7 @@ class TenantQueue:
             return
         bisect.insort(self._ready_by_age, flow.by_age)
         if flow.priority not in self._levels:
-            self._levels[flow.priority] = Turns(self._quantum)
+            self._levels[flow.priority] = DeficitRoundRobin(self._quantum)
             bisect.insort(self._priorities, flow.priority)
         self._levels[flow.priority].enter(flow.digest)
 

@@ -164,9 +164,9 @@ class Frontend:
         own_bytes = resident_bytes()
         return replace(status, memory=status.memory | {"frontend": (own_bytes, own_bytes)})
 
-    async def examine(self, limit: int) -> EngineDetails:
+    async def inspect(self, limit: int) -> EngineDetails:
         """Returns at most `limit` rows of each kind."""
-        details: EngineDetails = await self._call(Command.EXAMINE, limit=limit)
+        details: EngineDetails = await self._call(Command.INSPECT, limit=limit)
         return details
 
     async def profile(self, num_steps: int, timeout_s: float) -> StepTrace:

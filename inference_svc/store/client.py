@@ -362,7 +362,7 @@ class RemoteNoStore(NoStore):
 @dataclass(frozen=True, slots=True)
 class ImageClientRecipe:
     """Makes the client in the engine's process, from the settings, and configures logging there.
-    Pickles; see `engine.process_main.StoreRecipe`."""
+    Pickles; see `engine.process_main.StoreFactory`."""
 
     config: InferenceSettings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.config import EngineConfig
-from inference_svc.engine.messages import LayoutAccepted, StoreNews
+from inference_svc.engine.messages import LayoutAccepted, StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
 from tests.system.engines import CompilingStore, Running
@@ -45,7 +45,7 @@ def open_door(kind: str, config: EngineConfig, adapter_dirs: dict[str, Path]) ->
         engine = EngineThread(config, store)
     else:
         engine = EngineProcess(config, Recipe(store.folders)).load()
-        engine.send(StoreNews(engine.layout))
+        engine.send(StoreMessage(engine.layout))
     running = Running(engine, store, digests)
     engine.start(running.hear)
     engine.send(LayoutAccepted(store.register_layout(engine.layout)))
@@ -55,6 +55,6 @@ def open_door(kind: str, config: EngineConfig, adapter_dirs: dict[str, Path]) ->
 def set_gate(running: Running, is_open: bool) -> None:
     """Whether pulls go on."""
     if isinstance(running.engine, EngineProcess):
-        running.engine.send(StoreNews(is_open))
+        running.engine.send(StoreMessage(is_open))
     else:
         (running.store.gate.set if is_open else running.store.gate.clear)()

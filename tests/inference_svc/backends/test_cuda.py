@@ -202,7 +202,7 @@ SLOTS = [[-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
-def test_equals_the_plain_step(bench, slots):
+def test_equals_the_torch_backend(bench, slots):
     record = Eager if bench.device.type == "cpu" else CudaRecorder()
     model = bench.fixed(record)
     plain = bench.plain()
@@ -214,7 +214,7 @@ def test_equals_the_plain_step(bench, slots):
     assert model.num_lora_steps == plain.num_lora_steps
 
 
-def test_wider_steps_than_were_recorded_are_computed(bench):
+def test_unrecorded_step_is_computed(bench):
     model = bench.fixed(Eager)
     assert captured_sizes(MAX_ROWS) == [1, 2, 4, 6]
     assert captured_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
@@ -224,7 +224,7 @@ def test_wider_steps_than_were_recorded_are_computed(bench):
 
 
 @pytest.mark.parametrize("record", [Runs, None], ids=["recorded", "computed"])
-def test_warming_up_runs_every_kind_of_step(bench, record):
+def test_warm_up_runs_every_kind_of_step(bench, record):
     """Every choice that compiles kernels of its own, at the sizes at which it is made."""
     spy, cache = Spy(bench.transformer), bench.cache()
     cache.data.fill_(1.5)
@@ -244,7 +244,7 @@ def test_warming_up_runs_every_kind_of_step(bench, record):
     assert (cache.data[:, -1] != 1.5).any()
 
 
-def test_warming_up_keeps_to_what_a_step_may_hold(bench):
+def test_warm_up_respects_the_step_limits(bench):
     spy = Spy(bench.transformer)
     bench.cold(spy, bench.cache(), None, max_tokens=7).warm_up()
     assert spy.rows[:3] == [(7, 1)] * 3
@@ -255,7 +255,7 @@ def test_warming_up_keeps_to_what_a_step_may_hold(bench):
 
 @pytest.mark.parametrize("bench", [GPU], indirect=True)
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
-def test_a_replay_is_bitwise_the_computed_step(bench, slots):
+def test_replay_is_bitwise_the_computed_step(bench, slots):
     """At the same padded size: a wider product may be another one."""
     captured = run(bench.fixed(CudaRecorder()), steps(slots))
     for one, got in zip(captured, run(bench.fixed(Eager), steps(slots)), strict=True):
@@ -263,7 +263,7 @@ def test_a_replay_is_bitwise_the_computed_step(bench, slots):
 
 
 @pytest.mark.parametrize("bench", [GPU], indirect=True)
-def test_a_step_waits_for_nothing(bench):
+def test_step_does_not_synchronize(bench):
     model = bench.fixed(CudaRecorder())
     batches = steps(SLOTS[1])
     run(model, batches[:3])
@@ -274,7 +274,7 @@ def test_a_step_waits_for_nothing(bench):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_steps_are_computed_in_is_counted(bench):
+def test_workspace_bytes(bench):
     model = bench.fixed(CudaRecorder() if bench.device.type == "cuda" else None)
     inputs_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS) + 4 * MAX_ROWS * 20
     assert model.workspace_bytes > inputs_bytes

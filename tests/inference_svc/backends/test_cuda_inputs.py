@@ -55,7 +55,7 @@ def check(step: CudaInputs, batch: Batch) -> None:
         assert table[row, :pages].equal(wanted_table[row, :pages])
 
 
-def test_step_after_step_arrives_whole(step: CudaInputs) -> None:
+def test_steps_arrive_whole(step: CudaInputs) -> None:
     """Also the rows that an earlier step wrote, and that a later one finds unchanged."""
     rng = random.Random(0)
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(MAX_ROWS)]

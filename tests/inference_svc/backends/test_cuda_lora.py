@@ -134,7 +134,7 @@ def assert_same(got: LoraPlan, wanted: LoraPlan) -> None:
 
 
 @given(batch=batches())
-def test_what_is_filled_is_the_plan_made_anew(shared: Bench, batch: list[BatchRow]) -> None:
+def test_filled_plan_equals_a_new_plan(shared: Bench, batch: list[BatchRow]) -> None:
     """Whatever was filled before, and at the same addresses."""
     wanted = shared.anew(batch)
     assert shared.fill(batch) == (wanted is not None)
@@ -148,7 +148,7 @@ def test_what_is_filled_is_the_plan_made_anew(shared: Bench, batch: list[BatchRo
 
 
 @given(slots=st.lists(st.integers(BASE_SLOT, NUM_SLOTS - 1), max_size=12), spare=st.integers(0, 4))
-def test_a_decode_step_holds_every_batch_of_its_size(
+def test_decode_step_holds_every_batch_of_its_size(
     shared: Bench, slots: list[int], spare: int
 ) -> None:
     """What its rows do not use is base, and nothing; it claims every target, for all launches."""
@@ -180,7 +180,7 @@ def record(bench: Bench, x: torch.Tensor, before: torch.Tensor) -> Callable[[], 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_replay_is_bitwise_the_plan_made_anew(device: str, dtype: torch.dtype) -> None:
+def test_replay_is_bitwise_a_new_plan(device: str, dtype: torch.dtype) -> None:
     bench = Bench(dtype, device)
     x, before = bench.inputs(MAX_ROWS)
     replay = record(bench, x, before)
@@ -197,9 +197,7 @@ def test_replay_is_bitwise_the_plan_made_anew(device: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_longer_rows_are_bitwise_those_of_the_plan_made_anew(
-    device: str, dtype: torch.dtype
-) -> None:
+def test_longer_rows_are_bitwise_a_new_plan(device: str, dtype: torch.dtype) -> None:
     bench = Bench(dtype, device)
     for slots, lengths in (([BASE_SLOT, 0, 1, 2, 3], [1, 8, 1, 2, 4]), ([4, 5], [300, 70])):
         rows = rows_of(slots, lengths)

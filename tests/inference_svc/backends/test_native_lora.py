@@ -20,7 +20,7 @@ def row(slot: int) -> BatchRow:
     return BatchRow(sequence, 1, 1, True)
 
 
-def test_few_sets_of_groups_are_told_apart() -> None:
+def test_few_sets_of_groups_are_distinguished() -> None:
     """Tenants choose what their adapters change, and every set is a program."""
     table = LoraTable.create(NUM_GROUPS, NUM_GROUPS, torch.zeros(1024), "cpu", max_rank=1)
     groups = {f"group {i}": LoraGroup((i,), 8, (0,), (8,)) for i in range(NUM_GROUPS)}

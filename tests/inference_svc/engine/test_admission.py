@@ -1,4 +1,4 @@
-"""Who is refused before it waits, and the hint when to come back."""
+"""Which requests are refused before they wait, and the hint when to retry."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from inference_svc.core import (
     Sequence,
 )
 from inference_svc.engine.admission import (
-    HOPELESS,
-    LONGEST_S,
-    MAX_PROMISES,
-    UNKNOWN_S,
+    DEADLINE_SLACK,
+    DEFAULT_RETRY_S,
+    MAX_LEDGER_ENTRIES,
+    MAX_RETRY_S,
     Admission,
 )
 from inference_svc.engine.commands import Commands
@@ -32,7 +32,7 @@ from inference_svc.engine.pages import PagePool
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.step_times import StepTimes
-from inference_svc.engine.throughput import Pace
+from inference_svc.engine.throughput import Throughput
 from tests.inference_svc.engine.server import Server
 from tests.inference_svc.engine.world import World
 
@@ -58,53 +58,55 @@ def full() -> Callable[..., Admission]:
     return make
 
 
-def work(pace: Pace, requests_per_s: float, num_tokens: int, now_s: float = 0.0) -> float:
+def work(
+    throughput: Throughput, requests_per_s: float, num_tokens: int, now_s: float = 0.0
+) -> float:
     """Ten seconds in which requests of `num_tokens` prompt and 10 generated tokens ended."""
     sequence = Sequence(request(0))
-    pace.note(Batch(()), (), now_s, is_busy=True)
+    throughput.observe(Batch(()), (), now_s, is_busy=True)
     for _ in range(round(10 * requests_per_s)):
         now_s += 1 / requests_per_s
         batch = Batch((BatchRow(sequence, 0, num_tokens + 10, True),))
         usage = Usage(num_tokens, 0, 10)
         output = Output("r", finish_reason=FinishReason.STOP, usage=usage)
-        pace.note(batch, [output], now_s, is_busy=True)
+        throughput.observe(batch, [output], now_s, is_busy=True)
     return now_s
 
 
-def test_places_that_are_free_count(full: Callable[..., Admission]) -> None:
+def test_free_places_count(full: Callable[..., Admission]) -> None:
     assert full(max_queue=2, t=1).refusal(request(1, "t"), 0.0) is None
     refused = full(max_queue=2, t=2).refusal(request(1, "t"), 0.0)
     assert refused is not None
-    assert refused.retry_after_s == UNKNOWN_S, "nothing has been measured"
+    assert refused.retry_after_s == DEFAULT_RETRY_S, "no rate is known"
     idle = full(max_queue=0)
     assert idle.refusal(request(1), 0.0) is not None
     idle.scheduler.remove(idle.scheduler.running[0])
     assert idle.refusal(request(1), 0.0) is None
 
 
-def test_one_tenant_cannot_fill_the_queue_for_others(full: Callable[..., Admission]) -> None:
+def test_one_tenant_cannot_fill_the_queue(full: Callable[..., Admission]) -> None:
     admission = full(max_tenant_queue=4, greedy=4)
     assert admission.refusal(request(1, "greedy"), 0.0) is not None
     assert admission.refusal(request(1, "other"), 0.0) is None
 
 
-def test_the_hint_is_the_measured_pace_and_each_place_is_promised_once(
+def test_hint_follows_throughput_and_takes_each_place_once(
     full: Callable[..., Admission],
 ) -> None:
     admission = full(max_queue=4, t=4)
-    now_s = work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    now_s = work(admission.throughput, requests_per_s=5.0, num_tokens=10)
     hints = [admission.refusal(request(1, "t"), now_s).retry_after_s for _ in range(1000)]
     assert hints[:3] == pytest.approx([0.2, 0.4, 0.6], rel=0.1)
-    assert max(hints) <= LONGEST_S
+    assert max(hints) <= MAX_RETRY_S
     later = admission.refusal(request(1, "t"), now_s + 1000.0).retry_after_s
-    assert later == pytest.approx(0.2, rel=0.1), "what was promised is over"
+    assert later == pytest.approx(0.2, rel=0.1), "the times given have passed"
 
 
-def test_a_hopeless_deadline_is_refused_at_once(full: Callable[..., Admission]) -> None:
+def test_deadline_that_will_pass_is_refused(full: Callable[..., Admission]) -> None:
     """40 requests of 10 and about 10 generated tokens, at 100 tokens per second: 8 seconds."""
     admission = full(max_queue=99, max_tenant_queue=99, t=40)
-    assert admission.refusal(request(1, "t", deadline_s=0.1), 0.0) is None, "nothing is known"
-    now_s = work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    assert admission.refusal(request(1, "t", deadline_s=0.1), 0.0) is None, "no rate is known"
+    now_s = work(admission.throughput, requests_per_s=5.0, num_tokens=10)
     refused = admission.refusal(request(1, "t", deadline_s=now_s + 2.0), now_s)
     assert refused is not None
     assert refused.retry_after_s == pytest.approx(6.0, rel=0.1)
@@ -118,14 +120,14 @@ def test_a_hopeless_deadline_is_refused_at_once(full: Callable[..., Admission]) 
 
 
 @pytest.mark.parametrize("is_aged", [False, True], ids=["young", "aged"])
-def test_a_flood_of_one_adapter_is_no_wait_for_another(is_aged: bool) -> None:
+def test_flood_of_one_adapter_delays_no_other(is_aged: bool) -> None:
     """1,000 requests of 20 tokens at 100 tokens per second: 200 seconds for those of adapter "a",
-    for "b" a turn of 40 tokens, and as much again if the flood is aged."""
+    for "b" a quantum of 40 tokens, and as much again if the flood is aged."""
     server = Server(quantum=40, ageing_s=60.0 if is_aged else 1e9)
     for _ in range(1000):
         server.submit("t", "a", num_prompt=10, max_tokens=10)
     admission = Admission(server.scheduler, 2000, 2000)
-    work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    work(admission.throughput, requests_per_s=5.0, num_tokens=10)
     assert admission.refusal(request(1, "t", "a", deadline_s=99.0 + 50.0), 99.0) is not None
     assert admission.refusal(request(1, "t", "b", deadline_s=99.0 + 1.0), 99.0) is None
     assert admission.refusal(request(1, "t", "b", deadline_s=99.0 + 0.05), 99.0) is not None
@@ -143,11 +145,11 @@ def test_a_flood_of_one_adapter_is_no_wait_for_another(is_aged: bool) -> None:
     st.integers(0, 30),
 )
 @example([("b", 1, 1, True), ("a", 1, 8, True)], "b", 1, 0)
-def test_whoever_is_refused_would_have_waited(
+def test_refused_request_would_have_waited(
     backlog: list[tuple[str, int, int, bool]], digest: str, priority: int, num_steps: int
 ) -> None:
-    """Whatever waits, and has had its turns: what counts is computed before, within what `HOPELESS`
-    leaves and a turn."""
+    """For any backlog: the work that is counted is computed before the request, up to
+    DEADLINE_SLACK and a quantum."""
     server = Server(quantum=60, ageing_s=10.0, num_places=1)
     for name, own_priority, count, is_aged in backlog:
         for number in range(count):
@@ -157,18 +159,18 @@ def test_whoever_is_refused_would_have_waited(
     for _ in range(num_steps):
         server.step()
     admission = Admission(server.scheduler, 999, 999)
-    work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    work(admission.throughput, requests_per_s=5.0, num_tokens=10)
     tenant, num_started = server.scheduler.queue.tenant("t"), len(server.started)
     if tenant is None:
         return  # nothing waits any more
-    asked = request(0, "t", digest, priority=priority)
-    counted = min(admission._work_before(asked, tenant, 100.0), tenant.ready_tokens * 2)
+    late = request(0, "t", digest, priority=priority)
+    counted = min(admission._work_before(late, tenant, 100.0), tenant.ready_tokens * 2)
     own = server.submit("t", digest, num_prompt=10, max_tokens=10, priority=priority)
     computed = 20 * (server.run().index(own.request) - num_started)
-    assert counted <= HOPELESS * (computed + server.quantum)
+    assert counted <= DEADLINE_SLACK * (computed + server.quantum)
 
 
-def test_what_the_prefix_cache_has_is_no_wait() -> None:
+def test_cached_prefix_is_not_counted() -> None:
     """A shared prompt of 512 tokens: what waits computes its last tokens, and generates 8."""
     server = Server(quantum=1024, num_places=1)
     admission = Admission(server.scheduler, 999, 999)
@@ -185,19 +187,19 @@ def test_what_the_prefix_cache_has_is_no_wait() -> None:
             sampled = [SampledToken(7) for row in batch.rows if row.samples]
             outputs = server.settler.settle(batch, sampled, server.now_s)
             is_busy = bool(server.scheduler.running)
-            admission.pace.note(batch, outputs, server.now_s, is_busy=is_busy)
+            admission.throughput.observe(batch, outputs, server.now_s, is_busy=is_busy)
     for number in range(60, 80):
         submit(number)
     seconds = 20 * 9 / 100
-    asked = request(99, "t", deadline_s=server.now_s + seconds)
-    assert admission.refusal(asked, server.now_s) is None
-    asked = request(99, "t", deadline_s=server.now_s + seconds / 4)
-    assert admission.refusal(asked, server.now_s) is not None
+    late = request(99, "t", deadline_s=server.now_s + seconds)
+    assert admission.refusal(late, server.now_s) is None
+    late = request(99, "t", deadline_s=server.now_s + seconds / 4)
+    assert admission.refusal(late, server.now_s) is not None
 
 
-def test_whoever_keeps_trying_puts_off_nobody_else(full: Callable[..., Admission]) -> None:
+def test_retries_of_one_tenant_delay_no_other(full: Callable[..., Admission]) -> None:
     admission = full(max_queue=4, greedy=2, other=2)
-    now_s = work(admission.pace, requests_per_s=5.0, num_tokens=10)
+    now_s = work(admission.throughput, requests_per_s=5.0, num_tokens=10)
 
     def hint_s(tenant: str, now_s: float = now_s) -> float:
         refused = admission.refusal(request(1, tenant), now_s)
@@ -206,55 +208,55 @@ def test_whoever_keeps_trying_puts_off_nobody_else(full: Callable[..., Admission
 
     greedy = [hint_s("greedy") for _ in range(1000)]
     assert greedy[:2] == pytest.approx([0.4, 0.8], rel=0.1), "two share the places"
-    assert greedy[-1] == LONGEST_S
+    assert greedy[-1] == MAX_RETRY_S
     assert hint_s("other") == pytest.approx(0.4, rel=0.1)
-    assert hint_s("new") == pytest.approx(0.6, rel=0.1), "it would be the third"
-    assert hint_s("greedy", now_s + 50.0) == pytest.approx(LONGEST_S - 50.0, abs=1.0)
+    assert hint_s("new") == pytest.approx(0.6, rel=0.1), "a third tenant shares them"
+    assert hint_s("greedy", now_s + 50.0) == pytest.approx(MAX_RETRY_S - 50.0, abs=1.0)
     assert hint_s("greedy", now_s + 200.0) == pytest.approx(0.4, rel=0.1)
-    for number in range(2 * MAX_PROMISES):
+    for number in range(2 * MAX_LEDGER_ENTRIES):
         hint_s(f"{number}")
-    assert len(admission._promises) <= MAX_PROMISES
+    assert len(admission._retry_after) <= MAX_LEDGER_ENTRIES
     hint_s("late", now_s + 1000.0)
-    assert len(admission._promises) == 1, "what is over is forgotten"
+    assert len(admission._retry_after) == 1, "entries in the past are dropped"
 
 
-def test_what_waits_for_adapters_goes_by_the_pace_of_loads(full: Callable[..., Admission]) -> None:
-    """Ten requests per second end, but of those that are parked one leaves every two seconds."""
+def test_parked_requests_follow_the_unpark_rate(full: Callable[..., Admission]) -> None:
+    """Ten requests per second end, but a parked one leaves every two seconds only."""
     admission = full(max_queue=4)
     scheduler = admission.scheduler
-    now_s = work(admission.pace, requests_per_s=10.0, num_tokens=10)
+    now_s = work(admission.throughput, requests_per_s=10.0, num_tokens=10)
     parked = [Sequence(request(n, f"t{n % 2}", "abcde"[n % 5])) for n in range(40)]
     for sequence in parked:
         scheduler.add(sequence, now_s)
     refused = admission.refusal(request(99, "t0", "a"), now_s)
     assert refused is not None
-    assert refused.retry_after_s == UNKNOWN_S, "nothing has been measured"
+    assert refused.retry_after_s == DEFAULT_RETRY_S, "no rate is known"
     for sequence in parked[:20]:
-        admission.look(now_s)
+        admission.update_rates(now_s)
         now_s += 2.0
         scheduler.remove(sequence)
-    admission.look(now_s)
+    admission.update_rates(now_s)
     hints = [admission.refusal(request(99, t, "a"), now_s).retry_after_s for t in ("t0", "t1")]
     assert hints == pytest.approx([4.0, 4.0], rel=0.15), "two tenants share the places"
     now_s += 3600.0
-    admission.look(now_s)
-    assert admission.refusal(request(99, "t0", "a"), now_s).retry_after_s == LONGEST_S
+    admission.update_rates(now_s)
+    assert admission.refusal(request(99, "t0", "a"), now_s).retry_after_s == MAX_RETRY_S
 
 
-def test_idle_time_is_not_pace() -> None:
-    pace = Pace()
-    now_s = work(pace, requests_per_s=4.0, num_tokens=40)
-    assert pace.tokens_per_s == pytest.approx(200, rel=0.1)
-    assert pace.generated_per_request == pytest.approx(10)
-    pace.note(Batch(()), (), now_s, is_busy=False)
-    pace.note(Batch(()), (), now_s + 3600, is_busy=True)
-    assert pace.requests_per_s == pytest.approx(4.0, rel=0.1)
-    now_s = work(pace, requests_per_s=16.0, num_tokens=10, now_s=now_s + 3600)
-    work(pace, requests_per_s=16.0, num_tokens=10, now_s=now_s)
-    assert pace.requests_per_s > 12, "what was long ago counts little"
+def test_idle_time_does_not_lower_throughput() -> None:
+    throughput = Throughput()
+    now_s = work(throughput, requests_per_s=4.0, num_tokens=40)
+    assert throughput.tokens_per_s == pytest.approx(200, rel=0.1)
+    assert throughput.generated_per_request == pytest.approx(10)
+    throughput.observe(Batch(()), (), now_s, is_busy=False)
+    throughput.observe(Batch(()), (), now_s + 3600, is_busy=True)
+    assert throughput.requests_per_s == pytest.approx(4.0, rel=0.1)
+    now_s = work(throughput, requests_per_s=16.0, num_tokens=10, now_s=now_s + 3600)
+    work(throughput, requests_per_s=16.0, num_tokens=10, now_s=now_s)
+    assert throughput.requests_per_s > 12, "old measurements count little"
 
 
-def test_the_engine_looks_at_every_turn() -> None:
+def test_engine_updates_rates_every_step() -> None:
     """Requests that wait for adapters, and leave without a step."""
     world = World(0)
     admission = Admission(world.scheduler, 8, 8)
@@ -274,5 +276,5 @@ def test_the_engine_looks_at_every_turn() -> None:
         engine.step([Submit(request(number, "t", digest))])
         engine.step([Cancel(f"{number}")])
     assert not engine.sequences
-    assert admission._unparked.per_s is not None
+    assert admission._unpark_rate.per_s is not None
     runner.run.assert_not_called()

@@ -47,7 +47,7 @@ def built(folder: Path, **fields: object) -> BuiltEngine:
 
 
 @pytest.mark.parametrize(("wanted", "usable", "got"), [(0, 2, 2), (0, 8, 4), (3, 2, 3)])
-def test_threads_are_as_many_as_there_are_processors_for(
+def test_threads_do_not_exceed_usable_processors(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, usable: int, got: int
 ) -> None:
     monkeypatch.setattr(build, "usable_cpus", lambda: usable)
@@ -55,7 +55,7 @@ def test_threads_are_as_many_as_there_are_processors_for(
     assert torch.get_num_threads() == got
 
 
-def test_a_dtype_without_native_kernels_is_said_once(
+def test_dtype_without_native_kernels_is_logged_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     built(folder, dtype="float16")

@@ -10,7 +10,7 @@ def sequences(count: int) -> list[Sequence]:
     return [Sequence(Request(f"{n}", (1,), SamplingParams())) for n in range(count)]
 
 
-def test_what_is_due_comes_once_and_in_order() -> None:
+def test_due_sequences_come_once_in_order() -> None:
     expiries = Expiries()
     first, second, third, ended = sequences(4)
     for sequence, moment_s in ((second, 2.0), (first, 1.0), (third, 3.0), (ended, 0.5)):
@@ -25,7 +25,7 @@ def test_what_is_due_comes_once_and_in_order() -> None:
     assert expiries.next_s() is None
 
 
-def test_one_that_ends_while_another_is_looked_at_does_not_come() -> None:
+def test_sequence_that_ends_during_iteration_is_skipped() -> None:
     expiries = Expiries()
     first, second = sequences(2)
     expiries.add(first, 1.0)
@@ -37,7 +37,7 @@ def test_one_that_ends_while_another_is_looked_at_does_not_come() -> None:
     assert came == [first]
 
 
-def test_what_has_ended_does_not_pile_up() -> None:
+def test_ended_sequences_do_not_accumulate() -> None:
     expiries = Expiries()
     for sequence in sequences(10_000):
         expiries.add(sequence, 1e9)

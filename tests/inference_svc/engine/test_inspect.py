@@ -7,19 +7,19 @@ import time
 
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.slots import Slots
-from inference_svc.engine.inspect import Examine, _memory
+from inference_svc.engine.inspect import Inspect, _memory
 from tests.inference_svc.engine.world import World
 
 NUM_IMAGES = 2_000
 
 
-def test_who_runs_waits_and_lies_where() -> None:
+def test_sequences_loads_and_images() -> None:
     world = World(host_kib=0)
     for number, digest in enumerate(["a", "b", "c", ""]):
         world.submit(digest, number, 4, tenant=f"t{number}")
     for _ in range(3):
         world.turn()
-    details = Examine(world.scheduler, world.residency, "cpu")(1000)
+    details = Inspect(world.scheduler, world.residency, "cpu")(1000)
     pickle.dumps(details)
     told = [*details.running, *details.waiting]
     assert len(told) == len(world.live)
@@ -29,12 +29,12 @@ def test_who_runs_waits_and_lies_where() -> None:
     held = [extent for image in device.images for extent in image.extents]
     assert sum(size for _, size in [*held, *device.free_ranges]) == device.capacity_bytes
     assert {load.digest for load in details.loads} == set(world.residency.loads.by_digest)
-    bounded = Examine(world.scheduler, world.residency, "cpu")(1)
+    bounded = Inspect(world.scheduler, world.residency, "cpu")(1)
     assert len(bounded.running) + len(bounded.waiting) <= 2
     assert bounded.num_waiting == details.num_waiting
 
 
-def test_many_images_are_counted_and_the_last_used_told() -> None:
+def test_limit_keeps_the_last_used_images() -> None:
     slots = Slots(NUM_IMAGES * 256, NUM_IMAGES)
     for number in range(NUM_IMAGES):
         segments = (Segment(0, "a", 1, 0, 256),)

@@ -64,7 +64,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def test_what_does_not_fit_is_refused_with_the_whole_arithmetic() -> None:
+def test_refusal_shows_the_arithmetic() -> None:
     lines = (Line("weights", 3 << 30, "a smaller model"), Line("kv_pages", 1536 * MIB, "--kv"))
     Budget("host", lines, 4608 * MIB, "--memory-limit").check()
     with pytest.raises(ValueError, match=r"512\.0 MiB are missing") as refused:
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_with_the_whole_arithmetic() -> None:
     ]
 
 
-def test_a_limit_that_nobody_knows_refuses_nothing() -> None:
+def test_unknown_limit_refuses_nothing() -> None:
     Budget("host", (Line("weights", 1 << 60),), None, "").check()
 
 
@@ -89,7 +89,7 @@ def test_units(num_bytes: int, text: str) -> None:
     assert human(num_bytes) == text
 
 
-def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> None:
+def test_every_setting_that_takes_memory_has_a_line(config: EngineConfig) -> None:
     geometry = load_geometry(config.model_dir)
     changed = replace(config, host_bytes=8 * MIB, memory_limit_bytes=1 << 30, frontend_bytes=MIB)
     changed = replace(changed, tokenizer_bytes=3 * MIB)
@@ -107,7 +107,7 @@ def test_every_setting_that_takes_memory_has_its_line(config: EngineConfig) -> N
     assert budget_of(wider, geometry).bytes_of("workspace") > budget.bytes_of("workspace")
 
 
-def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
+def test_tied_head_is_packed_apart(config: EngineConfig) -> None:
     geometry = replace(load_geometry(config.model_dir), tie_word_embeddings=True)
     plain, packed = (
         budget_of(config, geometry, backend).bytes_of("weights") for backend in (TORCH, NATIVE)
@@ -118,7 +118,7 @@ def test_a_tied_head_is_packed_apart(config: EngineConfig) -> None:
 @pytest.mark.parametrize("num_threads", [1, 64])
 @pytest.mark.parametrize("max_sequences", [4, 512])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_native_path_stays_within_its_lines(
+def test_native_backend_stays_within_its_lines(
     config: EngineConfig,
     dtype: str,
     max_sequences: int,
@@ -143,7 +143,7 @@ def test_the_native_path_stays_within_its_lines(
     built.puller.close()
 
 
-def test_a_projection_that_is_packed_counts_beyond_the_workspace(config: EngineConfig) -> None:
+def test_packing_counts_beyond_the_workspace(config: EngineConfig) -> None:
     """Its unpacked form is gone before the workspace is there."""
     geometry = replace(load_geometry(config.model_dir), vocab_size=8192)
     small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
@@ -158,7 +158,7 @@ def test_a_projection_that_is_packed_counts_beyond_the_workspace(config: EngineC
 
 
 @pytest.mark.parametrize(("tokens", "rows", "threads"), [(1, 1, 1), (1024, 64, 1), (64, 8, 64)])
-def test_attention_takes_what_its_line_says(tokens: int, rows: int, threads: int) -> None:
+def test_attention_takes_its_line(tokens: int, rows: int, threads: int) -> None:
     cache = KVCache.allocate(
         num_layers=1, num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16
     )
@@ -170,7 +170,7 @@ def test_attention_takes_what_its_line_says(tokens: int, rows: int, threads: int
     assert taken == shape.num_bytes(tokens, rows, threads, len(windows))
 
 
-def test_an_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
+def test_engine_beyond_its_limit_is_not_built(config: EngineConfig) -> None:
     limited = replace(config, memory_limit_bytes=100 * MIB)
     with pytest.raises(ValueError, match=r"the host memory does not suffice.*\n  weights"):
         build_engine(limited, NoStore(), lambda event: None)
@@ -199,7 +199,7 @@ built.puller.close()
 """
 
 
-def test_a_process_takes_what_its_budget_says(config: EngineConfig) -> None:
+def test_process_takes_its_budget(config: EngineConfig) -> None:
     fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
     given = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in fields.items()})
     done = subprocess.run(

@@ -55,7 +55,7 @@ class PagesMachine(RuleBasedStateMachine):
 TestPages = PagesMachine.TestCase
 
 
-def test_pages_without_a_key_are_reused_first_then_the_ends_of_prefixes() -> None:
+def test_unkeyed_pages_are_reused_before_prefix_ends() -> None:
     pool = PagePool(4, 2)
     first, second, third = pool.allocate(3)
     pool.publish(first, b"1")

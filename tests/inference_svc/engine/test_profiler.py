@@ -72,7 +72,7 @@ def answer(profiler: StepProfiler, now_s: float = 0.0) -> Reply:
     return reply
 
 
-def test_steps_become_a_file_of_ones_own(profiler: StepProfiler, folder: Path) -> None:
+def test_trace_is_a_private_file(profiler: StepProfiler, folder: Path) -> None:
     begin(profiler)
     step(profiler, 2)
     found = answer(profiler).result
@@ -84,7 +84,7 @@ def test_steps_become_a_file_of_ones_own(profiler: StepProfiler, folder: Path) -
 
 
 @pytest.mark.usefixtures("breaks")
-def test_a_profiler_that_fails_to_stop_fails_its_own_trace_only(profiler: StepProfiler) -> None:
+def test_profiler_failure_fails_one_trace(profiler: StepProfiler) -> None:
     begin(profiler)
     step(profiler, 2)
     assert str(answer(profiler).error) == "no profile"
@@ -103,7 +103,7 @@ def test_a_profiler_that_fails_to_stop_fails_its_own_trace_only(profiler: StepPr
 
 
 @pytest.mark.parametrize("how", ["give_up", "close", "abandon"])
-def test_of_a_trace_that_is_being_written_nothing_stays(
+def test_abandoned_write_leaves_no_file(
     profiler: StepProfiler, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     copies, may_copy = threading.Event(), threading.Event()
@@ -134,7 +134,7 @@ def test_of_a_trace_that_is_being_written_nothing_stays(
     assert not list(folder.iterdir())
 
 
-def test_a_trace_that_is_written_goes_too(profiler: StepProfiler, folder: Path) -> None:
+def test_abandoned_trace_file_is_removed(profiler: StepProfiler, folder: Path) -> None:
     begin(profiler)
     step(profiler, 2)
     profiler.poll(0.0)
@@ -143,7 +143,7 @@ def test_a_trace_that_is_written_goes_too(profiler: StepProfiler, folder: Path) 
     until(lambda: not list(folder.iterdir()))
 
 
-def test_a_trace_is_bounded(profiler: StepProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_size_is_bounded(profiler: StepProfiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 10)
     begin(profiler, num_steps=10)
     step(profiler, 10)

@@ -26,7 +26,7 @@ actions = st.one_of(
 @pytest.mark.parametrize("host_kib", [0, 10, 32], ids=["arena", "small-host", "host"])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(actions, max_size=40), st.sampled_from([3, 64]))
-def test_everything_ends(host_kib: int, asked: list[tuple], num_pages: int) -> None:
+def test_every_request_ends(host_kib: int, asked: list[tuple], num_pages: int) -> None:
     world = World(host_kib, num_pages=num_pages)
     for action, *arguments in asked:
         getattr(world, action)(*arguments)
@@ -43,7 +43,7 @@ def test_everything_ends(host_kib: int, asked: list[tuple], num_pages: int) -> N
     assert all(resident.users == 0 for resident in world.residency.device.residents())
 
 
-def test_a_cancel_that_reorders_the_queue_stops_nobody() -> None:
+def test_cancel_that_reorders_the_queue() -> None:
     """The load of one that was first and is now last must not be served before the others."""
     world = World(0)
     world.submit("c", 0, 30)

@@ -22,7 +22,7 @@ def num_open(world: World) -> int:
     return sum(load.job is not None for load in world.residency.loads.by_digest.values())
 
 
-def test_pulls_begin_in_order_of_service_and_few_wait_for_room(world: World) -> None:
+def test_pulls_begin_in_order_of_service(world: World) -> None:
     """Whoever came last has the highest priority."""
     for priority, digest in enumerate(DIGESTS):
         world.submit(digest, priority, 3)
@@ -36,7 +36,7 @@ def test_pulls_begin_in_order_of_service_and_few_wait_for_room(world: World) -> 
     assert not world.live
 
 
-def test_one_that_is_urgent_is_opened_before_all_that_wait(world: World) -> None:
+def test_urgent_pull_is_opened_first(world: World) -> None:
     for digest in DIGESTS[:-1]:
         world.submit(digest, 0, 30)
     while len(world.scheduler.running) < 2 or world.puller.jobs:
@@ -48,7 +48,7 @@ def test_one_that_is_urgent_is_opened_before_all_that_wait(world: World) -> None
     assert world.puller.begun[begun:] == DIGESTS[-1:]
 
 
-def test_the_wait_for_a_turn_behind_a_full_memory_is_no_wait_for_the_store(world: World) -> None:
+def test_waiting_for_memory_is_not_waiting_for_the_store(world: World) -> None:
     for digest in DIGESTS:
         world.submit(digest, 0, 30)
     assert world.residency.store_wait_since_s(DIGESTS[-1]) == 0.0

@@ -5,17 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.round_robin import Turns
+from inference_svc.engine.round_robin import DeficitRoundRobin
 
 charges = st.lists(st.integers(1, 700), min_size=1, max_size=5)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 500), st.lists(charges, min_size=2, max_size=6))
-def test_nobody_gets_ahead_by_more_than_a_quantum_and_a_charge(
-    quantum: int, patterns: list[list[int]]
-) -> None:
-    turns = Turns(quantum)
+def test_lead_is_bounded_by_quantum_and_charge(quantum: int, patterns: list[list[int]]) -> None:
+    turns = DeficitRoundRobin(quantum)
     taken = {f"m{i}": 0 for i in range(len(patterns))}
     for name in taken:
         turns.enter(name)
@@ -30,8 +28,8 @@ def test_nobody_gets_ahead_by_more_than_a_quantum_and_a_charge(
         assert max(taken.values()) - min(taken.values()) <= quantum + largest
 
 
-def test_a_turn_lasts_a_quantum() -> None:
-    turns = Turns(100)
+def test_member_is_served_for_a_quantum() -> None:
+    turns = DeficitRoundRobin(100)
     turns.enter("a")
     turns.enter("b")
     order = []
@@ -41,8 +39,8 @@ def test_a_turn_lasts_a_quantum() -> None:
     assert order == ["a", "a", "b", "b", "a", "a", "b", "b"]
 
 
-def test_newcomers_without_end_do_not_keep_a_member_waiting() -> None:
-    turns = Turns(10)
+def test_endless_newcomers_do_not_starve_a_member() -> None:
+    turns = DeficitRoundRobin(10)
     turns.enter("old")
     for number in range(20):
         name = f"new-{number}"
@@ -54,8 +52,8 @@ def test_newcomers_without_end_do_not_keep_a_member_waiting() -> None:
     raise AssertionError("it never had its turn")
 
 
-def test_one_that_comes_and_goes_gets_no_more_than_one_that_stays() -> None:
-    turns = Turns(100)
+def test_leaving_and_returning_gains_nothing() -> None:
+    turns = DeficitRoundRobin(100)
     taken = {"stays": 0, "comes": 0}
     turns.enter("stays")
     for _ in range(200):
@@ -67,8 +65,8 @@ def test_one_that_comes_and_goes_gets_no_more_than_one_that_stays() -> None:
     assert abs(taken["stays"] - taken["comes"]) <= 130
 
 
-def test_what_was_taken_alone_is_forgotten_and_what_is_given_back_counts() -> None:
-    turns = Turns(10)
+def test_solo_use_is_forgotten_and_refunds_count() -> None:
+    turns = DeficitRoundRobin(10)
     turns.enter("alone")
     for _ in range(100):
         assert turns.first() == "alone"
@@ -89,8 +87,8 @@ def test_what_was_taken_alone_is_forgotten_and_what_is_given_back_counts() -> No
     assert turns.first() == name
 
 
-def test_accounts_of_those_that_left_do_not_pile_up() -> None:
-    turns = Turns(10)
+def test_members_that_left_do_not_accumulate() -> None:
+    turns = DeficitRoundRobin(10)
     for number in range(10_000):
         turns.enter(f"{number}")
         turns.charge(turns.first(), 10)

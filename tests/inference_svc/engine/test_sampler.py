@@ -63,7 +63,7 @@ def test_greedy_takes_the_largest() -> None:
     st.sampled_from([0.0, 0.05, 0.5]),
     st.sampled_from([0.3, 1.0, 2.0]),
 )
-def test_truncation_keeps_what_its_definition_keeps(
+def test_truncation_follows_its_definition(
     seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
@@ -79,7 +79,7 @@ def test_truncation_keeps_what_its_definition_keeps(
     ids=str,
 )
 @pytest.mark.parametrize("candidates", [4, 1024])
-def test_what_is_kept_is_drawn_in_proportion(
+def test_kept_tokens_are_drawn_in_proportion(
     params: dict, candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the cut lies beyond the candidates that are looked at first."""
@@ -102,7 +102,7 @@ def test_draws_follow_the_distribution() -> None:
         assert drawn.count(token) / 4000 == pytest.approx(probability, abs=0.03)
 
 
-def test_the_same_seed_gives_the_same_token_in_any_batch() -> None:
+def test_seed_decides_the_token_in_any_batch() -> None:
     values = logits(8)
     sequences = [sequence(seed=s, top_p=0.9 if s % 2 else 1.0) for s in range(8)]
     together = sample(values, *sequences)
@@ -146,7 +146,7 @@ def test_penalties_follow_their_formulas() -> None:
     st.sampled_from([1.0, 1.3]),
     st.sampled_from([(0.0, 0.0), (0.4, 0.0), (0.1, 0.7)]),
 )
-def test_counts_that_grow_with_a_sequence_are_those_of_its_tokens(
+def test_counts_grow_with_a_sequence(
     prompt: list[int], output: list[int], repetition: float, others: tuple[float, float]
 ) -> None:
     """Also where it was preempted: its tokens stay, and come into other rows of other batches."""
@@ -178,7 +178,7 @@ def test_counts_that_grow_with_a_sequence_are_those_of_its_tokens(
 
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 1000])
-def test_the_index_found_is_the_first_whose_sum_exceeds_the_number(width: int) -> None:
+def test_inversion_finds_the_first_index_above(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     probs = torch.rand(50, width, generator=generator) ** 8
     probs[:, 1::3] = 0.0
@@ -196,12 +196,12 @@ def test_the_index_found_is_the_first_whose_sum_exceeds_the_number(width: int) -
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1))
-def test_numbers_of_many_rows_are_those_of_each(rows: list[tuple[int, int]]) -> None:
+def test_uniforms_equal_uniform(rows: list[tuple[int, int]]) -> None:
     seeds, positions = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
     assert uniforms(seeds, positions).tolist() == [uniform(*row) for row in rows]
 
 
-def test_a_sampler_follows_its_batch_from_step_to_step() -> None:
+def test_sampler_follows_a_changing_batch() -> None:
     """What it keeps between steps of the same sequences is theirs alone."""
     sampler, values = Sampler([EOS]), logits(3)
     drawn, other = sequence(seed=5), sequence(seed=6, top_k=7)
@@ -223,7 +223,7 @@ def test_min_tokens_bans_the_ends() -> None:
     assert sample(values, sequence(ignore_eos=True, **bans), sequence())[0] == EOS
 
 
-def test_logprobs_are_of_the_models_own_distribution() -> None:
+def test_logprobs_are_of_the_unchanged_logits() -> None:
     values = logits(1)
     expected = values[0].log_softmax(0)
     asked = sequence(temperature=0.5, top_k=1, logprobs=3, presence_penalty=1.0, output=(4,))

@@ -112,7 +112,7 @@ request_lists = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(request_lists, st.integers(8, 24), st.integers(1, 16), st.integers(4, 20))
-def test_every_request_is_served_within_its_limits(
+def test_every_request_is_served_within_limits(
     requests: list[tuple[list[int], int, str, int]], pages: int, chunk: int, budget: int
 ) -> None:
     """Whatever arrives when: limits hold in every step, and everything ends, whole."""
@@ -154,7 +154,7 @@ def check_batch(scheduler: Scheduler, batch: Batch, chunk: int, budget: int) -> 
         assert (row.slot == BASE_SLOT) == (row.sequence.request.digest == "")
 
 
-def test_decodes_run_beside_a_long_prefill() -> None:
+def test_decodes_run_during_a_long_prefill() -> None:
     scheduler, _view = scheduler_of(32, budget=8, chunk=8)
     scheduler.add(make("0", [1] * 4, 20), 0.0)
     settle(scheduler, scheduler.schedule(0.0))
@@ -166,7 +166,7 @@ def test_decodes_run_beside_a_long_prefill() -> None:
         settle(scheduler, batch)
 
 
-def test_a_missing_adapter_holds_up_nobody() -> None:
+def test_missing_adapter_delays_no_other() -> None:
     scheduler, view = scheduler_of(32)
     scheduler.add(make("0", [1], 2, "missing"), 0.0)
     scheduler.add(make("1", [1], 2), 0.0)
@@ -176,7 +176,7 @@ def test_a_missing_adapter_holds_up_nobody() -> None:
     assert len(scheduler.schedule(0.0).rows) == 1 + 1
 
 
-def test_nobody_new_uses_an_adapter_that_drains() -> None:
+def test_draining_adapter_gets_no_new_user() -> None:
     scheduler, view = scheduler_of(64)
     view.resident = ["a", "b"]
     scheduler.add(make("0", [1], 9, "a"), 0.0)
@@ -189,7 +189,7 @@ def test_nobody_new_uses_an_adapter_that_drains() -> None:
     assert len(scheduler.schedule(2.0).rows) == 3
 
 
-def test_the_last_in_order_is_preempted_and_recomputed() -> None:
+def test_last_in_order_is_preempted_and_recomputed() -> None:
     scheduler, _view = scheduler_of(4)
     first, second = make("0", [1] * 8, 6), make("1", [2] * 6, 4)
     for sequence in (first, second):

@@ -19,9 +19,9 @@ from tests.inference_svc.engine.world import SIZES, World
 
 AGEING_S = 10.0
 LONGEST = 6
-"""Turns that a request runs, at most."""
+"""Steps that a request runs, at most."""
 LOAD = 2 * len(SIZES) + 2
-"""Turns until an adapter that has room is there: two events, behind those of all others."""
+"""Steps until an adapter that has room is there: two events, behind those of all others."""
 
 kinds = st.tuples(st.sampled_from([*SIZES, ""]), st.integers(0, 3), st.integers(1, LONGEST))
 
@@ -63,7 +63,7 @@ def bound_turns(num_tenants: int, num_before: int) -> float:
     ),
 )
 @example([[("b", 0, 2), ("c", 0, 2)]], 2, [(1, "d", -1)])  # two that must go, and take turns
-def test_nobody_waits_longer_than_the_bound(
+def test_wait_is_bounded(
     host_kib: int,
     floods: list[list[tuple[str, int, int]]],
     depth: int,
@@ -84,7 +84,7 @@ def test_nobody_waits_longer_than_the_bound(
             assert sequence.started_s is not None or world.now_s <= limit_s, "starved"
 
 
-def test_same_adapter_traffic_does_not_overtake_for_ever() -> None:
+def test_traffic_of_one_adapter_does_not_overtake_for_ever() -> None:
     """A, B, A, A, A, ...: with room for one of them, B has its turn once it is aged, and only
     then: before, it would push out what others wait for."""
     for ageing_s, starts in ((AGEING_S, True), (math.inf, False)):

@@ -18,7 +18,7 @@ def clock(monkeypatch: Any) -> Clock:
     return made
 
 
-def test_a_step_is_computation_and_what_is_around_it(clock: Clock) -> None:
+def test_step_is_computation_and_host_work(clock: Clock) -> None:
     times = StepTimes()
     phases = StepPhases(schedule=0.125, prepare=0.25, forward=1.0, sample=0.5, settle=0.0625)
     with times.measure():
@@ -34,7 +34,7 @@ def test_a_step_is_computation_and_what_is_around_it(clock: Clock) -> None:
     assert found == phases._asdict()
 
 
-def test_a_step_without_a_batch_counts_nothing(clock: Clock) -> None:
+def test_step_without_a_batch_counts_nothing(clock: Clock) -> None:
     times = StepTimes()
     with times.measure(), times.loading():
         clock.now_s += 1.0

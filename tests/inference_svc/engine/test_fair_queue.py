@@ -66,7 +66,7 @@ def test_tokens_are_shared_equally(
     server.scheduler.check_integrity()
 
 
-def test_what_is_not_generated_is_given_back() -> None:
+def test_unused_charge_is_refunded() -> None:
     """One that asks for much and ends early gets as much as one that asks for little."""
     server = Server(quantum=50, num_places=1)
     served: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def test_what_is_not_generated_is_given_back() -> None:
     assert 0.5 < served["much"] / served["little"] < 2
 
 
-def test_a_flood_of_aged_requests_does_not_hold_up_another_tenant() -> None:
+def test_aged_flood_delays_no_other_tenant() -> None:
     server = Server(quantum=20, ageing_s=1.0, num_places=1)
     for number in range(50):
         server.submit("flood", digest=f"a{number}")
@@ -96,14 +96,14 @@ def test_a_flood_of_aged_requests_does_not_hold_up_another_tenant() -> None:
     assert order.index("other") <= 4
 
 
-def test_higher_priority_goes_first_while_nobody_is_aged() -> None:
+def test_priority_goes_first_without_aged_requests() -> None:
     server = Server(num_places=1, quantum=20)
     for priority in (0, 2, 1, 2, 0):
         server.submit(priority=priority)
     assert [request.priority for request in server.run()] == [2, 2, 1, 0, 0]
 
 
-def test_aged_and_turns_of_adapters_share_equally() -> None:
+def test_aged_requests_get_half_beside_round_robin() -> None:
     """The aged go on though their adapter has had more than its part; the others' turns do, too."""
     server = Server(num_places=1, quantum=10, ageing_s=5.0)
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_aged_and_turns_of_adapters_share_equally() -> None:
         assert abs(sum(order[:n]) - n // 2) <= 1
 
 
-def test_a_backlog_that_is_aged_does_not_hold_up_another_adapter() -> None:
+def test_aged_backlog_delays_no_other_adapter() -> None:
     server = Server(num_places=1, quantum=20, ageing_s=2.0)
     for _ in range(50):
         server.submit(digest="backlog")
@@ -125,7 +125,7 @@ def test_a_backlog_that_is_aged_does_not_hold_up_another_adapter() -> None:
     assert [request.digest for request in server.run()].index("other") <= 4
 
 
-def test_before_an_aged_request_go_those_before_it_and_as_much_in_turn() -> None:
+def test_aged_request_waits_for_earlier_ones_and_as_much_again() -> None:
     """However many of other adapters come meanwhile."""
     server = Server(num_places=1, quantum=20, ageing_s=5.0)
     aged = [server.submit(digest="popular").request for _ in range(8)]
@@ -139,7 +139,7 @@ def test_before_an_aged_request_go_those_before_it_and_as_much_in_turn() -> None
     assert all(place <= 2 * number + 1 for number, place in enumerate(places))
 
 
-def test_aged_and_higher_priority_share_equally() -> None:
+def test_aged_requests_get_half_beside_priority() -> None:
     server = Server(num_places=1, quantum=20, ageing_s=5.0)
     for _ in range(10):
         server.submit(priority=0)
@@ -151,7 +151,7 @@ def test_aged_and_higher_priority_share_equally() -> None:
         assert Counter(order[:n]) == {0: n // 2, 9: n // 2}
 
 
-def test_a_short_prompt_does_not_wait_for_the_end_of_long_ones() -> None:
+def test_short_prompt_overtakes_long_ones() -> None:
     """Two long prompts are being computed; the first of them goes on all the same."""
     server = Server(num_places=8)
     long = [server.submit(num_prompt=500) for _ in range(2)]
@@ -167,7 +167,7 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_long_ones() -> None:
         assert long[0].num_computed - before >= 20
 
 
-def test_a_lone_prompt_gets_the_whole_step() -> None:
+def test_lone_prompt_gets_the_whole_budget() -> None:
     server = Server()
     server.submit(num_prompt=200)
     assert [server.step().rows[0].num_tokens for _ in range(4)] == [64, 64, 64, 8]
@@ -191,7 +191,7 @@ def num_calls(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("ageing_s", [0.5, NEVER_S], ids=["aged", "young"])
-def test_a_step_costs_the_same_however_many_wait(ageing_s: float) -> None:
+def test_step_cost_does_not_grow_with_the_queue(ageing_s: float) -> None:
     costs = []
     for num_waiting in (100, 10_000):
         server = Server(num_places=8, ageing_s=ageing_s)

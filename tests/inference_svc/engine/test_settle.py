@@ -19,7 +19,7 @@ def steps(server: Server, *seconds: float) -> None:
         server.step()
 
 
-def test_a_gap_is_the_time_between_two_tokens_of_one_sequence() -> None:
+def test_gap_is_between_two_tokens_of_a_sequence() -> None:
     server = Server()
     for _ in range(2):
         server.submit(max_tokens=4)
@@ -30,7 +30,7 @@ def test_a_gap_is_the_time_between_two_tokens_of_one_sequence() -> None:
     assert server.settler.num_sampled == 8
 
 
-def test_one_that_is_put_off_has_waited_for_all_of_it() -> None:
+def test_gap_includes_skipped_steps() -> None:
     server = Server()
     patient, other = server.submit(max_tokens=9), server.submit(max_tokens=9)
     steps(server, 1.0, 1.0)
