@@ -1,4 +1,4 @@
-"""Our engine for workloads that run in-process: through its door, as the product uses it."""
+"""Our engine for workloads that run in-process: driven by messages, as the product does it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from bench.memory_store import MemoryStore, variant_digest
-from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyRecipe, check_idle
+from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
 from inference_svc.config import EngineConfig
 from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import (
@@ -31,7 +31,7 @@ from inference_svc.engine.status_types import EngineStatus
 from inference_svc.engine.thread import EngineThread
 
 CALL_TIMEOUT_S = 600.0
-DOORS = ("thread", "process")
+TRANSPORTS = ("thread", "process")
 
 
 @dataclass(slots=True)
@@ -58,23 +58,23 @@ class BenchEngine:
     """An engine over a store in memory: in a thread, or in a process of its own, with a copy of the
     store. One thread calls the methods."""
 
-    def __init__(self, config: EngineConfig, store: MemoryStore, door: str = "thread") -> None:
+    def __init__(self, config: EngineConfig, store: MemoryStore, transport: str = "thread") -> None:
         self.store = store
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._tracks: dict[str, Track] = {}
         self._replies: dict[int, Any] = {}
         self._checked: list[Checked] = []
-        self.door: EngineThread | EngineProcess
-        if door == "process":
-            recipe = StoreCopyRecipe(store.folders)
-            self.door = EngineProcess(config, recipe, self._hear_store).load()
+        self.engine: EngineThread | EngineProcess
+        if transport == "process":
+            make_store = StoreCopyFactory(store.folders)
+            self.engine = EngineProcess(config, make_store, self._on_store_message).load()
         else:
-            self.door = EngineThread(config, store)
-        self.door.start(self._hear)
-        if isinstance(self.door, EngineProcess):
-            self.door.send(StoreMessage(self.door.layout))
-        self.door.send(LayoutAccepted(store.accept_layout(self.door.layout)))
+            self.engine = EngineThread(config, store)
+        self.engine.start(self._on_outputs)
+        if isinstance(self.engine, EngineProcess):
+            self.engine.send(StoreMessage(self.engine.layout))
+        self.engine.send(LayoutAccepted(store.accept_layout(self.engine.layout)))
 
     @property
     def kernels(self) -> str:
@@ -83,9 +83,9 @@ class BenchEngine:
 
     def add_variants(self, digest: str, count: int) -> list[str]:
         """The digests of `count` more adapters in the store, made of a registered one."""
-        if isinstance(self.door, EngineThread):
+        if isinstance(self.engine, EngineThread):
             return self.store.add_variants(digest, count)
-        self.door.send(StoreMessage(AddVariants(digest, count)))
+        self.engine.send(StoreMessage(AddVariants(digest, count)))
         return [variant_digest(digest, number) for number in range(count)]
 
     @property
@@ -118,40 +118,40 @@ class BenchEngine:
             arrival_s=sent_s,
             deadline_s=deadline_s,
         )
-        self.door.send(Submit(request))
+        self.engine.send(Submit(request))
         return track
 
     def cancel(self, request_id: str) -> None:
-        self.door.send(Cancel(request_id))
+        self.engine.send(Cancel(request_id))
 
     def wait(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Until all have ended. Raises TimeoutError."""
         waiting = list(tracks)
-        with self._news:
-            if not self._news.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("requests did not end")
 
     def wait_any(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Until one has ended. Raises TimeoutError."""
         waiting = list(tracks)
-        with self._news:
-            if not self._news.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("no request ended")
 
     def wait_first_tokens(self, tracks: Iterable[Track], timeout_s: float) -> bool:
         """Until all have a token or have ended; False if they have not in time."""
         waiting = [track for track in tracks if not track.token_times_s]
-        with self._news:
-            return self._news.wait_for(
+        with self._changed:
+            return self._changed.wait_for(
                 lambda: all(t.token_times_s or t.is_done for t in waiting), timeout_s
             )
 
     def call(self, command: Command, digest: str = "", *, pin: bool = False) -> Any:
         """The command's result. Raises what the engine answers."""
         number = next(self._numbers)
-        self.door.send(Call(number, command, digest, pin))
-        with self._news:
-            if not self._news.wait_for(lambda: number in self._replies, CALL_TIMEOUT_S):
+        self.engine.send(Call(number, command, digest, pin))
+        with self._changed:
+            if not self._changed.wait_for(lambda: number in self._replies, CALL_TIMEOUT_S):
                 raise TimeoutError(f"the engine did not answer {command}")
             reply = self._replies.pop(number)
         if reply.error is not None:
@@ -176,28 +176,28 @@ class BenchEngine:
 
     def check_idle(self) -> None:
         """Asserts that the engine's accounts agree, and that nothing is held."""
-        if isinstance(self.door, EngineThread):
-            check_idle(self.door.built)
+        if isinstance(self.engine, EngineThread):
+            check_idle(self.engine.built)
             return
-        self.door.send(StoreMessage(CheckIdle()))
-        with self._news:
-            if not self._news.wait_for(lambda: self._checked, CALL_TIMEOUT_S):
+        self.engine.send(StoreMessage(CheckIdle()))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._checked, CALL_TIMEOUT_S):
                 raise TimeoutError("the engine's process did not check itself")
             error = self._checked.pop().error
         assert error is None, error
 
     def stop(self) -> None:
-        self.door.stop()
+        self.engine.stop()
 
-    def _hear_store(self, content: Checked) -> None:
-        with self._news:
+    def _on_store_message(self, content: Checked) -> None:
+        with self._changed:
             self._checked.append(content)
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def _hear(self, said: StepOutputs) -> None:
+    def _on_outputs(self, step: StepOutputs) -> None:
         now_s = time.monotonic()
-        with self._news:
-            for output in said.outputs:
+        with self._changed:
+            for output in step.outputs:
                 track = self._tracks[output.request_id]
                 if output.token_ids:
                     track.num_tokens += len(output.token_ids)
@@ -207,11 +207,11 @@ class BenchEngine:
                     track.usage = output.usage
                     track.timings, track.is_done = output.timings, True
                     del self._tracks[output.request_id]
-            for reply in said.replies:
+            for reply in step.replies:
                 self._replies[reply.call_id] = reply
-            if said.failure is not None:  # of a process that died nothing else is heard
-                self._end_all(said.failure)
-            self._news.notify_all()
+            if step.failure is not None:  # a process that died sends nothing else
+                self._end_all(step.failure)
+            self._changed.notify_all()
 
     def _end_all(self, error: Exception) -> None:
         for track in self._tracks.values():

@@ -1,4 +1,4 @@
-"""The store in memory, when the engine is a process of its own: what it says and hears there."""
+"""The store in memory, when the engine is a process of its own: its messages there."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ class Checked:
 class StoreCopy(MemoryStore):
     """In the engine's process."""
 
-    def __init__(self, folders: dict[str, Path], say: Callable[[Any], None]) -> None:
+    def __init__(self, folders: dict[str, Path], publish: Callable[[Any], None]) -> None:
         super().__init__(dict(folders))
-        self._say = say
+        self._publish = publish
 
-    def hear(self, news: ModelLayout | AddVariants | CheckIdle) -> None:
-        if isinstance(news, ModelLayout):
-            self.accept_layout(news)
-        elif isinstance(news, AddVariants):
-            self.add_variants(news.digest, news.count)
+    def on_update(self, content: ModelLayout | AddVariants | CheckIdle) -> None:
+        if isinstance(content, ModelLayout):
+            self.accept_layout(content)
+        elif isinstance(content, AddVariants):
+            self.add_variants(content.digest, content.count)
         else:
-            self._say(Checked(_checked()))
+            self._publish(Checked(_checked()))
 
     def close(self) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCopyRecipe:
+class StoreCopyFactory:
     folders: dict[str, Path]
 
-    def __call__(self, say: Callable[[Any], None]) -> StoreCopy:
-        return StoreCopy(self.folders, say)
+    def __call__(self, publish: Callable[[Any], None]) -> StoreCopy:
+        return StoreCopy(self.folders, publish)
 
 
 def check_idle(built: BuiltEngine) -> None:
@@ -66,7 +66,7 @@ def check_idle(built: BuiltEngine) -> None:
 
 
 def _checked() -> str | None:
-    # The door has no message for it, and the store does not know the engine: it is looked for. By
+    # There is no message for it, and the store does not know the engine: it is searched for. By
     # type(): isinstance would ask every object for its __class__, and some warn when asked.
     (engine,) = (found for found in gc.get_objects() if type(found) is EngineThread)
     try:

@@ -57,7 +57,7 @@ def start_engine(
     num_in_host: int = 0,
     num_threads: int = THREADS,
     prefix_cache: bool = False,
-    door: str = "thread",
+    transport: str = "thread",
 ) -> tuple[BenchEngine, list[str]]:
     """An engine, and the digests of its adapters. The host tier holds all, or `num_in_host`."""
     store = MemoryStore()
@@ -80,7 +80,7 @@ def start_engine(
         prefix_cache=prefix_cache,
         num_threads=num_threads,
     )
-    engine = BenchEngine(config, store, door)
+    engine = BenchEngine(config, store, transport)
     return engine, engine.add_variants(digest, num_adapters)
 
 

@@ -18,9 +18,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen; validated where it is born, in `convert`.
+    """How tokens are chosen; validated where it is made, in `convert`.
 
-    `stop` strings are matched on text by the frontend; the engine never sees text.
+    `stop` strings are matched on text by the frontend; the engine never handles text.
     """
 
     max_tokens: int = 256
@@ -41,11 +41,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked to do.
+    """One generation.
 
     `digest` is "" for the base model. `cache_seed` separates prefix caches (tenants and salt).
-    `tenant` is the caller's: tenants share the machine in equal parts. `trace` is a SpanContext,
-    of what is done for it; None: that is not traced.
+    `tenant` is the caller's: tenants share the machine in equal parts. `trace` is the SpanContext
+    that loads for it belong to, None if it is not traced.
     Times are `time.monotonic()` seconds, which processes of one machine share.
     """
 
@@ -72,9 +72,9 @@ class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
-    in `page_ids`. Its adapter's slot is held while it runs. `is_aged` once it started after it had
-    waited for long; `is_charged` once its tenant's account was. `load_trace`: see Timings.load.
-    `token_counts` are the sampler's.
+    in `page_ids`. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
+    started; `is_charged` once its tenant was charged for it. `load_trace`: see Timings.load.
+    `token_counts` belong to the sampler.
     """
 
     request: Request
@@ -133,7 +133,7 @@ class BatchRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work: rows of one slot are neighbours; `residency` takes effect before them."""
+    """One step's work: rows of one slot are adjacent; `residency` takes effect before them."""
 
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
@@ -141,7 +141,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of the chosen token, and the most likely (token id, log probability)s."""
+    """The log probability of the chosen token, and the most likely (token id, log probability)s."""
 
     token_id: int
     logprob: float
@@ -149,7 +149,7 @@ class TokenLogprobs:
 
 
 class SampledToken(NamedTuple):
-    """What the sampler chose for one row."""
+    """The sampler's choice for one row."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -1,4 +1,4 @@
-"""What operators ask of the engine: load, unload, pin, list, describe, inspect, profile."""
+"""Commands of operators: load, unload, pin, list, describe, inspect, profile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _PendingLoad:
 
 @dataclass
 class Commands:
-    """Answers Calls; a LOAD once its adapter is resident, an UNLOAD once its memory is free, a
-    PROFILE once its trace is written."""
+    """Answers Calls: LOAD once its adapter is resident, UNLOAD once its memory is free, PROFILE
+    once its trace is written."""
 
     residency: Residency
     describe: Callable[[], EngineStatus]
@@ -35,7 +35,7 @@ class Commands:
     _unloads: list[tuple[Call, int]] = field(default_factory=list)
 
     def handle(self, call: Call, now_s: float) -> Reply | None:
-        """The reply, or None when it follows from `poll`."""
+        """Returns the reply, or None when `poll` will return it."""
         try:
             if call.command is Command.LOAD:
                 self.residency.add_waiter(call.digest, now_s, count=False)
@@ -79,7 +79,7 @@ class Commands:
         return tuple(islice(ready, limit) if limit else ready)
 
     def poll(self, now_s: float) -> list[Reply]:
-        """Replies that have become possible."""
+        """Returns the replies that have become possible."""
         replies = self.profiler.poll(now_s)
         for pending in list(self._loads):
             reply = self._poll_load(pending, now_s)
@@ -111,13 +111,13 @@ class Commands:
         return None
 
     def _expiry_s(self, pending: _PendingLoad) -> float | None:
-        """A load is waited for as long as its bytes come, or memory is short; its caller has a
+        """Returns None while the load's bytes arrive or memory is short: its caller has a
         deadline."""
         since_s = self.residency.last_progress_s(pending.call.digest)
         return None if since_s is None else max(since_s, pending.wanted_s) + self.adapter_wait_s
 
     def fail(self, digest: str, error: ServiceError) -> list[Reply]:
-        """The replies to loads of an adapter that cannot be loaded."""
+        """Returns the replies to loads of an adapter that cannot be loaded."""
         failed = [pending for pending in self._loads if pending.call.digest == digest]
         for pending in failed:
             self._loads.remove(pending)
@@ -125,7 +125,7 @@ class Commands:
         return [Reply(pending.call.call_id, error=error) for pending in failed]
 
     def fail_all(self, error: Exception) -> list[Reply]:
-        """Answers everything that is still open, when the engine ends."""
+        """Returns replies to all open calls, when the engine ends."""
         replies = [Reply(call_id, error=error) for call_id in self.open_call_ids]
         for pending in self._loads:
             self.residency.remove_waiter(pending.call.digest)
@@ -140,7 +140,7 @@ class Commands:
 
     @property
     def loading(self) -> list[str]:
-        """The digests that open LOADs wait for, one for each."""
+        """The digests that open LOAD calls wait for, one for each."""
         return [pending.call.digest for pending in self._loads]
 
     def next_expiry_s(self) -> float | None:

@@ -109,7 +109,7 @@ class Engine:
         return flushed
 
     def next_expiry_s(self) -> float | None:
-        """When, on the monotonic clock, a waiting sequence or load would expire."""
+        """Returns when, on the monotonic clock, a waiting sequence or load expires next."""
         expiries = [self._deadlines.next_s(), self._adapter_waits.next_s()]
         expiries += [self.commands.next_expiry_s(), self.residency.next_expiry_s()]
         return min((e for e in expiries if e is not None), default=None)
@@ -167,7 +167,7 @@ class Engine:
     # Around the batch.
 
     def _before_batch(self, now_s: float) -> None:
-        """Ends what has expired or failed, then lets loads go on."""
+        """Ends what has expired or failed, then advances loads."""
         for digest, error in self.residency.pop_failures():
             self._fail_adapter(digest, error, now_s)
         self._end_expired(now_s)
@@ -182,12 +182,13 @@ class Engine:
             expiry_s = self._adapter_expiry_s(sequence)
             if expiry_s is not None and now_s >= expiry_s:
                 self._end(sequence, now_s, error=self._unavailable(sequence), expired=True)
-            else:  # it may wait for the store later, again
+            else:  # it may wait for the store again later
                 again_s = now_s + self.adapter_wait_s / 4
                 self._adapter_waits.add(sequence, again_s if expiry_s is None else expiry_s)
 
     def _adapter_expiry_s(self, sequence: Sequence) -> float | None:
-        """Waiting for the store is bounded; waiting for memory that others use is queueing."""
+        """Returns None while the sequence does not wait for the store: only that wait is bounded;
+        waiting for memory that is in use is queueing."""
         if sequence.state is not SequenceState.WAITING or sequence.adapter_wanted_s is None:
             return None
         since_s = self.residency.store_wait_since_s(sequence.request.digest)
@@ -220,7 +221,7 @@ class Engine:
         del self.sequences[sequence.request.request_id]
 
     def end_all(self, error: Exception) -> StepOutputs:
-        """Answers every request and call that is still open; nothing runs afterwards."""
+        """Ends every open request and call; nothing runs afterwards."""
         now_s = time.monotonic()
         for sequence in list(self.sequences.values()):
             self._end(sequence, now_s, error=error)

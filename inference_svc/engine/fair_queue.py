@@ -1,4 +1,4 @@
-"""All that waits: tenants take turns by tokens, each starts its own in its own order."""
+"""All waiting sequences: tenants are served in rounds, by tokens, each in its own order."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from inference_svc.engine.round_robin import DeficitRoundRobin
 from inference_svc.engine.tenant_queue import Flow, TenantQueue
 
 GENERATED_WEIGHT = 2
-"""A generated token's share of a step in prompt tokens: it alone reads weights and pages."""
+"""The cost of a generated token in prompt tokens: it reads all weights and pages by itself."""
 
 
 class FairQueue:
-    """Sequences that do not run. A step looks at those that it starts, never at all.
+    """Sequences that do not run. A step visits those that it starts, never all of them.
 
-    Those whose adapter is not there are parked, by digest: they cost a step nothing. `quantum`
-    tokens is what a tenant, and within it an adapter, may take in one turn; what a sequence may
-    generate is charged when it starts, and given back where it ends earlier. After `ageing_s` a
-    sequence is aged: half of its tenant's tokens go to such, in order of arrival.
+    Sequences whose adapter is not resident are parked, by digest: they cost a step nothing. A
+    tenant, and within it an adapter, may take `quantum` tokens per round; what a sequence may
+    generate is charged when it starts, and refunded if it ends earlier. After `ageing_s` a sequence
+    is aged: half of its tenant's tokens go to aged ones, in order of arrival.
     """
 
     def __init__(self, quantum: int, ageing_s: float) -> None:
         self._quantum = quantum
         self._ageing_s = ageing_s
         self._tenants: dict[str, TenantQueue] = {}
-        self._with_adapters: dict[str, TenantQueue] = {}  # whose oldest waited longest first
-        self._turns = DeficitRoundRobin(quantum)  # of tenants with something ready
+        self._with_adapters: dict[
+            str, TenantQueue
+        ] = {}  # the one whose oldest waited longest first
+        self._round_robin = DeficitRoundRobin(quantum)  # of tenants with ready sequences
         self._flows: dict[str, dict[Flow, None]] = {}  # by digest, in order of arrival
         self._parked: set[str] = set()
         self.num_ready = 0
         self.num_parked = 0
         self.ready_tokens = 0
         self.num_parked_tenants = 0
-        self.num_left_parked = 0  # since the start: unparked, or removed while parked
+        self.num_left_parked = 0  # ever unparked, or removed while parked
 
     def __len__(self) -> int:
         return self.num_ready + self.num_parked
@@ -44,22 +46,22 @@ class FairQueue:
 
     @property
     def num_ready_tenants(self) -> int:
-        return len(self._turns)
+        return len(self._round_robin)
 
     def tenant(self, name: str) -> TenantQueue | None:
-        """What the tenant has waiting; None if nothing."""
+        """The tenant's waiting sequences; None if there are none."""
         return self._tenants.get(name)
 
     def digests(self) -> list[str]:
-        """The adapters that sequences wait for, in no order."""
+        """The adapters of waiting sequences, in no order."""
         return [digest for digest in self._flows if digest]
 
     def of_digest(self, digest: str) -> list[Sequence]:
-        """Everything that waits for this adapter or to use it."""
+        """The waiting sequences of this adapter."""
         return [s for flow in self._flows.get(digest, ()) for s in flow.sequences]
 
     def has(self, digest: str) -> bool:
-        """Whether something waits for this adapter or to use it."""
+        """Whether a sequence of this adapter waits."""
         return digest in self._flows
 
     def is_parked(self, digest: str) -> bool:
@@ -69,10 +71,10 @@ class FairQueue:
         return sequence.request.arrival_s <= self.aged_s(now_s)
 
     def aged_s(self, now_s: float) -> float:
-        """What arrived then or before is aged."""
+        """Sequences that arrived at this time or before are aged."""
         return now_s - self._ageing_s
 
-    # Sequences come and go.
+    # Adding and removing sequences.
 
     def add(self, sequence: Sequence) -> None:
         name, digest = sequence.request.tenant, sequence.request.digest
@@ -105,7 +107,7 @@ class FairQueue:
             self._parked.discard(flow.digest)
 
     def park(self, digest: str) -> None:
-        """Nothing of this adapter may start before `unpark`. Something must wait for it."""
+        """Holds the adapter's sequences back until `unpark`. At least one must wait."""
         self._parked.add(digest)
         self._move(digest)
 
@@ -125,56 +127,58 @@ class FairQueue:
     # Order.
 
     def first(self, now_s: float) -> Sequence | None:
-        """Who is to start next."""
-        name = self._turns.first()
+        """Returns the sequence to start next."""
+        name = self._round_robin.first()
         return None if name is None else self._tenants[name].first(self.aged_s(now_s))
 
     def start(self, sequence: Sequence, num_tokens: int) -> None:
-        """Takes out one that starts; `num_tokens` of what it knows are to be computed."""
+        """Removes a sequence that starts; `num_tokens` of its known ones are to be computed."""
         tenant = self._tenants[sequence.request.tenant]
         if not sequence.is_charged:
             sequence.is_charged = True
-            charge = num_tokens + GENERATED_WEIGHT * _num_to_come(sequence)
+            charge = num_tokens + GENERATED_WEIGHT * _num_remaining(sequence)
             tenant.started(sequence, charge)
-            self._turns.charge(tenant.name, charge)
+            self._round_robin.charge(tenant.name, charge)
         was_oldest = tenant.oldest is sequence
         self.remove(sequence)
-        if was_oldest and tenant.has_adapters:  # else what it waits for would leave before it can
+        if (
+            was_oldest and tenant.has_adapters
+        ):  # else its adapter would be evicted before it can start
             self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
 
     def ended(self, sequence: Sequence) -> None:
-        """Gives back what it was charged for and has not generated."""
+        """Refunds what the sequence was charged for and has not generated."""
         if sequence.is_charged:
-            unused = GENERATED_WEIGHT * _num_to_come(sequence)
-            self._turns.charge(sequence.request.tenant, -unused)
+            unused = GENERATED_WEIGHT * _num_remaining(sequence)
+            self._round_robin.charge(sequence.request.tenant, -unused)
             tenant = self._tenants.get(sequence.request.tenant)
             if tenant is not None:
                 tenant.charge(sequence, -unused)
 
     def in_order(self, now_s: float) -> Iterator[tuple[str, bool]]:
-        """The digests that sequences wait for, in the order in which their adapters are due, and
-        whether the sequence is aged that waits for it there: the aged ones of all tenants in
-        turn, then all others. May name one twice. Nothing may change meanwhile."""
+        """Yields the digests of waiting sequences in the order in which their adapters are due, and
+        whether the sequence at that place is aged: first the aged ones, one of each tenant after
+        the other, then the rest. May yield a digest twice. The queue must not change meanwhile."""
         aged_s = self.aged_s(now_s)
-        for digest in self._in_turn(lambda tenant: tenant.aged_digests(aged_s)):
+        for digest in self._interleave(lambda tenant: tenant.aged_digests(aged_s)):
             yield digest, True
-        for digest in self._in_turn(lambda tenant: tenant.young_digests(aged_s)):
+        for digest in self._interleave(lambda tenant: tenant.young_digests(aged_s)):
             yield digest, False
 
-    def _in_turn(self, digests: Callable[[TenantQueue], Iterator[str]]) -> Iterator[str]:
-        """One of each tenant, then the next of each."""
-        turn: Iterator[Iterator[str]] = map(digests, self._with_adapters.values())
+    def _interleave(self, digests: Callable[[TenantQueue], Iterator[str]]) -> Iterator[str]:
+        """Yields the first digest of each tenant, then the second of each, and so on."""
+        current: Iterator[Iterator[str]] = map(digests, self._with_adapters.values())
         while True:
-            further = []
-            for found in turn:
+            remaining = []
+            for found in current:
                 for digest in found:
-                    further.append(found)
+                    remaining.append(found)
                     if digest:
                         yield digest
                     break
-            if not further:
+            if not remaining:
                 return
-            turn = iter(further)
+            current = iter(remaining)
 
     def check_integrity(self) -> None:
         """Asserts that tenants, flows and counts agree."""
@@ -185,9 +189,9 @@ class FairQueue:
         assert all(flow.is_parked == (flow.digest in self._parked) for flow in flows)
         for name, tenant in self._tenants.items():
             tenant.check_integrity()
-            assert len(tenant) > 0, "a tenant with nothing that waits"
+            assert len(tenant) > 0, "a tenant without waiting sequences"
             assert (name in self._with_adapters) == tenant.has_adapters
-            assert (name in self._turns) == (tenant.num_ready > 0)
+            assert (name in self._round_robin) == (tenant.num_ready > 0)
         tenants = self._tenants.values()
         assert self.num_ready == sum(tenant.num_ready for tenant in tenants)
         assert self.num_parked == sum(tenant.num_parked for tenant in tenants)
@@ -196,7 +200,7 @@ class FairQueue:
 
 
 class _Recount:
-    """Keeps the sums over tenants, and who takes turns, while one tenant changes."""
+    """Updates the sums over tenants, and the round robin, after one tenant changes."""
 
     def __init__(self, queue: FairQueue, tenant: TenantQueue) -> None:
         self._queue = queue
@@ -207,11 +211,11 @@ class _Recount:
 
     def __exit__(self, *error: object) -> None:
         self._add(1)
-        turns, name = self._queue._turns, self._tenant.name
+        round_robin, name = self._queue._round_robin, self._tenant.name
         if self._tenant.num_ready:
-            turns.enter(name)
-        elif name in turns:
-            turns.leave(name)
+            round_robin.enter(name)
+        elif name in round_robin:
+            round_robin.leave(name)
 
     def _add(self, sign: int) -> None:
         self._queue.num_ready += sign * self._tenant.num_ready
@@ -220,6 +224,6 @@ class _Recount:
         self._queue.ready_tokens += sign * self._tenant.ready_tokens
 
 
-def _num_to_come(sequence: Sequence) -> int:
-    """How many tokens it may still generate."""
+def _num_remaining(sequence: Sequence) -> int:
+    """How many tokens the sequence may still generate."""
     return max(0, sequence.request.sampling.max_tokens - sequence.num_output)

@@ -22,9 +22,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds since the engine received the request: until it ran, of adapter wait, until its
-    first token. `load` is the SpanContext of a load that it waited for, if that is in the trace of
-    another request, which had asked first."""
+    """Seconds since the engine received the request: until it ran, of adapter wait, until its first
+    token. `load` is the SpanContext of a load that it waited for, if that belongs to the trace of
+    another request, which came first."""
 
     queued_s: float
     adapter_wait_s: float
@@ -39,7 +39,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Ends a request wherever it is; unknown ids are ignored."""
+    """Ends a request, waiting or running; unknown ids are ignored."""
 
     request_id: str
 
@@ -61,9 +61,10 @@ class Call:
 
     LOAD and PIN answer ResidentAdapter (LOAD once it is resident), UNLOAD the freed bytes,
     LIST_RESIDENT a tuple of ResidentAdapter, DESCRIBE an EngineStatus, INSPECT EngineDetails,
-    PROFILE a StepTrace. `limit` is how many LIST_RESIDENT answers at most, 0 for all: of each tier
-    the last used first, those on the device before the others; how many rows of anything INSPECT
-    tells; and how many steps PROFILE traces, within `timeout_s`. `trace` as of a Request.
+    PROFILE a StepTrace. `limit` is the maximum of what LIST_RESIDENT returns, 0 for all: those on
+    the device before the others, the last used of each tier first; of the rows of each list that
+    INSPECT returns; and of the steps that PROFILE traces, within `timeout_s`. `trace` is as in a
+    Request.
     """
 
     call_id: int
@@ -77,13 +78,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Nobody waits for this call's Reply any more."""
+    """The caller no longer waits for the Reply to this call."""
 
     call_id: int
 
 
 class StepTrace(NamedTuple):
-    """A gzipped trace of `num_steps` steps, in a file that is the receiver's to remove."""
+    """A gzipped trace of `num_steps` steps, in a file that the receiver removes."""
 
     path: str
     num_steps: int
@@ -95,14 +96,14 @@ class StepTrace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutAccepted:
-    """The store knows our layout: pulls may begin."""
+    """The store has accepted the layout: pulls may begin."""
 
     layout_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Repointed:
-    """A name that requests have used now points to another digest."""
+    """A name that requests have used points to another digest now."""
 
     old_digest: str
     new_digest: str
@@ -110,7 +111,7 @@ class Repointed:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the loop; whatever still runs is answered with Draining."""
+    """Ends the loop; open requests and calls end with Draining."""
 
 
 Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Stop
@@ -118,16 +119,16 @@ Message = Submit | Cancel | Call | Abandon | LayoutAccepted | Repointed | Stop
 
 @dataclass(frozen=True, slots=True)
 class StoreMessage:
-    """Either way, between the store's client beside an engine in a process of its own and its
-    counterpart beside the front."""
+    """A message, in either direction, between the store's client in the engine's process and its
+    counterpart in the front end's."""
 
     content: Any
 
 
 class Output(NamedTuple):
-    """What one request got from one step. The last one has `finish_reason` or `error`.
+    """One step's result for one request. The last one has `finish_reason` or `error`.
 
-    A tuple, as there is one for every token: quick to make and to pickle.
+    A tuple, since there is one for every token: quick to make and to pickle.
     """
 
     request_id: str
@@ -152,8 +153,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Everything one turn of the engine has to say, in one message. `spans` are Spans, of loads for
-    requests that are traced."""
+    """All outputs of one step of the engine, in one message. `spans` are Spans of loads for traced
+    requests."""
 
     outputs: tuple[Output, ...] = ()
     replies: tuple[Reply, ...] = ()
@@ -161,15 +162,15 @@ class StepOutputs:
     spans: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nearly all outputs are one token each: two columns of them pickle several times faster.
-        They go in front; a request has one output per turn, so that no order is lost."""
-        plain = [output for output in self.outputs if output[2:] == _NOTHING_ELSE]
-        others = tuple(output for output in self.outputs if output[2:] != _NOTHING_ELSE)
+        """Pickles outputs of one token, nearly all, as two columns: several times faster. They go
+        first; a request has one output per step, so that no order is lost."""
+        plain = [output for output in self.outputs if output[2:] == _DEFAULTS]
+        others = tuple(output for output in self.outputs if output[2:] != _DEFAULTS)
         columns = tuple([o.request_id for o in plain]), tuple([o.token_ids for o in plain])
         return _rebuild, (*columns, others, self.replies, self.failure, self.spans)
 
 
-_NOTHING_ELSE = tuple(Output._field_defaults.values())[1:]
+_DEFAULTS = tuple(Output._field_defaults.values())[1:]
 
 
 def _rebuild(

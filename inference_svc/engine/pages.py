@@ -13,21 +13,21 @@ from collections.abc import Iterable, Sequence
 
 
 def root_key(digest: str, cache_seed: str) -> bytes:
-    """The parent of a sequence's first page; "" is the base model's digest."""
+    """Returns the parent key of a sequence's first page; "" is the base model's digest."""
     return hashlib.sha256(f"{digest}\0{cache_seed}".encode()).digest()
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full page that follows `parent` and holds `token_ids`."""
+    """Returns the key of a full page that follows `parent` and holds `token_ids`."""
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 class PagePool:
     """`num_pages` pages of `page_size` tokens.
 
-    A page with no reference is free, but keeps its key until it is allocated again, so that a
-    later prefix may take it back; among free pages those without a key go first, then the least
-    recently used.
+    A page without references is free, but keeps its key until it is allocated again, so that a
+    later prefix can reuse it; among free pages those without a key are allocated first, then the
+    least recently used.
     """
 
     def __init__(self, num_pages: int, page_size: int, caching: bool = True) -> None:
@@ -37,7 +37,7 @@ class PagePool:
         self.page_size = page_size
         self.caching = caching
         self.num_evictions = 0
-        """Pages whose known content was given up for another."""
+        """Keyed pages that were allocated anew."""
         self._references = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
@@ -53,7 +53,7 @@ class PagePool:
 
     @property
     def num_known(self) -> int:
-        """Pages, used or free, whose content a prefix may find."""
+        """Pages, used or free, that a prefix can match."""
         return len(self._by_key)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -63,18 +63,19 @@ class PagePool:
         return count <= len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free pages; their former keys are forgotten."""
+        """Takes `count` free pages and drops their former keys."""
         assert self.can_allocate(count)
         pages = []
         for _ in range(count):
             page, _none = self._free.popitem(last=False)
-            self._forget(page)
+            self._drop_key(page)
             self._references[page] = 1
             pages.append(page)
         return pages
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known run of `keys`. Takes nothing: call `share` next."""
+        """Returns the pages of the longest known run of `keys`, without referencing them: call
+        `share` next."""
         pages: list[int] = []
         if self.caching:
             for key in keys:
@@ -85,25 +86,25 @@ class PagePool:
         return pages
 
     def num_free_among(self, pages: Iterable[int]) -> int:
-        """How many of these pages `share` would take from the free ones."""
+        """Returns how many of these pages `share` would take from the free ones."""
         return sum(self._references[page] == 0 for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Adds a reference to each page."""
         for page in pages:
             if self._references[page] == 0:
                 del self._free[page]
             self._references[page] += 1
 
     def publish(self, page: int, key: bytes) -> None:
-        """The page is full and computed: equal prefixes may share it from now on."""
+        """Keys a page that is full and computed: equal prefixes may share it from now on."""
         assert self._references[page] > 0
         if self.caching and key not in self._by_key and self._keys[page] is None:
             self._by_key[key] = page
             self._keys[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less to each; the ends of prefixes become the first to be reused."""
+        """Drops a reference to each page; the ends of prefixes are the first to be reused."""
         for page in reversed(pages):
             assert self._references[page] > 0, "page freed twice"
             self._references[page] -= 1
@@ -112,7 +113,7 @@ class PagePool:
                 if self._keys[page] is None:
                     self._free.move_to_end(page, last=False)
 
-    def _forget(self, page: int) -> None:
+    def _drop_key(self, page: int) -> None:
         key = self._keys[page]
         if key is not None:
             del self._by_key[key]

@@ -1,6 +1,6 @@
-"""Penalties on tokens that a sequence has already, and bans of those that may not come yet.
+"""Penalties on tokens that a sequence contains, and bans of stop tokens before `min_tokens`.
 
-What a sequence holds is counted as it grows, never anew; all rows of a batch change at once.
+Tokens are counted as a sequence grows, never anew; all rows of a batch are changed at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence, in order of appearance, and how often each was put out.
+    """The distinct tokens of a sequence, in order of appearance, and how often each was generated.
 
-    Lives with its sequence, also while that is preempted. Tokens of the prompt count 0; they are
-    left out where only the output is penalised.
+    Lives as long as its sequence, also while that is preempted. Tokens of the prompt count 0; they
+    are left out where only the output is penalised.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -40,7 +40,7 @@ class TokenCounts:
         self._counts = np.zeros(len(prompt), np.int64)
 
     def update(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ids and counts, of the sequence as it is now. Valid until the next call."""
+        """Returns int64 ids and counts of the sequence as it is now, valid until the next call."""
         tokens = self._sequence.token_ids
         for index in range(self._num_seen, len(tokens)):
             place = self._places.setdefault(tokens[index], len(self._places))
@@ -80,8 +80,8 @@ def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> No
 def ban_ends(
     logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]], eos_token_ids: Collection[int]
 ) -> None:
-    """No end before `min_tokens`: -inf for the stop tokens of each (row, sequence), and for the
-    model's own unless those are ignored."""
+    """Sets the logits of stop tokens, and of the model's own unless those are ignored, to -inf for
+    each (row, sequence) that has fewer than `min_tokens`."""
     banned = []
     for row, sequence in rows:
         sampling = sequence.request.sampling

@@ -1,8 +1,8 @@
-"""The engine's door when it lives in a process of its own: the same messages, through a socket.
+"""Runs the engine in a process; talks to it by messages, through a socket.
 
 The child is spawned, not forked: neither gRPC nor OpenMP survives a fork. It leads a process group
-of its own, so that what is meant for us (Ctrl-C) does not end it before we have drained; when we
-die, it reads the end of the socket, and goes at once.
+of its own, so that signals to this process (Ctrl-C) do not end it before requests are drained; when
+this process dies, the child reads the end of the socket and exits at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from inference_svc.model.geometry import ModelGeometry
 log = logging.getLogger(__name__)
 
 END_S = 30.0
-"""For a child that was told to stop; one that hangs is killed."""
-# Our own path, so that the child finds what we found, and nothing from where we happen to stand.
+"""How long a child may take to end; one that hangs is killed."""
+# This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from inference_svc.engine.process_main import main; main()"
 )
@@ -41,8 +41,8 @@ _PROGRAM = (
 class EngineProcess:
     """The child begins to load the model when this is made; serves from `start` to `stop`.
 
-    `recipe` makes the store in the child, where pulls run; `on_store_message` hears, in a thread of
-    ours, what that store has to say. `layout` and `geometry` are there after `load`.
+    `make_store` makes the store in the child, where pulls run; `on_store_message` receives that
+    store's messages, in a thread of this process. `layout` and `geometry` are set by `load`.
     """
 
     layout: ModelLayout
@@ -51,10 +51,10 @@ class EngineProcess:
     def __init__(
         self,
         config: EngineConfig,
-        recipe: StoreFactory,
-        on_store_message: Callable[[Any], None] = lambda news: None,
+        make_store: StoreFactory,
+        on_store_message: Callable[[Any], None] = lambda content: None,
     ) -> None:
-        self._on_store_news = on_store_message
+        self._on_store_message = on_store_message
         self._on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
         self._outbox: queue.SimpleQueue[Message | StoreMessage] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="loadout-engine-in", daemon=True)
@@ -67,16 +67,16 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", program], stdin=theirs.fileno(), process_group=0
             )
-        self._door = Connection(os.dup(self._socket.fileno()))
-        with contextlib.suppress(OSError):  # it is dead already: `load` tells
-            self._door.send_bytes(encode((config, recipe)))
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        with contextlib.suppress(OSError):  # it is dead already: `load` raises that
+            self._connection.send_bytes(encode((config, make_store)))
 
     def load(self) -> Self:
-        """Waits until the model is loaded. Raises what the engine raises, UnsupportedModel or
-        ValueError; EngineFailed if the child dies."""
+        """Waits until the model is loaded. Raises UnsupportedModel or ValueError as EngineThread
+        does, EngineFailed if the child dies."""
         try:
-            while isinstance(answer := pickle.loads(self._door.recv_bytes()), StoreMessage):
-                self._on_store_news(answer.content)
+            while isinstance(answer := pickle.loads(self._connection.recv_bytes()), StoreMessage):
+                self._on_store_message(answer.content)
         except (EOFError, OSError):
             raise EngineFailed(f"the engine's process {self._wait_for_end()}") from None
         if isinstance(answer, Exception):
@@ -95,19 +95,19 @@ class EngineProcess:
         return self._reader.is_alive() and not self._failed
 
     def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
-        """`on_outputs` is called in a thread of the door's own, at most once per turn; it must not
-        block."""
+        """Starts to serve. `on_outputs` is called in a thread of this object's, at most once per
+        step; it must not block."""
         self._on_outputs = on_outputs
         self._reader.start()
         self._writer.start()
 
     def send(self, message: Message | StoreMessage) -> None:
-        """Never blocks; may be called from any thread."""
+        """Queues a message. Never blocks; may be called from any thread."""
         self._outbox.put(message)
 
     def stop(self) -> None:
-        """Ends what still runs with Draining, and the child. Idempotent."""
-        if self._door.closed:
+        """Ends open requests with Draining, and the child. Idempotent."""
+        if self._connection.closed:
             return
         self._is_stopping = True
         if self._reader.ident is not None:
@@ -116,19 +116,19 @@ class EngineProcess:
         self._end()
 
     def _end(self) -> None:
-        """No child and no thread is left."""
+        """Ends the child and the threads."""
         with contextlib.suppress(OSError):  # it has ended by itself
-            # Closing alone would not wake a thread of ours that reads.
+            # Closing alone would not wake the reader.
             self._socket.shutdown(socket.SHUT_RDWR)
         log.debug("the engine's process %s", self._wait_for_end())
         for thread in (self._reader, self._writer):
             if thread.ident is not None:
                 thread.join()
-        self._door.close()
+        self._connection.close()
         self._socket.close()
 
     def _wait_for_end(self) -> str:
-        """How the child ended."""
+        """Returns how the child ended."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -138,20 +138,20 @@ class EngineProcess:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with status {code}"
 
-    # In threads of our own.
+    # In the reader's and the writer's threads.
 
     def _write(self) -> None:
-        """Whatever has come together goes in one write."""
+        """Sends all queued messages in one write each time."""
         while True:
             messages = [self._outbox.get()]
             while not self._outbox.empty():
                 messages.append(self._outbox.get())
             try:
-                self._door.send_bytes(encode(messages))
+                self._connection.send_bytes(encode(messages))
             except OSError:
                 return  # the reader finds out why
-            except Exception:  # lost messages would leave those who sent them waiting for ever
-                log.exception("the engine cannot be told")
+            except Exception:  # lost messages would leave their senders waiting for ever
+                log.exception("messages to the engine cannot be sent")
                 self._process.kill()
                 return
             if any(isinstance(message, Stop) for message in messages):
@@ -160,16 +160,16 @@ class EngineProcess:
     def _read(self) -> None:
         try:
             while True:
-                said = pickle.loads(self._door.recv_bytes())
-                if isinstance(said, StepOutputs):
-                    self._failed |= said.failure is not None
-                    self._on_outputs(said)
+                message = pickle.loads(self._connection.recv_bytes())
+                if isinstance(message, StepOutputs):
+                    self._failed |= message.failure is not None
+                    self._on_outputs(message)
                 else:
-                    self._on_store_news(said.content)
+                    self._on_store_message(message.content)
         except (EOFError, OSError):
             pass
         except Exception:
-            log.exception("what the engine said cannot be read")
+            log.exception("messages from the engine cannot be read")
             self._process.kill()
         if not self._is_stopping:
             self._failed = True

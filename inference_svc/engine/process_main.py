@@ -1,7 +1,7 @@
-"""The engine's process: an engine in a thread, and its door on standard input.
+"""The main program of the engine's process: an engine in a thread, its socket on standard input.
 
-Frames are pickles: our parent sends (config, recipe), then lists of messages; it hears Ready or
-what went wrong, then StepOutputs, one per turn, and StoreMessage.
+Frames are pickles. The parent sends (config, make_store), then lists of messages; it receives Ready
+or the error, then StepOutputs, one per step, and StoreMessages.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 
 SWITCH_S = 5e-4
-"""How long a pull's Python may hold up the engine, which comes back from a step in native code and
-wants the interpreter: by default ten times as long."""
+"""How long a pull's Python may delay the engine, which needs the interpreter when it returns from a
+step in native code: by default ten times as long."""
 
 
 class ChildStore(AdapterStore, Protocol):
-    """An adapter store beside the engine, kept informed by its counterpart in our parent."""
+    """An adapter store in the engine's process, informed by its counterpart in the parent."""
 
-    def hear(self, news: Any) -> None:
-        """What the counterpart has to say."""
+    def on_update(self, content: Any) -> None:
+        """Receives a message of the counterpart."""
         ...
 
     def close(self) -> None: ...
@@ -66,18 +66,18 @@ def encode(frame: object) -> bytes:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A whole group or cgroup may be told to end: our parent drains first, then tells us.
+        # A signal may go to the whole group: the parent drains first, then sends Stop.
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
-    door = Connection(os.dup(0))
+    connection = Connection(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     try:
-        config, recipe = pickle.loads(door.recv_bytes())
-        Child(door, config, recipe).serve()
+        config, make_store = pickle.loads(connection.recv_bytes())
+        Child(connection, config, make_store).serve()
     except (EOFError, OSError):
-        # Our parent is dead: nobody is left to be answered, and memory and device are needed.
+        # The parent is dead: nothing is left to answer, and memory and device are needed.
         os._exit(1)
 
 
@@ -85,19 +85,21 @@ class Child:
     """Reads in the main thread from the start, so that the parent's end is noticed at any time,
     also while a large model is being loaded."""
 
-    def __init__(self, door: Connection, config: EngineConfig, recipe: StoreFactory) -> None:
-        self._door = door
+    def __init__(
+        self, connection: Connection, config: EngineConfig, make_store: StoreFactory
+    ) -> None:
+        self._connection = connection
         self._config = config
-        self._recipe = recipe
+        self._make_store = make_store
         self._lock = threading.Lock()
         self._builder = threading.Thread(target=self._build, name="loadout-build", daemon=True)
         self._engine: EngineThread | None = None
         self._store: ChildStore | None = None
 
     def serve(self) -> None:
-        """Until the parent says Stop. Raises EOFError or OSError when it dies."""
+        """Serves until the parent sends Stop. Raises EOFError or OSError when it dies."""
         self._builder.start()
-        while self._take(pickle.loads(self._door.recv_bytes())):
+        while self._take(pickle.loads(self._connection.recv_bytes())):
             pass
         assert self._engine is not None
         assert self._store is not None
@@ -105,37 +107,37 @@ class Child:
         self._store.close()
 
     def _take(self, messages: list[Any]) -> bool:
-        """Hands messages on; False when there will be no more."""
+        """Passes messages on; returns False after the last."""
         assert self._engine is not None, "messages follow Ready"
         assert self._store is not None
         for message in messages:
             if isinstance(message, StoreMessage):
-                self._store.hear(message.content)
+                self._store.on_update(message.content)
             elif not isinstance(message, Stop):
                 self._engine.send(message)
         return not any(isinstance(message, Stop) for message in messages)
 
     def _build(self) -> None:
         try:
-            self._store = self._recipe(lambda news: self._say(StoreMessage(news)))
+            self._store = self._make_store(lambda content: self._send(StoreMessage(content)))
             self._engine = EngineThread(self._config, self._store)
         except Exception as error:
-            self._say(_portable(error))
+            self._send(_portable(error))
             return
-        self._engine.start(self._say)
-        self._say(Ready(self._engine.layout, self._engine.geometry))
+        self._engine.start(self._send)
+        self._send(Ready(self._engine.layout, self._engine.geometry))
 
-    def _say(self, frame: object) -> None:
+    def _send(self, frame: object) -> None:
         data = encode(frame)
         try:
             with self._lock:
-                self._door.send_bytes(data)
+                self._connection.send_bytes(data)
         except OSError:
             os._exit(1)  # as in main
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one that says the same and pickles."""
+    """Returns the error, or one with the same message that pickles."""
     if not isinstance(error, ServiceError | UnsupportedModel | ValueError | OSError):
         log.error("the engine cannot be built", exc_info=error)
     try:

@@ -1,7 +1,7 @@
-"""Decides who runs in the next step: within tokens, pages, and the adapters that are resident.
+"""Decides which sequences run in the next step, within tokens, pages and resident adapters.
 
 Plain Python over plain data; no tensors, no I/O. A sequence whose adapter is not resident never
-holds up another.
+delays another.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from inference_svc.engine.throughput import PrefixMissRatio
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batch_tokens` per step, at least `max_sequences`; `max_prefill_chunk` per sequence and
-    step; `fair_quantum` tokens per turn of a tenant or an adapter; `fair_ageing_s`: how long what
-    came later may pass a request without bound, for its priority, its adapter's turn or because
-    its adapter is there."""
+    step; `fair_quantum` tokens per round of a tenant or an adapter; `fair_ageing_s`: how long later
+    requests may overtake one without bound, by priority, by their adapter's round or because their
+    adapter is resident."""
 
     max_sequences: int
     max_batch_tokens: int
@@ -50,15 +50,15 @@ class AdapterView(Protocol):
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, float]:
-    """Of running sequences: the last is preempted first."""
+    """Orders running sequences: the last is preempted first."""
     request = sequence.request
     return not sequence.is_aged, 0 if sequence.is_aged else -request.priority, request.arrival_s
 
 
 @dataclass
 class Scheduler:
-    """`running` is in order of rank; all others are in `queue`. Those whose adapter is not there
-    are parked in it. `is_short`: pages were missing to start another in the last step."""
+    """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
+    resident. `is_short`: in the last step pages were missing to start another sequence."""
 
     limits: Limits
     pages: PagePool
@@ -72,15 +72,15 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
 
-    # Sequences come and go.
+    # Adding and removing sequences.
 
     @property
     def num_places(self) -> int:
-        """How many more could run, for all that sequences say."""
+        """How many more sequences could run, as far as `max_sequences` goes."""
         return self.limits.max_sequences - len(self.running)
 
     def is_schedulable(self, digest: str) -> bool:
-        """Whether the adapter, "" for none, is there for one more."""
+        """Whether a sequence of this adapter, "" for none, may start."""
         return not digest or self.adapters.is_schedulable(digest)
 
     def add(self, sequence: Sequence, now_s: float) -> None:
@@ -105,7 +105,7 @@ class Scheduler:
         sequence.load_trace = load or sequence.load_trace
 
     def _refresh(self, digest: str, now_s: float) -> None:
-        """Parks what waits for this adapter, or lets it go on."""
+        """Parks or unparks the sequences of this adapter by whether it is schedulable."""
         if self.adapters.is_schedulable(digest):
             if self.queue.is_parked(digest):
                 self.queue.unpark(digest)
@@ -117,7 +117,7 @@ class Scheduler:
                 self.queue.park(digest)
 
     def remove(self, sequence: Sequence, *, expired: bool = False) -> None:
-        """Takes a sequence out of where it is and gives back all that it holds."""
+        """Removes a sequence from the queue or the running ones and releases all that it holds."""
         digest = sequence.request.digest
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
@@ -139,7 +139,7 @@ class Scheduler:
     # One step.
 
     def schedule(self, now_s: float) -> Batch | None:
-        """The next step's work, or None when there is none.
+        """Returns the next step's work, or None when there is none.
 
         Decodes always run; prefills share what is left of the token budget. When pages run out,
         the last in rank is preempted.
@@ -152,7 +152,7 @@ class Scheduler:
         for sequence in list(self.running):
             num_tokens = grants.get(id(sequence), 0)
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted just now for one before it
+                continue  # preempted in this loop, for one before it
             if num_tokens and self._ensure_pages(sequence, num_tokens, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
@@ -164,11 +164,11 @@ class Scheduler:
         return Batch(tuple(rows), changes)
 
     def _grants(self) -> dict[int, int]:
-        """How many tokens of each running sequence to compute, by the sequence's id().
+        """Returns how many tokens of each running sequence to compute, by the sequence's id().
 
-        Decodes first. Of what is left, up to a quarter is kept for those that wait; the first in
-        rank gets up to half, so that it goes on whatever comes; then the shortest go first, so
-        that no prompt waits for the end of a much longer one.
+        Decodes first. Of what is left, up to a quarter is reserved for waiting sequences; the first
+        in rank gets up to half, so that it always progresses; then the shortest go first, so that
+        no prompt waits for the end of a much longer one.
         """
         grants = {id(s): 1 for s in self.running if s.num_uncomputed == 1}
         budget = self.limits.max_batch_tokens - len(grants)
@@ -190,7 +190,8 @@ class Scheduler:
         return min(sequence.num_uncomputed, budget, self.limits.max_prefill_chunk)
 
     def _ensure_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
-        """Pages for the next `num_tokens` of a running sequence, preempting others or itself."""
+        """Allocates pages for the next `num_tokens` of a running sequence, preempting others.
+        Returns False if it had to preempt the sequence itself."""
         if sequence.num_computed + num_tokens <= len(sequence.page_ids) * self.pages.page_size:
             return True
         needed = self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
@@ -203,7 +204,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, now_s: float) -> None:
-        """Back to waiting, to be recomputed; its pages stay known to the prefix cache."""
+        """Requeues a sequence, to be recomputed; the prefix cache may keep its pages."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
@@ -227,7 +228,7 @@ class Scheduler:
                 continue
             if not self._start(sequence, now_s):
                 self.is_short = True
-                return  # pages are short: whoever is next in order must not be passed
+                return  # pages are short: the next in order must not be overtaken
             num_tokens = self._chunk(sequence, budget)
             sequence.page_ids += self.pages.allocate(
                 self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
@@ -236,7 +237,8 @@ class Scheduler:
             budget -= num_tokens
 
     def _start(self, sequence: Sequence, now_s: float) -> bool:
-        """Moves to running with its cached prefix, if its known tokens fit the free pages."""
+        """Moves a sequence to the running ones, with its cached prefix, if its known tokens fit the
+        free pages."""
         cached = self.pages.match(self._prefix_keys(sequence))
         needed = self.pages.pages_for(len(sequence.token_ids)) - len(cached)
         if not self.pages.can_allocate(needed + self.pages.num_free_among(cached)):
@@ -259,8 +261,8 @@ class Scheduler:
         return True
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the full pages of its known tokens, less the last token: it must be computed
-        for there to be logits."""
+        """Returns the keys of the full pages of the known tokens but the last one, which must be
+        computed for its logits."""
         size = self.pages.page_size
         full = (len(sequence.token_ids) - 1) // size
         extend_page_keys(sequence, full, size)
@@ -286,7 +288,7 @@ def _note_ready(sequence: Sequence, now_s: float) -> None:
 
 
 def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None:
-    """Makes `sequence.page_hashes` cover its first `num_pages` full pages."""
+    """Extends `sequence.page_hashes` to cover its first `num_pages` full pages."""
     keys = sequence.page_hashes
     while len(keys) < num_pages:
         request = sequence.request

@@ -27,7 +27,7 @@ class Settler:
     _settled_s: float = -math.inf
 
     def settle(self, batch: Batch, sampled: list[SampledToken], now_s: float) -> list[Output]:
-        """One output per row that sampled. `sampled` is in the order of those rows."""
+        """Returns one output per row that sampled. `sampled` is in the order of those rows."""
         tokens = iter(sampled)
         outputs = []
         pages = self.scheduler.pages
@@ -43,7 +43,9 @@ class Settler:
                 elif sequence.last_token_s is not None:
                     self.token_gaps.observe(now_s - sequence.last_token_s)
                 outputs.append(self._append(sequence, next(tokens), now_s))
-        if num_steady:  # nearly all: their last token came with the step before, so one will do
+        if (
+            num_steady
+        ):  # nearly all: one observation for those whose last token came with the step before
             self.token_gaps.observe(now_s - before_s, num_steady)
         self.num_sampled += len(outputs)
         return outputs
@@ -57,7 +59,7 @@ class Settler:
         error: Exception | None = None,
         expired: bool = False,
     ) -> Output:
-        """Ends a sequence wherever it is; all that it held is free afterwards."""
+        """Ends a sequence, waiting or running, and frees all that it holds."""
         self.scheduler.remove(sequence, expired=expired)
         return Output(
             sequence.request.request_id,
@@ -68,7 +70,7 @@ class Settler:
         )
 
     def _publish_pages(self, sequence: Sequence, first: int, end: int) -> None:
-        """Its pages [first, end) have become full."""
+        """Publishes the sequence's pages [first, end), which have become full."""
         pages = self.scheduler.pages
         extend_page_keys(sequence, end, pages.page_size)
         for index in range(first, end):
@@ -110,7 +112,7 @@ def _usage(sequence: Sequence) -> Usage:
 
 
 def _timings(sequence: Sequence, now_s: float) -> Timings:
-    """What has not happened yet counts up to now."""
+    """Counts what has not happened yet up to now."""
     arrival = sequence.request.arrival_s
     wanted = sequence.adapter_wanted_s
     ready = now_s if sequence.adapter_ready_s is None else sequence.adapter_ready_s

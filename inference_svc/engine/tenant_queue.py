@@ -1,4 +1,5 @@
-"""What one tenant has waiting: by priority, then adapters in turn; half of it for the aged."""
+"""The waiting sequences of one tenant: by priority, then round robin over adapters, and half of the
+tokens for aged ones."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ _serials = itertools.count()
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """A tenant's waiting sequences of one priority and one adapter, first come first.
+    """A tenant's waiting sequences of one priority and one adapter, in order of arrival.
 
-    A parked one may not start: its adapter is not there for it.
+    Those of a parked flow may not start: their adapter is not schedulable.
     """
 
     tenant: str
@@ -26,10 +27,10 @@ class Flow:
     is_parked: bool
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
-    """That they know; some of them may be in the prefix cache."""
+    """Tokens to compute; some of them may be in the prefix cache."""
     serial: int = field(default_factory=lambda: next(_serials))
     arrival_s: float = 0.0
-    """Of the first, as of the last time that it was filed."""
+    """Arrival of the first sequence, when the flow was last inserted into the orders."""
 
     @property
     def by_age(self) -> tuple[float, int, Flow]:
@@ -45,25 +46,25 @@ def arrival_s(sequence: Sequence) -> float:
 
 
 class TenantQueue:
-    """Flows in every order that is asked for. Each operation is logarithmic in their number.
+    """Flows in several orders. Each operation is logarithmic in their number.
 
-    While something is aged, half of the tokens go to the aged in order of arrival, the other half
-    to the highest priority, its adapters in turn: a backlog, of a low priority or of one adapter,
-    neither starves nor keeps others waiting. Before one that is aged, no more is taken in turn
-    than by those that came before it, and one request.
+    While a sequence is aged, half of the tokens go to aged ones in order of arrival, the other half
+    to the highest priority, round robin over its adapters: a backlog, of a low priority or of one
+    adapter, neither starves nor delays others. Before an aged sequence starts, the round robin
+    takes no more than the sequences that arrived before it, and one request.
     """
 
     def __init__(self, name: str, quantum: int) -> None:
         self.name = name
         self._quantum = quantum
         self._flows: dict[tuple[int, str], Flow] = {}
-        self._by_age: list[tuple[float, int, Flow]] = []  # of those with an adapter
+        self._by_age: list[tuple[float, int, Flow]] = []  # of flows with an adapter
         self._by_rank: list[tuple[int, float, int, Flow]] = []
         self._ready_by_age: list[tuple[float, int, Flow]] = []
         self._levels: dict[int, DeficitRoundRobin] = {}  # of ready flows; the members are digests
         self._priorities: list[int] = []  # of the levels, ascending
-        self._aged_lead = 0  # tokens that went to the aged, over those taken in turn
-        self._aged_sign = 0  # of what starts next in that lead
+        self._aged_lead = 0  # tokens of aged ones, less those of the round robin
+        self._aged_sign = 0  # by which the next start counts in that lead
         self.num_ready = 0
         self.num_parked = 0
         self.ready_tokens = 0
@@ -77,12 +78,12 @@ class TenantQueue:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether something waits for an adapter or to use one."""
+        """Whether a sequence with an adapter waits."""
         return bool(self._by_age)
 
     @property
     def oldest(self) -> Sequence | None:
-        """Of those that wait for an adapter or to use one."""
+        """The oldest of the sequences with an adapter."""
         return self._by_age[0][2].sequences[0] if self._by_age else None
 
     def flow(self, priority: int, digest: str) -> Flow | None:
@@ -98,7 +99,7 @@ class TenantQueue:
         if flow is None:
             flow = self._flows[key] = Flow(self.name, *key, is_parked)
         else:
-            self._take_out(flow)
+            self._unfile(flow)
         assert flow.is_parked == is_parked
         bisect.insort(flow.sequences, sequence, key=arrival_s)
         self._count(flow, [sequence], 1)
@@ -108,7 +109,7 @@ class TenantQueue:
     def remove(self, sequence: Sequence) -> Flow:
         request = sequence.request
         flow = self._flows[request.priority, request.digest]
-        self._take_out(flow)
+        self._unfile(flow)
         place = bisect.bisect_left(flow.sequences, request.arrival_s, key=arrival_s)
         del flow.sequences[flow.sequences.index(sequence, place)]
         self._count(flow, [sequence], -1)
@@ -122,7 +123,7 @@ class TenantQueue:
 
     def move(self, flow: Flow, is_parked: bool) -> None:
         """Parks a flow, or makes it ready."""
-        self._take_out(flow)
+        self._unfile(flow)
         self._count(flow, flow.sequences, -1)
         flow.is_parked = is_parked
         self._count(flow, flow.sequences, 1)
@@ -131,7 +132,7 @@ class TenantQueue:
         self._file(flow)
 
     def first(self, aged_s: float) -> Sequence | None:
-        """Who is to start next. Aged is what arrived at `aged_s` or before."""
+        """Returns the sequence to start next. Those that arrived at `aged_s` or before are aged."""
         if not self._ready_by_age:
             return None
         since_s, _serial, flow = self._ready_by_age[0]
@@ -147,25 +148,25 @@ class TenantQueue:
         return self._flows[priority, digest].sequences[0]
 
     def started(self, sequence: Sequence, num_tokens: int) -> None:
-        """The sequence that `first` named starts, and is charged."""
+        """Charges the sequence that `first` returned, which starts."""
         self._aged_lead += self._aged_sign * num_tokens
         self.charge(sequence, num_tokens)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """To the account of its adapter."""
+        """Charges the sequence's adapter."""
         level = self._levels.get(sequence.request.priority)
         if level is not None:
             level.charge(sequence.request.digest, num_tokens)
 
     def aged_digests(self, aged_s: float) -> Iterator[str]:
-        """Of flows whose first is aged, parked or not, in order of arrival."""
+        """Yields the digests of flows, parked or not, whose first is aged, in order of arrival."""
         for since_s, _serial, flow in self._by_age:
             if since_s > aged_s:
                 return
             yield flow.digest
 
     def young_digests(self, aged_s: float) -> Iterator[str]:
-        """Of all other flows, by priority, then in order of arrival."""
+        """Yields the digests of all other flows, by priority, then in order of arrival."""
         for _rank, since_s, _serial, flow in self._by_rank:
             if since_s > aged_s:
                 yield flow.digest
@@ -179,8 +180,8 @@ class TenantQueue:
             self.num_ready += sign * len(sequences)
             self.ready_tokens += num_tokens
 
-    def _take_out(self, flow: Flow) -> None:
-        """Of all lists, before its first may change."""
+    def _unfile(self, flow: Flow) -> None:
+        """Removes a flow from all orders, before its first sequence may change."""
         if flow.digest:
             del self._by_age[bisect.bisect_left(self._by_age, flow.by_age)]
             del self._by_rank[bisect.bisect_left(self._by_rank, flow.by_rank)]

@@ -1,6 +1,6 @@
-"""The engine's only door: picklable messages in, one batch of outputs per turn out.
+"""Runs the engine in a thread; talks to it by messages.
 
-Here it lives in a thread of its own; handle_process is the same door to one in a process.
+`process.EngineProcess` does the same with an engine in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from servicekit.errors import Draining
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
-"""An idle engine looks around at least this often; longer waits overflow the clock."""
+"""The longest wait of an idle engine; longer ones overflow the clock."""
 
 
 class EngineThread:
     """Loads the model when made; serves from `start` to `stop`.
 
-    `store` is used from pull threads. Raises UnsupportedModel for a model we do not compute, and
-    ValueError for memory that does not suffice.
+    `store` is used from pull threads. Raises UnsupportedModel for a model that no backend computes,
+    and ValueError for memory that does not suffice.
     """
 
     def __init__(self, config: EngineConfig, store: AdapterStore) -> None:
@@ -55,17 +55,17 @@ class EngineThread:
         return self._thread.is_alive() and not self._failed
 
     def start(self, on_outputs: Callable[[StepOutputs], None]) -> None:
-        """`on_outputs` is called in the engine's thread, at most once per turn; it must not
-        block."""
+        """Starts to serve. `on_outputs` is called in the engine's thread, at most once per step; it
+        must not block."""
         self._on_outputs = on_outputs
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """Never blocks; may be called from any thread."""
+        """Queues a message. Never blocks; may be called from any thread."""
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """Ends what still runs with Draining, frees the threads. Idempotent."""
+        """Ends open requests with Draining, and the threads. Idempotent."""
         if self._thread.ident is None:
             self.built.puller.close()
             return
@@ -95,12 +95,12 @@ class EngineThread:
             self._on_outputs(engine.give_up(error))
             self.built.residency.cancel_all()
             engine.commands.profiler.close()
-        self.built.puller.close()  # nobody writes into the memory of adapters afterwards
+        self.built.puller.close()  # no thread writes into the memory of adapters afterwards
         self._refuse_the_rest(error)
 
     def _messages(self, wait: bool) -> list[Message | PullEvent]:
-        """Everything in the inbox; when there is nothing to compute, waits for a message or for
-        the next expiry."""
+        """Returns all messages in the inbox; if told to `wait`, waits for one or for the next
+        expiry."""
         messages: list[Message | PullEvent] = []
         try:
             if wait:
@@ -115,7 +115,7 @@ class EngineThread:
             return messages
 
     def _refuse_the_rest(self, error: Exception) -> None:
-        """Answers what came too late to be taken."""
+        """Answers messages that came too late to be taken."""
         outputs, replies = [], []
         while not self._inbox.empty():
             message = self._inbox.get()

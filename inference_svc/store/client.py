@@ -351,11 +351,11 @@ class RemoteImages(ImageClient):
     ) -> None:
         super().__init__(replicas, access)
         replicas.publish_to(publish)
-        self.hear = replicas.on_update
+        self.on_update = replicas.on_update
 
 
 class RemoteNoStore(NoStore):
-    def hear(self, news: Any) -> None:
+    def on_update(self, content: Any) -> None:
         raise AssertionError("there are no replicas to update")
 
 

@@ -1,7 +1,7 @@
 """The endurance test of the engine: W4 for minutes, with random cancels and deadlines.
 
     python -m tests.soak.inference [--seconds 600] [--model bench-200m] [--adapters 200]
-                                   [--door process] [--seed N]
+                                   [--transport process] [--seed N]
 
 More adapters than the host tier holds, and more there than the arena holds, so that pulls, copies
 and evictions never stop. In the end nothing is held, `check_integrity` is clean, no request has
@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.engine import DOORS, BenchEngine, Track
+from bench.engine import TRANSPORTS, BenchEngine, Track
 from bench.models import ROOT, SHAPES, Prepared, prepare, prompts
 from bench.trace import Arrival, Traffic
 from bench.w4 import start_engine
@@ -165,7 +165,7 @@ def smooth(samples: list[int]) -> list[float]:
 
 
 def soak(
-    prepared: Prepared, num_adapters: int, seconds: float, seed: int, threads: int, door: str
+    prepared: Prepared, num_adapters: int, seconds: float, seed: int, threads: int, transport: str
 ) -> str:
     """Gives a line about what was done. Raises AssertionError for what must not be."""
     engine, digests = start_engine(
@@ -173,7 +173,7 @@ def soak(
         num_adapters,
         num_in_host=max(num_adapters // 2, 40),
         num_threads=threads,
-        door=door,
+        transport=transport,
     )
     try:
         run = Soak(engine, digests, prepared.vocab, seed)
@@ -197,13 +197,18 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, default=200)
     parser.add_argument("--models-dir", type=Path, default=ROOT)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--door", choices=DOORS, default="process")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="process")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     prepared = prepare(options.model, 1, options.models_dir)
     done = soak(
-        prepared, options.adapters, options.seconds, options.seed, options.threads, options.door
+        prepared,
+        options.adapters,
+        options.seconds,
+        options.seed,
+        options.threads,
+        options.transport,
     )
     print(f"{done}, in {options.seconds:.0f} s: nothing was lost, nothing is held")
     return 0

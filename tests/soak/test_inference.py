@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.engine import DOORS, Track
+from bench.engine import TRANSPORTS, Track
 from bench.models import prepare
 from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterUnavailable, QueueFull
 from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Asked, Soak, soak
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, door) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, transport) -> None:
     prepared = prepare("bench-tiny", 1, tmp_path)
-    done = soak(prepared, num_adapters=60, seconds=3, seed=5, threads=0, door=door)
+    done = soak(prepared, num_adapters=60, seconds=3, seed=5, threads=0, transport=transport)
     assert " 0 requests" not in f" {done}"
 
 

@@ -51,7 +51,7 @@ def start(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Running]]:
         )
         engine = EngineThread(replace(defaults, **changes), store)
         made = Running(engine, store, digests)
-        engine.start(made.hear)
+        engine.start(made.on_outputs)
         engine.send(LayoutAccepted(store.register_layout(engine.layout)))
         running.append(made)
         return made

@@ -122,23 +122,23 @@ class CompilingStore:
 
 @dataclass
 class Running:
-    """An engine in its thread, and what it said."""
+    """An engine in its thread, and its outputs."""
 
     engine: EngineThread
     store: CompilingStore
     digests: dict[str, str]
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     replies: dict[int, Reply] = field(default_factory=dict)
-    news: threading.Condition = field(default_factory=threading.Condition)
+    changed: threading.Condition = field(default_factory=threading.Condition)
     num_calls: int = 0
 
-    def hear(self, said: StepOutputs) -> None:
-        with self.news:
-            for output in said.outputs:
+    def on_outputs(self, step: StepOutputs) -> None:
+        with self.changed:
+            for output in step.outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
-            for reply in said.replies:
+            for reply in step.replies:
                 self.replies[reply.call_id] = reply
-            self.news.notify_all()
+            self.changed.notify_all()
 
     def submit(
         self, request_id: str, prompt: Sequence[int], adapter: str = "", **options: Any
@@ -166,8 +166,8 @@ class Running:
         return self.replies.pop(number)
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-        with self.news:
-            assert self.news.wait_for(condition, timeout_s), "nothing happened"
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout_s), "nothing happened"
 
     def is_done(self, request_id: str) -> bool:
         outputs = self.outputs.get(request_id)

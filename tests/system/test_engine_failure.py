@@ -26,12 +26,12 @@ def test_a_step_that_raises_answers_everybody(zoos: Any, monkeypatch: Any, caplo
     failures: list[Exception] = []
     running = Running(engine, store, digests)
 
-    def hear(said: Any) -> None:
-        if said.failure is not None:
-            failures.append(said.failure)
-        running.hear(said)
+    def on_outputs(step: Any) -> None:
+        if step.failure is not None:
+            failures.append(step.failure)
+        running.on_outputs(step)
 
-    engine.start(hear)
+    engine.start(on_outputs)
     engine.send(LayoutAccepted(store.register_layout(engine.layout)))
     store.gate.clear()
     engine.send(Call(1, Command.PROFILE, limit=200, timeout_s=60.0))

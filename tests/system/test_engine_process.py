@@ -19,7 +19,7 @@ from inference_svc.config import EngineConfig
 from inference_svc.engine.messages import Command
 from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel
-from tests.system.doors import Recipe, open_door
+from tests.system.transports import StoreFactory, start_engine
 
 GONE_S = 30.0
 
@@ -40,7 +40,7 @@ def no_leftovers() -> Iterator[None]:
 
 @contextmanager
 def begun(config: EngineConfig) -> Iterator[EngineProcess]:
-    engine = EngineProcess(config, Recipe({}))
+    engine = EngineProcess(config, StoreFactory({}))
     try:
         yield engine
     finally:
@@ -48,19 +48,19 @@ def begun(config: EngineConfig) -> Iterator[EngineProcess]:
 
 
 def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
-    running = open_door("process", config, {})
+    running = start_engine("process", config, {})
     engine: Any = running.engine
     failures: list[Exception] = []
-    hear = running.hear
+    on_outputs = running.on_outputs
 
-    def listen(said: Any) -> None:
-        if said.failure is not None:
-            failures.append(said.failure)
-        hear(said)
+    def collect(step: Any) -> None:
+        if step.failure is not None:
+            failures.append(step.failure)
+        on_outputs(step)
 
-    engine._on_outputs = listen
+    engine._on_outputs = collect
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(engine.pid, number)  # not for the child: we are told, too, and drain
+        os.kill(engine.pid, number)  # not for the child: this process gets them, too, and drains
     assert running.call(Command.DESCRIBE).result.num_running == 0
     os.kill(engine.pid, signal.SIGKILL)
     running.until(lambda: failures)
@@ -72,23 +72,23 @@ def test_a_child_that_is_killed_is_a_failed_engine(config: EngineConfig, caplog:
 
 def test_what_cannot_be_sent_is_a_failed_engine(config: EngineConfig, caplog: Any) -> None:
     """Nobody waits for ever for the answer to a message that was lost."""
-    running = open_door("process", config, {})
+    running = start_engine("process", config, {})
     engine: Any = running.engine
     failures: list[Exception] = []
-    engine._on_outputs = lambda said: failures.append(said.failure)
+    engine._on_outputs = lambda step: failures.append(step.failure)
     engine.send(lambda: "does not pickle")
     engine._reader.join(GONE_S)
     assert [type(failure) for failure in failures] == [EngineFailed]
-    assert "the engine cannot be told" in caplog.text
+    assert "messages to the engine cannot be sent" in caplog.text
     engine.stop()
 
 
 def test_a_child_goes_with_its_parent(config: EngineConfig) -> None:
     program = """
 import sys, time
-from tests.system.doors import open_door
+from tests.system.transports import start_engine
 from tests.system.test_engine_process import config_at
-running = open_door("process", config_at(sys.argv[1]), {})
+running = start_engine("process", config_at(sys.argv[1]), {})
 running.submit("runs", [5], max_tokens=200)
 print(running.engine.pid, flush=True)
 time.sleep(600)

@@ -4,8 +4,8 @@ A model so small that a step is nearly all host work, 64 streams at once over gR
 at the same time and asked in turn. Says tokens per second, the 99th percentile of the time between
 two messages of a stream, and per step what is not the model's computation.
 
-    python -m bench.engine_door [--rounds 5] [--tokens 128] [--streams 64]
-                                [--out bench/results/engine_door.json] [FLAGS OF THE SERVICE ...]
+    python -m bench.engine_transport [--rounds 5] [--tokens 128] [--streams 64]
+                                    [--out PATH] [FLAGS OF THE SERVICE ...]
 
 The first round warms up, and every round's first stream connects: nothing of either is counted.
 """
@@ -144,13 +144,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=FOLDER / "engine_door.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "engine_transport.json")
     arguments, flags = parser.parse_known_args()
     results = measure(arguments.rounds, arguments.streams, arguments.tokens, flags)
     columns = ("engine in a", *next(iter(results.values())))
-    show("engine door", columns, [(kind, *values.values()) for kind, values in results.items()])
+    show(
+        "engine transport", columns, [(kind, *values.values()) for kind, values in results.items()]
+    )
     workload = {"streams": arguments.streams, "tokens": arguments.tokens, "flags": flags}
-    write(arguments.out, "engine door", {**workload, "sides": results})
+    write(arguments.out, "engine transport", {**workload, "sides": results})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the engine promises, it promises through both of its doors: thread and process."""
+"""The engine keeps the same promises in a thread and in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inference_svc.core import FinishReason
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
 from servicekit.errors import Draining
-from tests.system.doors import open_door, set_gate
 from tests.system.engines import Running
+from tests.system.transports import set_gate, start_engine
 from tests.system.zoo import Zoo
 
 PROMPT = [5, 6, 7, 8]
@@ -28,7 +28,7 @@ def zoo(zoos: Callable[[str], Zoo]) -> Zoo:
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def running(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Running]:
-    """One engine for all tests of a door; its last word is that it drains."""
+    """One engine per kind for all tests; it ends by draining."""
     config = EngineConfig(
         zoo.model_dir,
         "llama",
@@ -39,7 +39,7 @@ def running(zoo: Zoo, request: pytest.FixtureRequest) -> Iterator[Running]:
         arena_bytes=4 << 20,
         num_threads=1,
     )
-    made = open_door(request.param, config, zoo.adapter_dirs)
+    made = start_engine(request.param, config, zoo.adapter_dirs)
     assert made.engine.is_alive
     yield made
     set_gate(made, False)

@@ -1,4 +1,4 @@
-"""The engine behind either of its doors, over the adapter store without a wire."""
+"""The engine in a thread or a process, over the adapter store without a network."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tests.system.engines import CompilingStore, Running
 
 
 class ChildCompilingStore(CompilingStore):
-    """In the engine's process; news says whether its gate is open."""
+    """In the engine's process; a message opens or closes its gate."""
 
-    def hear(self, news: Any) -> None:
-        if isinstance(news, bool):
-            (self.gate.set if news else self.gate.clear)()
+    def on_update(self, content: Any) -> None:
+        if isinstance(content, bool):
+            (self.gate.set if content else self.gate.clear)()
         else:
-            self.register_layout(news)
+            self.register_layout(content)
 
     def close(self) -> None:
         self.gate.set()
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StoreFactory:
     folders: dict[str, Path]
 
-    def __call__(self, say: Callable[[Any], None]) -> ChildCompilingStore:
-        say("cooked")
+    def __call__(self, publish: Callable[[Any], None]) -> ChildCompilingStore:
+        publish("made")
         return ChildCompilingStore(self.folders)
 
 
-def open_door(kind: str, config: EngineConfig, adapter_dirs: dict[str, Path]) -> Running:
+def start_engine(kind: str, config: EngineConfig, adapter_dirs: dict[str, Path]) -> Running:
     """A running engine that knows the store's layout; `kind` is "thread" or "process"."""
     store = CompilingStore()
     digests = {name: store.register(folder) for name, folder in adapter_dirs.items()}
@@ -44,10 +44,10 @@ def open_door(kind: str, config: EngineConfig, adapter_dirs: dict[str, Path]) ->
     if kind == "thread":
         engine = EngineThread(config, store)
     else:
-        engine = EngineProcess(config, Recipe(store.folders)).load()
+        engine = EngineProcess(config, StoreFactory(store.folders)).load()
         engine.send(StoreMessage(engine.layout))
     running = Running(engine, store, digests)
-    engine.start(running.hear)
+    engine.start(running.on_outputs)
     engine.send(LayoutAccepted(store.register_layout(engine.layout)))
     return running
 
