@@ -32,7 +32,7 @@ from adapter_store.images.precompile import Ahead
 from adapter_store.images.shared_tier import SharedTier
 from adapter_store.images.worker_pool import Workers
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.policy import PolicyFile
+from adapter_store.registration.policy import StorePolicyFile, open_policy
 from adapter_store.registration.registrar import Registrar
 from adapter_store.replication.leases import Leases
 from adapter_store.replication.pin_refresh import Followed
@@ -70,7 +70,7 @@ class Store:
     watch: Watch
     registry: Registry
     metrics: Metrics
-    policies: PolicyFile
+    policies: StorePolicyFile
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
     folder = settings.data_dir.absolute()
     grace = timedelta(seconds=settings.delete_grace_seconds)
     metrics = Metrics()
-    policies = PolicyFile(settings.policy_file)
+    policies = open_policy(settings.policy_file)
     stopping = threading.Event()
     async with AsyncExitStack() as stack:
         make_folder(folder)

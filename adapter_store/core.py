@@ -7,7 +7,38 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple, TypeAlias
 
+from servicekit.auth import principal
+from servicekit.auth.audit import AuditEntry
+from servicekit.auth.principal import Roles
 from servicekit.refs import AdapterName
+
+
+class Action(enum.Enum):
+    """What a call does; every RPC is one of these."""
+
+    READ = "read adapters"
+    PULL = "pull images"
+    PUBLISH = "change adapters"
+    PIN = "pin or unpin adapters"
+    REGISTER_LAYOUT = "register layouts"
+    STATUS = "read the store's status"
+    INSPECT = "debug the store"
+
+
+ROLES = Roles(
+    {
+        "reader": frozenset({Action.READ, Action.PULL}),
+        "publisher": frozenset({Action.READ, Action.PUBLISH}),
+        "server": frozenset({Action.READ, Action.PULL, Action.REGISTER_LAYOUT, Action.STATUS}),
+        "admin": frozenset(Action),
+    },
+    foreign=frozenset({"caller", "operator"}),  # the inference service's
+)
+
+Principal: TypeAlias = principal.Principal[Action]
+
+ANYONE = ROLES.anyone
+"""Every caller, where there is no policy."""
 
 Tenants: TypeAlias = frozenset[str] | None
 """Tenants that something is confined to; None: all of them."""
@@ -235,3 +266,19 @@ class AdapterEvent:
     @property
     def tenant(self) -> str:
         return self.name.partition("/")[0]
+
+
+@dataclass(slots=True)
+class StoreAuditEntry(AuditEntry):
+    """Says also which version was changed, and at which revision of the catalog."""
+
+    version: int = field(default=0, init=False)
+    revision: int = field(default=0, init=False)
+
+    def describe(self, record: AdapterRecord, revision: int) -> None:
+        """Notes what was changed, as it is now."""
+        self.name, self.version = str(record.name), record.version
+        self.digest, self.revision = record.digest, revision
+
+    def set_outcome(self, outcome: tuple[AdapterRecord, int]) -> None:
+        self.describe(*outcome)

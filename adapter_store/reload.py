@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
-from adapter_store.audit import Audit, AuditLine
-from adapter_store.policy import PolicyFile
+from adapter_store.core import StoreAuditEntry
 from adapter_store.tls import CertificateFiles
+from servicekit.auth.audit import Audit
+from servicekit.auth.policy import PolicyFile
 from servicekit.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -16,7 +18,12 @@ logger = logging.getLogger(__name__)
 class Reload:
     """Call it on the event loop. What cannot be read is logged as an error, and stays as it was."""
 
-    def __init__(self, policies: PolicyFile, certificates: CertificateFiles, audit: Audit) -> None:
+    def __init__(
+        self,
+        policies: PolicyFile[Any],
+        certificates: CertificateFiles,
+        audit: Audit[StoreAuditEntry],
+    ) -> None:
         self._policies = policies
         self._certificates = certificates
         self._audit = audit
@@ -27,7 +34,7 @@ class Reload:
         self._attempt("tls_cert_file", self._certificates.reload)
 
     def _reload_policy(self) -> None:
-        with self._audit.watching(AuditLine("ReloadPolicy")):
+        with self._audit.record("ReloadPolicy"):
             self._policies.reload()
 
     def _attempt(self, setting: str, action: Callable[[], None]) -> None:

@@ -9,7 +9,6 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,16 +17,15 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from adapter_store.api.servicer import AdapterStoreServicer, audit_refusal
+from adapter_store.api.servicer import AUDITED, AdapterStoreServicer
 from adapter_store.api.status import StatusInterceptor, TokenGuard
 from adapter_store.app import Store, open_store
-from adapter_store.audit import Audit
 from adapter_store.blobs.fsync import write_atomically
 from adapter_store.config import StoreSettings
+from adapter_store.core import Action, StoreAuditEntry
 from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable
-from adapter_store.gate import Gate
 from adapter_store.images.plan import COMPILER_REVISION
 from adapter_store.metrics.metrics import Sample
 from adapter_store.reload import Reload
@@ -35,11 +33,14 @@ from adapter_store.service import Registry
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
+from servicekit.auth.audit import Audit
+from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
 from servicekit.telemetry.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
+audit_logger = logging.getLogger("adapter_store.audit")
 
 _SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
 SERVICE = _SERVICE.full_name
@@ -103,7 +104,9 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     check_exposure(settings)
     async with AsyncExitStack() as stack:
         certificates = CertificateFiles(settings)
-        audit = stack.enter_context(closing(Audit(settings.audit_file)))
+        audit = stack.enter_context(
+            closing(Audit(settings.audit_file, StoreAuditEntry, AUDITED, audit_logger))
+        )
         tracing = _open_tracing(settings)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -113,13 +116,13 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
         errors = LastErrors()
         calls = StatusInterceptor(store.metrics, errors, tracing)
-        gate = Gate(store.policies)
+        authenticator = Authenticator[Action](store.policies)
         # Outermost what counts and drains.
-        interceptors = [calls, TokenGuard(gate, partial(audit_refusal, audit))]
+        interceptors = [calls, TokenGuard(authenticator, audit.refuse)]
         server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         debug = DebugInfo(settings, store.registry, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            store.registry, gate, audit, settings.pull_stall_seconds, debug
+            store.registry, authenticator, audit, settings.pull_stall_seconds, debug
         )
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(servicer, server)
         status = _add_health_and_reflection(server)

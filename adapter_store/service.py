@@ -16,14 +16,21 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from adapter_store.access import Action, Principal
-from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layout_usage import LayoutUses
 from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
-from adapter_store.core import AdapterEvent, AdapterRecord, ImageKey, ImageState, Layout
+from adapter_store.core import (
+    Action,
+    AdapterEvent,
+    AdapterRecord,
+    ImageKey,
+    ImageState,
+    Layout,
+    Principal,
+    StoreAuditEntry,
+)
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import Images
@@ -32,7 +39,7 @@ from adapter_store.images.plan import IMAGE_FORMATS
 from adapter_store.images.precompile import Ahead
 from adapter_store.images.pull import PullMessage, Pulls
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.policy import PolicyFile
+from adapter_store.registration.policy import StorePolicyFile
 from adapter_store.registration.rate_limit import Rates
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
@@ -61,7 +68,7 @@ class Registry:
         ahead: Ahead,
         watch: Watch,
         metrics: Metrics,
-        policies: PolicyFile,
+        policies: StorePolicyFile,
         calls: ThreadPoolExecutor,
         fetches: ThreadPoolExecutor,
     ) -> None:
@@ -86,7 +93,7 @@ class Registry:
     # Names
 
     async def register(
-        self, who: Principal, asked: Registration, source_uri: str, line: AuditLine
+        self, who: Principal, asked: Registration, source_uri: str, line: StoreAuditEntry
     ) -> tuple[AdapterRecord, int]:
         """See Registrar.register. Goes on to its end when the caller goes away.
 
@@ -98,7 +105,11 @@ class Registry:
             return await self._finish(job, line)
 
     async def upload(
-        self, who: Principal, asked: Registration, chunks: AsyncIterator[FileChunk], line: AuditLine
+        self,
+        who: Principal,
+        asked: Registration,
+        chunks: AsyncIterator[FileChunk],
+        line: StoreAuditEntry,
     ) -> tuple[AdapterRecord, int]:
         """The same for files that arrive in chunks; once all are there, it goes on to its end."""
         asked = dataclasses.replace(asked, created_by=who.name)
@@ -139,7 +150,7 @@ class Registry:
         name: AdapterName,
         version: int,
         if_current_digest: str,
-        line: AuditLine,
+        line: StoreAuditEntry,
     ) -> tuple[AdapterRecord, int]:
         """See Catalog.rollback. Goes on to its end when the caller goes away."""
         policy = self._policies.policy
@@ -283,11 +294,11 @@ class Registry:
             self._fetches.submit(self._registrar.abandon_upload, opening.result())
 
     async def _finish(
-        self, job: asyncio.Future[tuple[AdapterRecord, int]], line: AuditLine
+        self, job: asyncio.Future[tuple[AdapterRecord, int]], line: StoreAuditEntry
     ) -> tuple[AdapterRecord, int]:
         """Waits for a change. It is not interrupted: its folder may become a blob at any
         moment, and what follows from it must follow."""
-        line.recording = job
+        line.pending = job
         task = asyncio.create_task(self._follow_up(job))
         self._registrations.add(task)
         task.add_done_callback(self._forget_registration)

@@ -1,10 +1,36 @@
-"""Requests, sequences and batches: plain data without tensors."""
+"""Roles, requests, sequences and batches: plain data without tensors."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from servicekit.auth import principal
+from servicekit.auth.principal import Roles
+
+
+class Action(enum.Enum):
+    """What a call does; every RPC is one of these."""
+
+    GENERATE = "generate"
+    OPERATE = "load, unload, pin or list adapters"
+    INSPECT = "debug or profile the server"
+    INFO = "read the server's facts"
+
+
+ROLES = Roles(
+    {
+        "caller": frozenset({Action.GENERATE, Action.INFO}),
+        "operator": frozenset({Action.OPERATE, Action.INSPECT, Action.INFO}),
+    },
+    foreign=frozenset({"reader", "publisher", "server", "admin"}),  # the adapter store's
+)
+
+Principal: TypeAlias = principal.Principal[Action]
+
+ANYONE = ROLES.anyone
+"""Every caller, where there is no policy."""
 
 BASE_SLOT = -1
 """The slot of rows that use no adapter."""

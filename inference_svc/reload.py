@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
-from inference_svc.audit import Audit, AuditLine
-from inference_svc.policy import PolicyFile
 from inference_svc.tls import CertificateFiles
+from servicekit.auth.audit import Audit
+from servicekit.auth.policy import PolicyFile
 from servicekit.errors import InvalidSetting
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,9 @@ log = logging.getLogger(__name__)
 class Reload:
     """Call it on the event loop. What cannot be read is logged as an error, and stays as it was."""
 
-    def __init__(self, policies: PolicyFile, certificates: CertificateFiles, audit: Audit) -> None:
+    def __init__(
+        self, policies: PolicyFile[Any], certificates: CertificateFiles, audit: Audit[Any]
+    ) -> None:
         self._policies = policies
         self._certificates = certificates
         self._audit = audit
@@ -27,7 +30,7 @@ class Reload:
         _attempt("tls_cert_file", self._certificates.reload)
 
     def _reload_policy(self) -> None:
-        with self._audit.watching(AuditLine(what="ReloadPolicy")):
+        with self._audit.record("ReloadPolicy"):
             self._policies.reload()
 
 

@@ -19,20 +19,18 @@ from inference_svc.api.grpc.servicer import InferenceServicer
 from inference_svc.api.grpc.status import Health, StatusInterceptor, TokenGuard, code_of
 from inference_svc.api.load_report import load_report
 from inference_svc.api.request_record import RequestLog
-from inference_svc.api.service import ServerFacts, Service
-from inference_svc.audit import Audit
+from inference_svc.api.service import AUDITED, ServerFacts, Service
 from inference_svc.config import InferenceSettings
+from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug.info import DebugInfo
 from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
 from inference_svc.frontend.watchdog import watch_engine
-from inference_svc.gate import Gate
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.metrics.snapshots import Snapshots
 from inference_svc.metrics.store import ReplicaCollector
 from inference_svc.metrics_server import MetricsServer
-from inference_svc.policy import PolicyFile
 from inference_svc.reload import Reload
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
 from inference_svc.store.directory import Directory, Servable
@@ -43,6 +41,9 @@ from inference_svc.text.pieces import Vocabulary
 from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.tls import CertificateFiles, Certificates, check_exposure
 from loadout.inference.v1 import inference_pb2, inference_pb2_grpc
+from servicekit.auth.audit import Audit, AuditEntry
+from servicekit.auth.authenticator import Authenticator
+from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.errors import ServiceError
 from servicekit.settings import split_address
 from servicekit.telemetry.tracing import open_tracing
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from inference_svc.api.http.server import HttpServer
 
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("inference_svc.audit")
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 SERVICE_NAME = "loadout-inference"
@@ -88,9 +90,9 @@ class InferenceServer:
     def __init__(self, config: InferenceSettings, store_access: StoreAccess = NO_ACCESS) -> None:
         check_exposure(config)
         certificates = CertificateFiles(config)
-        policies = PolicyFile(config.policy_file)
-        self._gate = Gate(policies)
-        self._audit = Audit(config.audit_file)
+        policies = PolicyFile(config.policy_file, _parse_policy, Policy(anyone=ANYONE))
+        self._authenticator = Authenticator[Action](policies)
+        self._audit = Audit(config.audit_file, AuditEntry, AUDITED, audit_log)
         self.reload = Reload(policies, certificates, self._audit)
         self._config = config
         self.replicas = Replicas.at(*config.store_addresses)
@@ -111,7 +113,7 @@ class InferenceServer:
         )
         self._errors = LastErrors()
         self._calls = StatusInterceptor(self._note_end, self._load, self._tracing)
-        interceptors = [TokenGuard(self._gate, self._note_refusal), self._calls]
+        interceptors = [TokenGuard(self._authenticator, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self.address = _listen(self._grpc, config.listen, certificates)
         self._http, self.http_address = _listen_http(config.http, certificates)
@@ -147,7 +149,7 @@ class InferenceServer:
             catalog,
             self._prompts,
             RequestLog(self._metrics, code_of, log_prompts=config.log_prompts),
-            self._gate,
+            self._authenticator,
             self._audit,
         )
         parts = (self._frontend, directory, self._metrics, self.replicas, self._errors)
@@ -267,6 +269,10 @@ class InferenceServer:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(addresses))
         partial.replace(path)
+
+
+def _parse_policy(text: str) -> Policy[Action]:
+    return parse_policy(text, ROLES)
 
 
 def _listen(server: grpc.aio.Server, address: str, certificates: CertificateFiles) -> str:

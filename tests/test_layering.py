@@ -127,9 +127,6 @@ PENDING: dict[str, set[str]] = {
         "tls",
     },
     "flat files of inference_svc": {
-        "access",
-        "audit",
-        "gate",
         "histogram",
         "metrics_server",
         "policy",

@@ -117,7 +117,7 @@ class _Page:
 
     def _summary(self, method: pb.MethodDescriptorProto) -> str:
         action = self._service.actions[method.name]
-        roles = ", ".join(roles_of(self._service.access, action))
+        roles = ", ".join(roles_of(self._service.roles, action))
         link = _link(method.name, self._heading(method.name))
         return f"| {link} | {roles} | {self._service.again[method.name]} |"
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adapter_store import access as store_access
 from adapter_store import errors as store_errors
-from inference_svc import access as inference_access
+from adapter_store.core import ROLES as STORE_ROLES
+from adapter_store.core import Action as StoreAction
 from inference_svc import errors as inference_errors
+from inference_svc.core import ROLES as INFERENCE_ROLES
+from inference_svc.core import Action as InferenceAction
 from loadout._rpc import calls
 from servicekit import errors as general_errors
+from servicekit.auth.principal import Roles
 from servicekit.errors import ServiceError
 
 _REASON = re.compile(r"[A-Z]+(_[A-Z0-9]+)+")
@@ -32,7 +35,7 @@ class Service:
     title: str
     actions: Mapping[str, enum.Enum]
     again: Mapping[str, str]
-    access: ModuleType
+    roles: Roles[Any]
     errors: ModuleType
 
 
@@ -42,7 +45,7 @@ def _again(*unary: calls.Call[Any], **others: str) -> dict[str, str]:
 
 
 _UNLESS_CONDITIONAL = "yes, without `if_current_digest`"
-_STORE, _INFERENCE = store_access.Action, inference_access.Action
+_STORE, _INFERENCE = StoreAction, InferenceAction
 
 SERVICES = (
     Service(
@@ -81,7 +84,7 @@ SERVICES = (
             WatchAdapters="yes, from the last revision",
             GetDebugInfo="yes",
         ),
-        store_access,
+        STORE_ROLES,
         store_errors,
     ),
     Service(
@@ -110,20 +113,15 @@ SERVICES = (
             GetDebugInfo="yes",
             ProfileSteps="yes",
         ),
-        inference_access,
+        INFERENCE_ROLES,
         inference_errors,
     ),
 )
 
 
-def roles_of(access: ModuleType, action: enum.Enum) -> list[str]:
-    """The roles that may do this, as the policy file names them."""
-    everywhere = None
-    return [
-        role.value
-        for role in access.Role
-        if access.Principal("", frozenset({role}), everywhere).may(action)
-    ]
+def roles_of(roles: Roles[Any], action: enum.Enum) -> list[str]:
+    """The roles that allow this, as the policy file names them."""
+    return [name for name, allowed in roles.allowed.items() if action in allowed]
 
 
 def meanings(service: Service) -> Iterator[tuple[type[ServiceError], str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from adapter_store.access import Principal
+from adapter_store.core import Principal
 
 MAX_CHARS = 256
 
@@ -24,6 +24,6 @@ def note(**facts: str) -> None:
         found.update({key: value[:MAX_CHARS] for key, value in facts.items() if value})
 
 
-def note_caller(who: Principal) -> None:
-    """Its token's name, and the tenant that it is of."""
-    note(who=who.name, tenant=who.home_tenant)
+def note_caller(caller: Principal) -> None:
+    """Adds its token's name, and the tenant that it is of."""
+    note(who=caller.name, tenant=caller.home_tenant)

@@ -10,16 +10,15 @@ from typing import TypeAlias
 
 import grpc
 
-from adapter_store.access import Action, Principal
 from adapter_store.api import call_context, convert
-from adapter_store.audit import Audit, AuditLine
+from adapter_store.core import Action, Principal, StoreAuditEntry
 from adapter_store.debug.info import DebugInfo
-from adapter_store.errors import PullStalled
-from adapter_store.gate import Gate
+from adapter_store.errors import PullStalled, RevisionTooOld
 from adapter_store.service import Registry
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
-from servicekit.errors import ServiceError
+from servicekit.auth.audit import Audit
+from servicekit.auth.authenticator import Authenticator
 from servicekit.refs import parse_name, parse_ref, parse_sha256
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -37,64 +36,61 @@ AUDITED = frozenset(
 )
 
 
-def audit_refusal(audit: Audit, method: str, peer: str, error: ServiceError) -> None:
-    """Writes down who was refused before anything of the call was read."""
-    if method in AUDITED:
-        line = AuditLine(method, peer=peer)
-        line.end(error)
-        audit.write(line)
-
-
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     """`pull_stall_seconds`: how long a pull waits for a reader that takes nothing."""
 
     def __init__(
         self,
         registry: Registry,
-        gate: Gate,
-        audit: Audit,
+        authenticator: Authenticator[Action],
+        audit: Audit[StoreAuditEntry],
         pull_stall_seconds: float,
         debug: DebugInfo,
     ) -> None:
         self._registry = registry
         self._debug = debug
-        self._gate = gate
+        self._authenticator = authenticator
         self._audit = audit
         self._pull_stall_seconds = pull_stall_seconds
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
     ) -> pb.RegisterAdapterResponse:
-        with self._audited(context, "RegisterAdapter", Action.PUBLISH, request.name) as (who, line):
-            asked = convert.from_registration(request, who.home_tenant)
-            record, revision = await self._registry.register(who, asked, request.source_uri, line)
+        with self._audited(context, "RegisterAdapter", Action.PUBLISH, request.name) as (
+            caller,
+            entry,
+        ):
+            asked = convert.from_registration(request, caller.home_tenant)
+            record, revision = await self._registry.register(
+                caller, asked, request.source_uri, entry
+            )
         return pb.RegisterAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def UploadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
     ) -> pb.UploadAdapterResponse:
-        with self._audited(context, "UploadAdapter", Action.PUBLISH) as (who, line):
-            asked, chunks = await convert.from_upload(requests, who.home_tenant)
-            line.name = str(asked.name)
-            record, revision = await self._registry.upload(who, asked, chunks, line)
+        with self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry):
+            asked, chunks = await convert.from_upload(requests, caller.home_tenant)
+            entry.name = str(asked.name)
+            record, revision = await self._registry.upload(caller, asked, chunks, entry)
         return pb.UploadAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def GetAdapter(  # noqa: N802
         self, request: pb.GetAdapterRequest, context: Context
     ) -> pb.GetAdapterResponse:
-        who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
+        caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
         call_context.note(adapter=request.ref)
-        ref = parse_ref(request.ref, home=who.home_tenant)
-        record, revision = await self._registry.get(who, ref)
+        ref = parse_ref(request.ref, home=caller.home_tenant)
+        record, revision = await self._registry.get(caller, ref)
         call_context.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        who = self._admit(context, Action.READ).on_behalf_of(request.tenants)
+        caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
         records, token, revision = await self._registry.page(
-            who, request.page_size, request.page_token, request.filter
+            caller, request.page_size, request.page_token, request.filter
         )
         return pb.ListAdaptersResponse(
             adapters=map(convert.to_adapter, records), next_page_token=token, revision=revision
@@ -103,19 +99,24 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def DeleteAdapter(  # noqa: N802
         self, request: pb.DeleteAdapterRequest, context: Context
     ) -> pb.DeleteAdapterResponse:
-        with self._audited(context, "DeleteAdapter", Action.PUBLISH, request.name) as (who, line):
-            name = parse_name(request.name, home=who.home_tenant)
-            line.name, line.version = str(name), request.version
-            line.digest, line.revision = await self._registry.delete(who, name, request.version)
-        return pb.DeleteAdapterResponse(revision=line.revision)
+        with self._audited(context, "DeleteAdapter", Action.PUBLISH, request.name) as (
+            caller,
+            entry,
+        ):
+            name = parse_name(request.name, home=caller.home_tenant)
+            entry.name, entry.version = str(name), request.version
+            entry.digest, entry.revision = await self._registry.delete(
+                caller, name, request.version
+            )
+        return pb.DeleteAdapterResponse(revision=entry.revision)
 
     async def ListVersions(  # noqa: N802
         self, request: pb.ListVersionsRequest, context: Context
     ) -> pb.ListVersionsResponse:
-        who = self._admit(context, Action.READ)
+        caller = self._authorize(context, Action.READ)
         call_context.note(adapter=request.name)
-        name = parse_name(request.name, home=who.home_tenant)
-        page = await self._registry.versions(who, name, request.page_size, request.page_token)
+        name = parse_name(request.name, home=caller.home_tenant)
+        page = await self._registry.versions(caller, name, request.page_size, request.page_token)
         return pb.ListVersionsResponse(
             adapters=map(convert.to_adapter, page.records),
             next_page_token=page.next_page_token,
@@ -126,50 +127,55 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def RollbackAdapter(  # noqa: N802
         self, request: pb.RollbackAdapterRequest, context: Context
     ) -> pb.RollbackAdapterResponse:
-        with self._audited(context, "RollbackAdapter", Action.PUBLISH, request.name) as (who, line):
-            name, version, required = convert.from_rollback(request, who.home_tenant)
-            line.name, line.version = str(name), version
-            record, revision = await self._registry.rollback(who, name, version, required, line)
+        with self._audited(context, "RollbackAdapter", Action.PUBLISH, request.name) as (
+            caller,
+            entry,
+        ):
+            name, version, required = convert.from_rollback(request, caller.home_tenant)
+            entry.name, entry.version = str(name), version
+            record, revision = await self._registry.rollback(caller, name, version, required, entry)
         return pb.RollbackAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
-        with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (who, line):
-            ref = parse_ref(request.ref, home=who.home_tenant)
-            record, revision = await self._registry.set_pinned(who, ref, True)
-            line.describe(record, revision)
+        with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (caller, entry):
+            ref = parse_ref(request.ref, home=caller.home_tenant)
+            record, revision = await self._registry.set_pinned(caller, ref, True)
+            entry.describe(record, revision)
         return pb.PinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def UnpinAdapter(  # noqa: N802
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
-        with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (who, line):
-            ref = parse_ref(request.ref, home=who.home_tenant)
-            record, revision = await self._registry.set_pinned(who, ref, False)
-            line.describe(record, revision)
+        with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (caller, entry):
+            ref = parse_ref(request.ref, home=caller.home_tenant)
+            record, revision = await self._registry.set_pinned(caller, ref, False)
+            entry.describe(record, revision)
         return pb.UnpinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def RegisterLayout(  # noqa: N802
         self, request: pb.RegisterLayoutRequest, context: Context
     ) -> pb.RegisterLayoutResponse:
         base_model = request.layout.base_model
-        with self._audited(context, "RegisterLayout", Action.REGISTER_LAYOUT, base_model) as call:
-            line = call[1]
-            line.digest, image_format = await self._registry.register_layout(
+        with self._audited(context, "RegisterLayout", Action.REGISTER_LAYOUT, base_model) as (
+            _,
+            entry,
+        ):
+            entry.digest, image_format = await self._registry.register_layout(
                 convert.from_layout(request.layout), list(request.layout.image_formats)
             )
-        return pb.RegisterLayoutResponse(layout_id=line.digest, image_format=image_format)
+        return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
 
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
     ) -> None:
         """Writes its responses itself, serialized, and does not wait for ever for its reader."""
-        who = self._admit(context, Action.PULL)
+        caller = self._authorize(context, Action.PULL)
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
-        pull = self._registry.pull(who, digest, layout_id, request.offset, request.image_id)
+        pull = self._registry.pull(caller, digest, layout_id, request.offset, request.image_id)
         async with aclosing(pull) as messages:
             async for message in messages:
                 response = convert.to_pull_response(message)
@@ -185,17 +191,21 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
-        stay = self._gate.stay(context.invocation_metadata(), Action.READ)
-        call_context.note_caller(stay.who)
-        async with aclosing(self._registry.watch(stay.who, request.since_revision)) as events:
+        call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
+        call_context.note_caller(call.caller)
+        async with aclosing(self._registry.watch(call.caller, request.since_revision)) as events:
             async for event in events:
-                stay.renew()
+                if not call.revalidate():  # what was passed over until now is found by a list only
+                    raise RevisionTooOld(
+                        "since_revision: this token is for other tenants now; list again",
+                        subject="since_revision",
+                    )
                 yield convert.to_event(event)
 
     async def GetStoreStatus(  # noqa: N802
         self, request: pb.GetStoreStatusRequest, context: Context
     ) -> pb.GetStoreStatusResponse:
-        self._admit(context, Action.STATUS)
+        self._authorize(context, Action.STATUS)
         status = await self._registry.status()
         catalog, work = status.catalog, status.work
         return pb.GetStoreStatusResponse(
@@ -213,36 +223,36 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def GetDebugInfo(  # noqa: N802
         self, request: pb.GetDebugInfoRequest, context: Context
     ) -> AsyncIterator[pb.GetDebugInfoResponse]:
-        self._admit(context, Action.INSPECT).require_all_tenants("this tells")
+        self._authorize(context, Action.INSPECT).require_all_tenants()
         async with aclosing(self._debug.parts()) as parts:
             async for part in parts:
                 yield pb.GetDebugInfoResponse(
                     name=part.name, content=part.content, error=part.error
                 )
 
-    def _admit(self, context: Context, action: Action) -> Principal:
-        """The caller. Raises as Gate.admit: the first thing that a call does."""
-        who = self._gate.identify(context.invocation_metadata())
-        call_context.note_caller(who)
-        who.require(action)
-        return who
+    def _authorize(self, context: Context, action: Action) -> Principal:
+        """Returns the caller. Raises as Authenticator.authorize: the first thing that a call
+        does."""
+        caller = self._authenticator.authenticate(context.invocation_metadata())
+        call_context.note_caller(caller)
+        caller.require(action)
+        return caller
 
     @contextmanager
     def _audited(
         self, context: Context, what: str, action: Action, name: str = ""
-    ) -> Iterator[tuple[Principal, AuditLine]]:
-        """Lets the caller in, as `_admit`, and writes down how the call ended."""
+    ) -> Iterator[tuple[Principal, StoreAuditEntry]]:
+        """Authorizes the caller, as `_authorize`, and writes down how the call ended."""
         assert what in AUDITED
-        line = AuditLine(what, name, context.peer())
-        try:
-            with self._audit.watching(line):
-                who = self._gate.identify(context.invocation_metadata())
-                line.identify(who)
-                call_context.note_caller(who)
-                who.require(action)
-                yield who, line
-        finally:
-            if what == "RegisterLayout":
-                call_context.note(base_model=line.name, layout_id=line.digest)
-            else:
-                call_context.note(adapter=line.name, digest=line.digest)
+        with self._audit.record(what, name, context.peer()) as entry:
+            try:
+                caller = self._authenticator.authenticate(context.invocation_metadata())
+                entry.set_caller(caller)
+                call_context.note_caller(caller)
+                caller.require(action)
+                yield caller, entry
+            finally:
+                if what == "RegisterLayout":
+                    call_context.note(base_model=entry.name, layout_id=entry.digest)
+                else:
+                    call_context.note(adapter=entry.name, digest=entry.digest)

@@ -17,9 +17,9 @@ from grpc_status import rpc_status
 
 from adapter_store.api import call_context
 from adapter_store.debug.last_errors import LastErrors, where
-from adapter_store.gate import Gate
 from adapter_store.metrics.metrics import Metrics
 from servicekit import errors
+from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc.status import to_status
 from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
@@ -195,9 +195,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, gate: Gate, on_refused: Callable[[str, str, errors.ServiceError], None]
+        self,
+        authenticator: Authenticator[Any],
+        on_refused: Callable[[str, str, errors.ServiceError], None],
     ) -> None:
-        self._gate = gate
+        self._authenticator = authenticator
         self._on_refused = on_refused
 
     async def intercept_service(
@@ -210,7 +212,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         if handler is None or path.startswith(HEALTH_PREFIX):
             return handler
         try:
-            self._gate.identify(handler_call_details.invocation_metadata)
+            self._authenticator.authenticate(handler_call_details.invocation_metadata)
         except errors.Unauthenticated as error:
             return self._refusing(path, error)
         return handler

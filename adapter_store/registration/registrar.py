@@ -31,7 +31,7 @@ from adapter_store.errors import (
     LimitExceeded,
 )
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.policy import PolicyFile
+from adapter_store.registration.policy import StorePolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.sources import Sources
 from adapter_store.sources.staging import FetchLimits, Staging
@@ -75,7 +75,7 @@ class Registrar:
         metrics: Metrics,
         fetch_limits: FetchLimits,
         checkpoint_limits: CheckpointLimits,
-        policies: PolicyFile,
+        policies: StorePolicyFile,
         stopping: threading.Event,
     ) -> None:
         self._catalog = catalog

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from adapter_store.policy import Policy, TrustedKey
+from adapter_store.registration.policy import StorePolicy, TrustedKey
 from servicekit.errors import FailedPrecondition, InvalidArgument
 
 SIGNATURE_BYTES = 64
@@ -26,7 +26,7 @@ class Signature:
     value: bytes = field(repr=False)
 
 
-def check_signature(policy: Policy, tenant: str, signature: Signature | None) -> None:
+def check_signature(policy: StorePolicy, tenant: str, signature: Signature | None) -> None:
     """What can be refused before the digest is known.
 
     Raises FailedPrecondition (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
@@ -49,7 +49,9 @@ def check_signature(policy: Policy, tenant: str, signature: Signature | None) ->
     _trusted_key(policy, tenant, signature)
 
 
-def verify_signature(policy: Policy, tenant: str, signature: Signature | None, digest: str) -> str:
+def verify_signature(
+    policy: StorePolicy, tenant: str, signature: Signature | None, digest: str
+) -> str:
     """The name of the key that signed `digest`, "" if nothing was given and nothing is required.
 
     Raises as `check_signature`, and FailedPrecondition (SIGNATURE_INVALID): not of this digest, or
@@ -70,14 +72,16 @@ def verify_signature(policy: Policy, tenant: str, signature: Signature | None, d
     return key.name
 
 
-def require_signed(policy: Policy, tenant: str, signature: Signature | None, digest: str) -> None:
+def require_signed(
+    policy: StorePolicy, tenant: str, signature: Signature | None, digest: str
+) -> None:
     """Whether what is on record may become current: by the keys that are trusted now, for one that
     was taken away signs no more. Raises as `verify_signature`."""
     if policy.tenant(tenant).require_signature:
         verify_signature(policy, tenant, signature, digest)
 
 
-def _trusted_key(policy: Policy, tenant: str, signature: Signature) -> TrustedKey:
+def _trusted_key(policy: StorePolicy, tenant: str, signature: Signature) -> TrustedKey:
     """The same answer for no such key as for one of others: key names are theirs to know."""
     key = policy.keys.get(signature.key_id)
     if key is None or (key.tenants is not None and tenant not in key.tenants):

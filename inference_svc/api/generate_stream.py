@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
-from inference_svc.access import Principal
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.request_record import RequestLog, RequestRecord
-from inference_svc.core import Request
+from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from inference_svc.access import Principal
 from inference_svc.api.request_trace import GenerationTrace, begin_generation
-from inference_svc.core import FinishReason, Request
+from inference_svc.core import FinishReason, Principal, Request
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta

@@ -10,19 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
-from inference_svc.access import Action, Principal
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.request_record import RequestLog
-from inference_svc.audit import AUDITED, Audit, AuditLine
-from inference_svc.core import Request
+from inference_svc.core import Action, Principal, Request
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import Frontend
-from inference_svc.gate import Gate, Metadata, bearer_token
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
+from servicekit.auth.audit import Audit, AuditEntry
+from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
 from servicekit.errors import InvalidArgument, Unauthenticated
 from servicekit.refs import parse_ref
 from servicekit.telemetry.spans import child_span
@@ -90,6 +89,10 @@ class TraceFile(NamedTuple):
             yield chunk
 
 
+AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
+"""What is written down, by the names that the contract gives it."""
+
+
 class Service:
     """The use cases. Everything runs on one event loop. `registry` None: there is no store."""
 
@@ -101,8 +104,8 @@ class Service:
         registry: Registry | None,
         prompts: PromptEncoder,
         request_log: RequestLog,
-        gate: Gate,
-        audit: Audit,
+        authenticator: Authenticator[Action],
+        audit: Audit[AuditEntry],
     ) -> None:
         self.facts = facts
         self._frontend = frontend
@@ -110,22 +113,22 @@ class Service:
         self._registry = registry
         self._prompts = prompts
         self._request_log = request_log
-        self._gate = gate
+        self._authenticator = authenticator
         self._audit = audit
 
     def authorize(self, caller: Caller, action: Action) -> Principal:
         """Raises Unauthenticated or PermissionDenied; the first thing that a call does."""
-        return self._gate.admit(caller.metadata, action)
+        return self._authenticator.authorize(caller.metadata, action)
 
     def authorize_inspection(self, caller: Caller) -> None:
         """Authorises calls that show every tenant's requests."""
-        self.authorize(caller, Action.INSPECT).require_all_tenants("this tells")
+        self.authorize(caller, Action.INSPECT).require_all_tenants()
 
     def authenticate(self, caller: Caller, method: str) -> None:
         """Raises Unauthenticated, and audits it if `method` is audited. For calls that are
         authorised once more of them is read."""
         try:
-            self._gate.identify(caller.metadata)
+            self._authenticator.authenticate(caller.metadata)
         except Unauthenticated as error:
             self._audit.refuse(method, caller.peer, error)
             raise
@@ -138,7 +141,7 @@ class Service:
         and like `resolve`."""
         request_id, adapter = incoming.request_id, incoming.adapter
         with self._request_log.record_if_failed(request_id, adapter) as record:
-            principal = self._gate.identify(caller.metadata)
+            principal = self._authenticator.authenticate(caller.metadata)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
             try:
@@ -289,11 +292,11 @@ class Service:
     @contextmanager
     def _audited(
         self, caller: Caller, method: str, name: str
-    ) -> Iterator[tuple[Principal, AuditLine]]:
+    ) -> Iterator[tuple[Principal, AuditEntry]]:
         """Authorises an operator, and audits how the call ended."""
         assert method in AUDITED
-        with self._audit.watching(AuditLine(caller.peer, method, name)) as entry:
-            principal = self._gate.identify(caller.metadata)
-            entry.identify(principal)
+        with self._audit.record(method, name, caller.peer) as entry:
+            principal = self._authenticator.authenticate(caller.metadata)
+            entry.set_caller(principal)
             principal.require(Action.OPERATE)
             yield principal, entry

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inference_svc.access import OPEN
 from inference_svc.config import InferenceSettings
+from inference_svc.core import ANYONE
 from inference_svc.debug.config import secrets_of, shown_settings
 from inference_svc.debug.last_errors import LastErrors, where
 from inference_svc.engine.status_types import EngineDetails, MemoryDetails
@@ -144,7 +144,7 @@ class DebugInfo:
         return text.decode()
 
     def _names(self, digest: str) -> list[str]:
-        return self.directory.names_of(OPEN, digest, MAX_NAMES)
+        return self.directory.names_of(ANYONE, digest, MAX_NAMES)
 
 
 async def _part(name: str, make: Callable[[], Awaitable[Any]], redactor: Redactor) -> Part:

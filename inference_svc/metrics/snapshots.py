@@ -8,7 +8,7 @@ import time
 from concurrent import futures
 from contextlib import suppress
 
-from inference_svc.access import OPEN
+from inference_svc.core import ANYONE
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.metrics.engine import Snapshot
 from inference_svc.store.directory import Directory
@@ -77,7 +77,7 @@ async def _ask(frontend: Frontend, directory: Directory, max_residents: int) -> 
     return Snapshot(
         status,
         residents,
-        {digest: _labels(directory.names_of(OPEN, digest, MAX_NAMES)) for digest in digests},
+        {digest: _labels(directory.names_of(ANYONE, digest, MAX_NAMES)) for digest in digests},
         directory.is_live,
         time.time(),
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 
-from inference_svc.access import Principal
+from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.catalog import AdapterRecord, Catalog, NameEvent
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache

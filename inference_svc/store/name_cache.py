@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from inference_svc.access import Principal
+from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound
 from inference_svc.store.catalog import AdapterRecord
 from servicekit.refs import AdapterRef, tenant_of

@@ -10,12 +10,10 @@ from functools import partial
 import pytest
 
 from adapter_store import app
-from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
-from adapter_store.audit import AuditLine
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
-from adapter_store.core import ImageKey, ImageState
+from adapter_store.core import ANYONE, ImageKey, ImageState, StoreAuditEntry
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
@@ -55,12 +53,12 @@ def start(tmp_path, clock, monkeypatch):
 
 async def register(store: Store, folder, name: str, **asked) -> str:
     registration = Registration(AdapterName("default", name), **asked)
-    line = AuditLine("RegisterAdapter")
-    return (await store.registry.register(OPEN, registration, f"file://{folder}", line))[0].digest
+    line = StoreAuditEntry("RegisterAdapter")
+    return (await store.registry.register(ANYONE, registration, f"file://{folder}", line))[0].digest
 
 
 async def pull(store: Store, digest: str, layout_id: str) -> None:
-    async for _ in store.registry.pull(OPEN, digest, layout_id, 0, ""):
+    async for _ in store.registry.pull(ANYONE, digest, layout_id, 0, ""):
         pass
     await store.registry.layout_uses.settle()
     await store.ahead.idle()

@@ -13,9 +13,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from adapter_store.access import Role
 from adapter_store.config import StoreSettings
-from adapter_store.policy import parse_policy
+from adapter_store.registration.policy import parse_policy
 from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import DOCS, DOCUMENTED
 from tests.deploy.test_schemas import VERSIONS, is_custom
@@ -98,8 +97,8 @@ def test_the_steps_make_the_secrets(tmp_path):
         assert f"| `{name}` | Secret | `{next(iter(secret['data']))}` |" in DOCS
     policy = parse_policy((tmp_path / "policy.toml").read_text())
     shown = b64decode(secrets["inference-store-token"]["data"]["token"]).decode().strip()
-    assert policy.authenticate(shown).roles == {Role.SERVER}
-    for name, role in (("trainer", Role.PUBLISHER), ("operations", Role.ADMIN)):
+    assert policy.authenticate(shown).roles == {"server"}
+    for name, role in (("trainer", "publisher"), ("operations", "admin")):
         token = (tmp_path / f"{name}.token").read_text().strip()
         assert role in policy.authenticate(token).roles
     dsn = b64decode(secrets["adapter-store-catalog"]["data"]["dsn"]).decode()

@@ -15,8 +15,8 @@ from grpc_status import rpc_status
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.errors import QueueFull
-from inference_svc.gate import Gate
 from servicekit import errors
+from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc.status import code_for, to_status
 from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
@@ -169,9 +169,11 @@ class TokenGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, gate: Gate, on_refused: Callable[[str, str, errors.ServiceError], None]
+        self,
+        authenticator: Authenticator[Any],
+        on_refused: Callable[[str, str, errors.ServiceError], None],
     ) -> None:
-        self._gate = gate
+        self._authenticator = authenticator
         self._on_refused = on_refused
 
     async def intercept_service(
@@ -184,7 +186,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         if handler is None or path.startswith(HEALTH_PREFIX):
             return handler
         try:
-            self._gate.identify(handler_call_details.invocation_metadata)
+            self._authenticator.authenticate(handler_call_details.invocation_metadata)
         except errors.Unauthenticated as error:
             return self._refusing(path, error)
         return handler

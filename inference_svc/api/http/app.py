@@ -11,7 +11,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from inference_svc.access import Action
 from inference_svc.api.http.adapters import Adapters
 from inference_svc.api.http.chat import ChatBody, ChatCompletions
 from inference_svc.api.http.completions import CompletionBody, Completions
@@ -21,6 +20,7 @@ from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import authenticated
 from inference_svc.api.service import Service
+from inference_svc.core import Action
 from inference_svc.debug.last_errors import CallEnd
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
@@ -55,7 +55,7 @@ class Operations:
         else:
             with authenticated(request) as caller:
                 principal = self._service.authorize(caller, Action.OPERATE)
-            principal.require_all_tenants("the metrics tell")
+            principal.require_all_tenants()
         text, media_type = await asyncio.to_thread(expose)
         return Response(text, headers={"content-type": media_type})
 

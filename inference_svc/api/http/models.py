@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from inference_svc.access import Action, Principal
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.middleware import cancel_on_disconnect
 from inference_svc.api.http.request import authenticated
 from inference_svc.api.service import ServerFacts, Service
+from inference_svc.core import Action, Principal
 from inference_svc.errors import StoreUnavailable
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument, ServiceError

@@ -17,7 +17,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.policy import PolicyFile
+from adapter_store.registration.policy import open_policy
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
@@ -44,7 +44,7 @@ class Process:
             Metrics(),
             FetchLimits(1 << 20, 1 << 20),
             CheckpointLimits(),
-            PolicyFile(None),
+            open_policy(None),
             threading.Event(),
         )
 

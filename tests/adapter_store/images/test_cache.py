@@ -9,12 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from adapter_store.access import OPEN
 from adapter_store.app import Store, open_store
-from adapter_store.audit import AuditLine
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import DataType, ImageKey, ImageState
+from adapter_store.core import ANYONE, DataType, ImageKey, ImageState, StoreAuditEntry
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -64,8 +62,8 @@ def compiles(monkeypatch):
 
 async def register(store: Store, folder, name: str = "a", **asked):
     registration = Registration(AdapterName("default", name), **asked)
-    line = AuditLine("RegisterAdapter")
-    return (await store.registry.register(OPEN, registration, f"file://{folder}", line))[0]
+    line = StoreAuditEntry("RegisterAdapter")
+    return (await store.registry.register(ANYONE, registration, f"file://{folder}", line))[0]
 
 
 async def pulled_bytes(store: Store, key) -> bytes:
@@ -335,7 +333,7 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
             await store.ahead.idle()
             await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == 1
-            await store.registry.set_pinned(OPEN, AdapterRef(AdapterName("default", "n0")), False)
+            await store.registry.set_pinned(ANYONE, AdapterRef(AdapterName("default", "n0")), False)
             for digest in digests[1:]:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             misses = store.images.memory_counts.misses
@@ -385,9 +383,9 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.registry.register_layout(make_layout(), [1])
             await store.ahead.idle()
-            await store.registry.delete(OPEN, AdapterName("default", "a"), 0)
+            await store.registry.delete(ANYONE, AdapterName("default", "a"), 0)
             with pytest.raises(NotFound):
-                await store.registry.get(OPEN, AdapterRef(digest=digest))
+                await store.registry.get(ANYONE, AdapterRef(digest=digest))
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
             for _ in range(100):
                 await asyncio.sleep(0.05)

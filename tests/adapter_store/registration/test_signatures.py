@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from adapter_store.policy import Policy, TenantPolicy, TrustedKey
+from adapter_store.registration.policy import StorePolicy, TenantPolicy, TrustedKey
 from adapter_store.registration.signatures import (
     Signature,
     check_signature,
@@ -19,8 +19,7 @@ OTHER = "sha256:" + "cd" * 32
 KEY, STRANGER = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
 PUBLIC = KEY.public_key().public_bytes_raw()
 
-POLICY = Policy(
-    is_open=False,
+POLICY = StorePolicy(
     tenants={"strict": TenantPolicy(require_signature=True)},
     keys={
         "all": TrustedKey("all", PUBLIC, None),
@@ -33,7 +32,7 @@ def signature(key_id: str = "all", digest: str = DIGEST, key: Ed25519PrivateKey 
     return Signature(key_id, key.sign(digest.encode()))
 
 
-def refusal(policy: Policy, tenant: str, given: Signature | None) -> ServiceError:
+def refusal(policy: StorePolicy, tenant: str, given: Signature | None) -> ServiceError:
     with pytest.raises(ServiceError) as raised:
         verify_signature(policy, tenant, given, DIGEST)
     return raised.value
@@ -52,7 +51,7 @@ def test_keys_are_as_other_programs_have_them() -> None:
     public = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
     key = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     assert key.public_key().public_bytes_raw().hex() == public
-    policy = Policy(keys={"k": TrustedKey("k", bytes.fromhex(public), None)})
+    policy = StorePolicy(keys={"k": TrustedKey("k", bytes.fromhex(public), None)})
     assert verify_signature(policy, "t", signature("k", key=key), DIGEST) == "k"
 
 
@@ -87,8 +86,8 @@ def test_a_key_of_others_is_as_unknown_as_none() -> None:
 
 def test_an_open_store_checks_what_it_is_given() -> None:
     """A signature is never taken along unchecked: without a policy no key is known."""
-    assert refusal(Policy(), "default", signature()).reason == "KEY_UNKNOWN"
-    assert verify_signature(Policy(), "default", None, DIGEST) == ""
+    assert refusal(StorePolicy(), "default", signature()).reason == "KEY_UNKNOWN"
+    assert verify_signature(StorePolicy(), "default", None, DIGEST) == ""
 
 
 def test_a_long_key_name_is_cut() -> None:

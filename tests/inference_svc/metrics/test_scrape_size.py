@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.access import OPEN
+from inference_svc.core import ANYONE
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.engine.status_types import ResidentAdapter
 from inference_svc.metrics.metrics import MAX_ADAPTERS, RequestEnd
@@ -67,8 +67,8 @@ def test_of_an_adapter_of_many_names_a_few_are_shown() -> None:
 
     async def body() -> None:
         for name in names:
-            await directory.resolve(OPEN, name)
-        assert directory.names_of(OPEN, A) == names
-        assert directory.names_of(OPEN, A, 3) == names[:3]
+            await directory.resolve(ANYONE, name)
+        assert directory.names_of(ANYONE, A) == names
+        assert directory.names_of(ANYONE, A, 3) == names[:3]
 
     run(body)

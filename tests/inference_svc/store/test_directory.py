@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.access import OPEN
+from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
 from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
 from inference_svc.store.directory import Directory, Servable
@@ -22,14 +22,14 @@ def test_resolves_names_versions_and_digests() -> None:
     }
 
     async def body() -> None:
-        assert (await directory.resolve(OPEN, "upper")).label == "default/upper@1"
-        assert (await directory.resolve(OPEN, "default/upper@1")).digest == A
-        by_digest = await directory.resolve(OPEN, A)
+        assert (await directory.resolve(ANYONE, "upper")).label == "default/upper@1"
+        assert (await directory.resolve(ANYONE, "default/upper@1")).digest == A
+        by_digest = await directory.resolve(ANYONE, A)
         assert (by_digest.label, by_digest.tenant) == (A, "default")
-        other = await directory.resolve(OPEN, "team/upper")
+        other = await directory.resolve(ANYONE, "team/upper")
         assert (other.label, other.tenant, other.digest) == ("team/upper@3", "team", B)
-        assert directory.names_of(OPEN, A) == ["default/upper", "default/upper@1"]
-        assert directory.names_of(OPEN, B) == ["team/upper"]
+        assert directory.names_of(ANYONE, A) == ["default/upper", "default/upper@1"]
+        assert directory.names_of(ANYONE, B) == ["team/upper"]
 
     run(body)
 
@@ -40,7 +40,7 @@ def test_resolves_names_versions_and_digests() -> None:
 def test_malformed_reference_is_invalid(ref: str) -> None:
     _, directory, _ = make()
     with pytest.raises(InvalidArgument) as caught:
-        run(lambda: directory.resolve(OPEN, ref))
+        run(lambda: directory.resolve(ANYONE, ref))
     assert caught.value.subject == "adapter"
 
 
@@ -49,7 +49,7 @@ def test_cache_answers_while_the_watch_is_live() -> None:
 
     async def body() -> None:
         for _ in range(10):
-            await directory.resolve(OPEN, "upper")
+            await directory.resolve(ANYONE, "upper")
             clock.now_s += 1
             directory.apply(NameEvent(directory.revision))
         assert len(catalog.lookups) == 1
@@ -61,16 +61,16 @@ def test_change_is_seen_by_the_next_request() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 6
         directory.apply(NameEvent(6, "default/upper"))
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
         del catalog.records["default/upper"]
         directory.apply(NameEvent(7, "default/upper"))
         with pytest.raises(AdapterNotFound):
-            await directory.resolve(OPEN, "upper")
-        assert directory.names_of(OPEN, A) == directory.names_of(OPEN, B) == []
+            await directory.resolve(ANYONE, "upper")
+        assert directory.names_of(ANYONE, A) == directory.names_of(ANYONE, B) == []
 
     run(body)
 
@@ -83,9 +83,9 @@ def test_repointed_name_is_reported_with_both_digests() -> None:
     async def body() -> None:
         directory.apply(NameEvent(6, "default/upper", B))
         catalog.revision = 7
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         directory.apply(NameEvent(7, "default/upper", A))  # registered again: nothing moves
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         directory.apply(NameEvent(8, "default/upper", B))
         directory.apply(NameEvent(9, "default/upper", ""))
         directory.apply(NameEvent(10, "default/unknown", B))
@@ -99,11 +99,11 @@ def test_deleted_name_also_removes_its_digest() -> None:
     catalog.records[A] = UPPER
 
     async def body() -> None:
-        await directory.resolve(OPEN, A)
+        await directory.resolve(ANYONE, A)
         del catalog.records[A]
         directory.apply(NameEvent(6, "default/upper"))
         with pytest.raises(AdapterNotFound):
-            await directory.resolve(OPEN, A)
+            await directory.resolve(ANYONE, A)
 
     run(body)
 
@@ -114,14 +114,14 @@ def test_answer_older_than_a_change_is_not_cached() -> None:
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
-        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        resolving = asyncio.create_task(directory.resolve(ANYONE, "upper"))
         await until_lookups(catalog, 1)
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 6
         directory.apply(NameEvent(6, "default/upper"))
         catalog.gate.set()
         assert (await resolving).digest == B
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
         assert len(catalog.lookups) == 2
 
     run(body)
@@ -131,14 +131,14 @@ def test_min_revision_refreshes_older_entries_only() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper", min_revision=5)
+        await directory.resolve(ANYONE, "upper", min_revision=5)
         assert len(catalog.lookups) == 1
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 6
-        assert (await directory.resolve(OPEN, "upper", min_revision=5)).digest == A
-        assert (await directory.resolve(OPEN, "upper", min_revision=6)).digest == B
+        assert (await directory.resolve(ANYONE, "upper", min_revision=5)).digest == A
+        assert (await directory.resolve(ANYONE, "upper", min_revision=6)).digest == B
         directory.apply(NameEvent(9))
-        await directory.resolve(OPEN, "upper", min_revision=9)
+        await directory.resolve(ANYONE, "upper", min_revision=9)
         assert len(catalog.lookups) == 2
 
     run(body)
@@ -147,7 +147,7 @@ def test_min_revision_refreshes_older_entries_only() -> None:
 def test_unreached_revision_is_unavailable() -> None:
     _, directory, _ = make()
     with pytest.raises(StoreUnavailable, match="revision 99") as caught:
-        run(lambda: directory.resolve(OPEN, "upper", min_revision=99))
+        run(lambda: directory.resolve(ANYONE, "upper", min_revision=99))
     assert caught.value.subject == "min_revision"
 
 
@@ -155,10 +155,10 @@ def test_silent_watch_makes_entries_stale() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         clock.now_s += 2.5
         assert not directory.is_live
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         assert len(catalog.lookups) == 2
 
     run(body)
@@ -168,18 +168,18 @@ def test_entries_are_stale_until_the_missed_events_came() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         directory.watch_lost()
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         catalog.revision = 8
         directory.watch_started(8)
         directory.apply(NameEvent(6, "default/else"))
         assert not directory.is_live
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
         directory.apply(NameEvent(7, "default/upper"))
         directory.apply(NameEvent(8, "default/more"))
         assert directory.is_live
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
 
     run(body)
 
@@ -188,12 +188,12 @@ def test_reset_forgets_everything() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         directory.watch_lost()
         directory.reset(20)
         catalog.down = True
         with pytest.raises(StoreUnavailable):
-            await directory.resolve(OPEN, "upper")
+            await directory.resolve(ANYONE, "upper")
         assert directory.revision == 20
 
     run(body)
@@ -205,7 +205,7 @@ def test_answer_from_before_a_reset_is_not_cached() -> None:
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
-        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        resolving = asyncio.create_task(directory.resolve(ANYONE, "upper"))
         await until_lookups(catalog, 1)
         directory.reset(20)
         directory.watch_started(20)
@@ -213,7 +213,7 @@ def test_answer_from_before_a_reset_is_not_cached() -> None:
         await resolving
         catalog.revision = 20
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
 
     run(body)
 
@@ -226,16 +226,16 @@ def test_answer_of_a_replica_behind_the_watch_is_discarded() -> None:
         # The change itself is not remembered: other events came after it.
         directory.apply(NameEvent(6, "default/upper"))
         directory.apply(NameEvent(7, "default/other"))
-        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        resolving = asyncio.create_task(directory.resolve(ANYONE, "upper"))
         await until_lookups(catalog, 3)
         catalog.revision = 7
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
         assert (await resolving).digest == B
         catalog.revision = 6
         catalog.records["default/upper@1"] = UPPER
-        assert (await directory.resolve(OPEN, "upper")).digest == B, "from the cache"
+        assert (await directory.resolve(ANYONE, "upper")).digest == B, "from the cache"
         with pytest.raises(StoreUnavailable, match="has not reached revision 7"):
-            await directory.resolve(OPEN, "upper@1")
+            await directory.resolve(ANYONE, "upper@1")
 
     run(body)
 
@@ -245,7 +245,7 @@ def test_lookup_is_shared_and_survives_a_cancelled_caller() -> None:
 
     async def body() -> None:
         catalog.gate = asyncio.Event()
-        tasks = [asyncio.create_task(directory.resolve(OPEN, "upper")) for _ in range(5)]
+        tasks = [asyncio.create_task(directory.resolve(ANYONE, "upper")) for _ in range(5)]
         await until_lookups(catalog, 1)
         tasks[0].cancel()
         await asyncio.sleep(0)
@@ -275,9 +275,9 @@ def test_adapter_that_cannot_be_served_is_unusable(record: AdapterRecord, messag
 
     async def body() -> None:
         with pytest.raises(AdapterUnusable, match=message):
-            await directory.resolve(OPEN, "upper")
+            await directory.resolve(ANYONE, "upper")
         catalog.records["default/upper"] = UPPER
-        await directory.resolve(OPEN, "upper")  # the verdict may change without an event
+        await directory.resolve(ANYONE, "upper")  # the verdict may change without an event
 
     run(body)
 
@@ -286,13 +286,13 @@ def test_verdict_outweighs_the_base_models_name() -> None:
     catalog, directory, _ = make()
     usable = {"layout": LayoutVerdict(True), "other": LayoutVerdict(False, "no")}
     catalog.records["default/upper"] = replace(UPPER, base_model="/models/b", verdicts=usable)
-    assert run(lambda: directory.resolve(OPEN, "upper")).digest == A
+    assert run(lambda: directory.resolve(ANYONE, "upper")).digest == A
 
 
 def test_without_a_store_every_adapter_is_unknown() -> None:
     directory = Directory(None, Servable(("base",), 16), 300.0)
     with pytest.raises(AdapterNotFound, match="no adapter store"):
-        run(lambda: directory.resolve(OPEN, "upper"))
+        run(lambda: directory.resolve(ANYONE, "upper"))
 
 
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def body() -> None:
         for name in names:
-            await directory.resolve(OPEN, name)
-        assert directory.names_of(OPEN, A) == names[2:]
+            await directory.resolve(ANYONE, name)
+        assert directory.names_of(ANYONE, A) == names[2:]
 
     run(body)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.access import OPEN
+from inference_svc.core import ANYONE
 from inference_svc.errors import StoreUnavailable
 from inference_svc.store.catalog import NameEvent
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
@@ -15,20 +15,20 @@ def test_names_resolve_for_their_ttl_while_the_store_is_unreachable() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         clock.now_s += 1000
         directory.apply(NameEvent(5))
         catalog.down = True
         directory.watch_lost()
         clock.now_s += 299
-        assert (await directory.resolve(OPEN, "upper")).digest == A
+        assert (await directory.resolve(ANYONE, "upper")).digest == A
         with pytest.raises(StoreUnavailable):
-            await directory.resolve(OPEN, "other")
+            await directory.resolve(ANYONE, "other")
         with pytest.raises(StoreUnavailable):
-            await directory.resolve(OPEN, "upper", min_revision=6)
+            await directory.resolve(ANYONE, "upper", min_revision=6)
         clock.now_s += 2
         with pytest.raises(StoreUnavailable):
-            await directory.resolve(OPEN, "upper")
+            await directory.resolve(ANYONE, "upper")
 
     run(body)
 
@@ -37,12 +37,12 @@ def test_unreachable_store_is_not_called_for_every_request() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         catalog.down = True
         directory.watch_lost()
         clock.now_s += 5
         for _ in range(20):
-            await directory.resolve(OPEN, "upper")
+            await directory.resolve(ANYONE, "upper")
         assert len(catalog.lookups) == 2
 
     run(body)
@@ -58,12 +58,12 @@ def test_hanging_store_delays_a_cached_name_once() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         catalog.gate = asyncio.Event()  # never set: lookups hang
         directory.watch_lost()
         for _ in range(3):
             async with asyncio.timeout(5):
-                assert (await directory.resolve(OPEN, "upper")).digest == A
+                assert (await directory.resolve(ANYONE, "upper")).digest == A
         assert len(catalog.lookups) == 2
 
     run(body)
@@ -74,10 +74,10 @@ def test_changed_name_is_not_used_after_the_wait() -> None:
     catalog, directory, clock = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         catalog.gate = asyncio.Event()
         clock.now_s += 5
-        resolving = asyncio.create_task(directory.resolve(OPEN, "upper"))
+        resolving = asyncio.create_task(directory.resolve(ANYONE, "upper"))
         await until_lookups(catalog, 2)
         directory.apply(NameEvent(6, "default/upper"))
         with pytest.raises(StoreUnavailable):
@@ -90,11 +90,11 @@ def test_future_revision_is_no_outage() -> None:
     catalog, directory, _ = make()
 
     async def body() -> None:
-        await directory.resolve(OPEN, "upper")
+        await directory.resolve(ANYONE, "upper")
         directory.watch_lost()
         with pytest.raises(StoreUnavailable):
-            await directory.resolve(OPEN, "upper", min_revision=99)
+            await directory.resolve(ANYONE, "upper", min_revision=99)
         catalog.records["default/upper"] = replace(UPPER, version=2, digest=B)
-        assert (await directory.resolve(OPEN, "upper")).digest == B
+        assert (await directory.resolve(ANYONE, "upper")).digest == B
 
     run(body)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.access import OPEN, Principal, Role
+from inference_svc.core import ANYONE, ROLES, Principal
 from inference_svc.errors import AdapterNotFound
 from inference_svc.store.catalog import NameEvent
 from inference_svc.store.ownership import GRACE_SECONDS
@@ -13,7 +13,7 @@ from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookup
 
 
 def principal_of(*tenants: str) -> Principal:
-    return Principal("someone", frozenset(Role), frozenset(tenants), tenants[0])
+    return ROLES.principal("someone", ROLES.allowed, frozenset(tenants), tenants[0])
 
 
 MINE = replace(UPPER, name="a/mine", digest=A)
@@ -68,7 +68,7 @@ def test_answer_for_another_tenant_is_rejected() -> None:
         for ref in ("b/theirs", A):
             with pytest.raises(AdapterNotFound, match=f"no adapter {ref}"):
                 await directory.resolve(principal_of("a"), ref)
-        assert directory.names_of(OPEN, A) == []
+        assert directory.names_of(ANYONE, A) == []
 
     run(body)
 
@@ -81,7 +81,7 @@ def test_digest_of_two_tenants_resolves_to_the_callers() -> None:
         assert (await directory.resolve(principal_of("a"), A)).tenant == "a"
         assert (await directory.resolve(principal_of("b"), A)).tenant == "b"
         assert (await directory.resolve(principal_of("a", "b"), A)).tenant == "a"
-        assert (await directory.resolve(OPEN, A)).tenant == "b"
+        assert (await directory.resolve(ANYONE, A)).tenant == "b"
         assert catalog.lookups == [A, A, A]  # the third was cached
         # One of them is deleted: the other's entry stays.
         catalog.shared[A] = [MINE]
@@ -104,11 +104,11 @@ def test_names_and_ownership_are_visible_to_their_tenants() -> None:
         await directory.resolve(principal_of("b"), "theirs")
         assert directory.names_of(principal_of("a"), A) == ["a/mine"]
         assert directory.names_of(principal_of("b", "c"), A) == ["b/theirs"]
-        assert directory.names_of(OPEN, A) == ["a/mine", "b/theirs"]
+        assert directory.names_of(ANYONE, A) == ["a/mine", "b/theirs"]
         assert directory.is_owner(principal_of("a"), A)
         assert directory.is_owner(principal_of("c", "b"), A)
         assert not directory.is_owner(principal_of("c"), A)
-        assert directory.is_owner(OPEN, B)
+        assert directory.is_owner(ANYONE, B)
         directory.apply(NameEvent(6, "a/mine"))
         assert directory.names_of(principal_of("a"), A) == []
         assert directory.is_owner(principal_of("a"), A)  # what is resident is still its own

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from adapter_store.access import Principal, Role
-from adapter_store.policy import parse_policy
+from adapter_store.core import ROLES
+from adapter_store.registration.policy import parse_policy
 from loadout.cli.__main__ import main
 
 
@@ -34,7 +34,7 @@ def test_the_lines_are_a_policy_that_knows_the_token(run, name):
     token = token_in(err)
     assert token not in out
     who = parse_policy(out).authenticate(token)
-    assert who == Principal(name, frozenset({Role.PUBLISHER}), frozenset({"team-a"}), "team-a")
+    assert who == ROLES.principal(name, ["publisher"], frozenset({"team-a"}), "team-a")
 
 
 def test_tokens_are_fresh_and_files_add_up(run):
@@ -47,7 +47,7 @@ def test_tokens_are_fresh_and_files_add_up(run):
 def test_the_least_by_default(run):
     _, out, err = run("someone")
     who = parse_policy(out).authenticate(token_in(err))
-    assert (who.roles, who.tenants) == ({Role.READER}, {"default"})
+    assert (who.roles, who.tenants) == ({"reader"}, {"default"})
 
 
 @pytest.mark.parametrize(

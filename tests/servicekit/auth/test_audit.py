@@ -8,14 +8,20 @@ from datetime import UTC, datetime
 
 import pytest
 
-from adapter_store.access import Principal, Role
-from adapter_store.audit import Audit, AuditLine
-from adapter_store.core import AdapterRecord
-from servicekit.errors import NotFound
+from adapter_store.core import ROLES, AdapterRecord, StoreAuditEntry
+from servicekit.auth.audit import MAX_NAME_CHARS, Audit, AuditEntry
+from servicekit.errors import InvalidSetting, NotFound, Unauthenticated
 from servicekit.refs import AdapterName
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 RECORD = AdapterRecord(AdapterName("t", "n"), 3, "sha256:d", "", "base", 1, (), 1, NOW, NOW)
+
+
+LOGGER = logging.getLogger("a_service.audit")
+
+
+def open_audit(path):
+    return Audit(path, StoreAuditEntry, frozenset({"PinAdapter"}), LOGGER)
 
 
 @pytest.fixture
@@ -25,7 +31,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def audit(path):
-    audit = Audit(path)
+    audit = open_audit(path)
     yield audit
     audit.close()
 
@@ -37,10 +43,10 @@ def lines(path) -> list[dict[str, object]]:
 def test_a_line_has_every_fact(audit, path, caplog):
     with (
         caplog.at_level(logging.INFO),
-        audit.watching(AuditLine("PinAdapter", "n", "ipv4:1")) as line,
+        audit.record("PinAdapter", "n", "ipv4:1") as entry,
     ):
-        line.identify(Principal("ops", frozenset({Role.SERVER, Role.ADMIN}), None))
-        line.describe(RECORD, 7)
+        entry.set_caller(ROLES.principal("ops", ["server", "admin"], None))
+        entry.describe(RECORD, 7)
     (found,) = lines(path)
     assert abs(datetime.now(UTC) - datetime.fromisoformat(found.pop("time"))).total_seconds() < 60
     assert found == {
@@ -56,7 +62,7 @@ def test_a_line_has_every_fact(audit, path, caplog):
         "reason": "",
     }
     (record,) = caplog.records
-    assert record.name == "adapter_store.audit"
+    assert record.name == "a_service.audit"
     assert {**record.audit, "time": ""} == {**found, "time": ""}
 
 
@@ -64,13 +70,14 @@ def test_a_line_has_every_fact(audit, path, caplog):
     ("error", "result", "reason"),
     [
         (NotFound("no adapter"), "refused", "NOT_FOUND"),
+        (InvalidSetting("policy_file"), "refused", "SETTING_INVALID"),
         (asyncio.CancelledError(), "cancelled", ""),
         (GeneratorExit(), "cancelled", ""),
         (RuntimeError("password is hunter2"), "failed", "RuntimeError"),
     ],
 )
 def test_how_a_call_ended(audit, path, error, result, reason):
-    with pytest.raises(type(error)), audit.watching(AuditLine("DeleteAdapter", "n")):
+    with pytest.raises(type(error)), audit.record("DeleteAdapter", "n"):
         raise error
     (found,) = lines(path)
     assert (found["result"], found["reason"]) == (result, reason)
@@ -92,8 +99,8 @@ def test_what_goes_on_without_its_caller_says_how_it_really_ended(audit, path, o
                 recording.cancel()
 
         try:
-            with audit.watching(AuditLine("RegisterAdapter", "n")) as line:
-                line.recording = recording
+            with audit.record("RegisterAdapter", "n") as entry:
+                entry.pending = recording
                 if not stays:
                     raise asyncio.CancelledError
                 end()
@@ -113,18 +120,32 @@ def test_what_goes_on_without_its_caller_says_how_it_really_ended(audit, path, o
 
 
 def test_a_hostile_name_stays_in_its_line(audit, path):
-    audit.write(AuditLine("RegisterAdapter", 'x"}\n{"who": "root"' + "y" * 10_000))
+    audit.write(StoreAuditEntry("RegisterAdapter", 'x"}\n{"who": "root"' + "y" * 10_000))
     (found,) = lines(path)
     assert found["who"] == ""
-    assert len(found["name"]) == 200
+    assert len(found["name"]) == MAX_NAME_CHARS
+
+
+def test_who_was_refused_unread_is_written_down(audit, path):
+    for what in ("PinAdapter", "GetAdapter"):
+        audit.refuse(what, "ipv4:1", Unauthenticated("no token"))
+    [found] = lines(path)
+    assert (found["what"], found["peer"], found["who"]) == ("PinAdapter", "ipv4:1", "")
+    assert (found["result"], found["reason"]) == ("refused", "UNAUTHENTICATED")
+
+
+def test_a_service_without_fields_of_its_own():
+    assert list(AuditEntry("PinAdapter").facts()) == [
+        *("time", "who", "roles", "peer", "what", "name", "digest", "result", "reason")
+    ]
 
 
 def test_a_file_that_was_moved_away_is_opened_anew(audit, path, tmp_path):
-    audit.write(AuditLine("one"))
+    audit.write(StoreAuditEntry("one"))
     path.rename(tmp_path / "old")
-    audit.write(AuditLine("two"))
+    audit.write(StoreAuditEntry("two"))
     audit.reopen()
-    audit.write(AuditLine("three"))
+    audit.write(StoreAuditEntry("three"))
     assert [line["what"] for line in lines(tmp_path / "old")] == ["one", "two"]
     assert [line["what"] for line in lines(path)] == ["three"]
     assert path.stat().st_mode & 0o007 == 0
@@ -132,10 +153,10 @@ def test_a_file_that_was_moved_away_is_opened_anew(audit, path, tmp_path):
 
 def test_what_was_there_stays(path):
     path.write_text('{"what": "before"}\n')
-    audit = Audit(path)
-    audit.write(AuditLine("after"))
+    audit = open_audit(path)
+    audit.write(StoreAuditEntry("after"))
     audit.close()
-    audit.write(AuditLine("closed"))
+    audit.write(StoreAuditEntry("closed"))
     assert [line["what"] for line in lines(path)] == ["before", "after"]
 
 
@@ -144,27 +165,27 @@ def test_a_file_that_cannot_be_reopened_keeps_the_old_one(audit, path):
     path.mkdir()
     with pytest.raises(OSError, match=r"audit\.jsonl"):
         audit.reopen()
-    audit.write(AuditLine("still"))
+    audit.write(StoreAuditEntry("still"))
     assert [line["what"] for line in lines(path.with_suffix(".old"))] == ["still"]
 
 
 def test_a_line_that_cannot_be_written_is_an_error_in_the_log(path, caplog):
-    audit = Audit(path)
+    audit = open_audit(path)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, audit._file)
     os.close(full)
     with caplog.at_level(logging.ERROR):
-        audit.write(AuditLine("lost"))
+        audit.write(StoreAuditEntry("lost"))
     audit.close()
     assert "audit line lost" in caplog.text
 
 
 def test_without_a_file_lines_are_logged_only(caplog):
     with caplog.at_level(logging.INFO):
-        Audit(None).write(AuditLine("one"))
+        open_audit(None).write(StoreAuditEntry("one"))
     assert caplog.records[0].audit["what"] == "one"
 
 
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
-        Audit(tmp_path / "nowhere" / "audit.jsonl")
+        open_audit(tmp_path / "nowhere" / "audit.jsonl")

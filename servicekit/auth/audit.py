@@ -1,0 +1,167 @@
+"""The audit: one JSON line for every change that is asked for, granted or not.
+
+Lines go to a logger, and to a file where one is set. They hold names and digests, never tokens,
+prompts or anything else that a caller sends as proof of who it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from servicekit.auth.principal import Principal
+from servicekit.errors import ServiceError
+
+MAX_NAME_CHARS = 200
+_MODE = 0o640
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(slots=True)
+class AuditEntry:
+    """What a line says; a service derives its own if it says more. `result` is ok, refused
+    (`reason` says why), failed or cancelled."""
+
+    what: str = ""
+    name: str = ""
+    peer: str = ""
+    who: str = field(default="", init=False)
+    roles: list[str] = field(default_factory=list, init=False)
+    digest: str = field(default="", init=False)
+    result: str = field(default="", init=False)
+    reason: str = field(default="", init=False)
+    time: str = field(default_factory=_now, init=False)
+    pending: asyncio.Future[Any] | None = field(default=None, init=False)
+    """Set once the change goes on to its end even if the caller leaves: the line is written then,
+    with that result."""
+
+    def set_caller(self, caller: Principal[Any]) -> None:
+        self.who = caller.name
+        self.roles = sorted(caller.roles)
+
+    def set_outcome(self, outcome: Any) -> None:
+        """Takes what `pending` returned; a service says what of it is in the line."""
+
+    def set_result(self, error: BaseException | None) -> None:
+        match error:
+            case None:
+                self.result = "ok"
+            case ServiceError(reason=reason):
+                self.result, self.reason = "refused", reason
+            case asyncio.CancelledError() | GeneratorExit():
+                self.result = "cancelled"
+            case _:
+                self.result, self.reason = "failed", type(error).__name__
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the line's fields: who first, what next, how it ended last."""
+        first = ("time", "who", "roles", "peer", "what", "name")
+        last = ("result", "reason")
+        skipped = {*first, *last, "pending"}
+        between = [each.name for each in fields(self) if each.name not in skipped]
+        facts = {key: getattr(self, key) for key in (*first, *between, *last)}
+        facts["name"] = self.name[:MAX_NAME_CHARS]
+        return facts
+
+
+EntryT = TypeVar("EntryT", bound=AuditEntry)
+
+
+class Audit(Generic[EntryT]):
+    """Appends lines; several processes may share a file. Lives on the event loop.
+
+    `audited` names the calls that are written down, as the contract does.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        entry_type: type[EntryT],
+        audited: frozenset[str],
+        logger: logging.Logger,
+    ) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self._path = path
+        self._entry_type = entry_type
+        self._audited = audited
+        self._logger = logger
+        self._file: int | None = None
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Goes on in a new file if the old one was moved away. Raises OSError; the old stays."""
+        if self._path is None:
+            return
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        opened = os.open(self._path, flags, _MODE)
+        self.close()
+        self._file = opened
+
+    def close(self) -> None:
+        """Further lines go to the logger only."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    @contextmanager
+    def record(self, what: str, name: str = "", peer: str = "") -> Iterator[EntryT]:
+        """Writes an entry when the context ends, with how it ended; or when `pending` does."""
+        entry = self._entry_type(what, name, peer)
+        error: BaseException | None = None
+        try:
+            yield entry
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if entry.pending is None:
+                entry.set_result(error)
+                self.write(entry)
+            else:
+                self._write_when_done(entry, entry.pending)
+
+    def refuse(self, what: str, peer: str, error: ServiceError) -> None:
+        """Writes down who was refused before anything of the call was read."""
+        if what in self._audited:
+            entry = self._entry_type(what, peer=peer)
+            entry.set_result(error)
+            self.write(entry)
+
+    def write(self, entry: EntryT) -> None:
+        """A line that cannot be written is logged as lost; the change that it is about stays."""
+        facts = entry.facts()
+        self._logger.info("audit", extra={"audit": facts})
+        if self._file is None:
+            return
+        data = json.dumps(facts).encode() + b"\n"
+        try:
+            if os.write(self._file, data) != len(data):
+                raise OSError("only a part of the line was written")
+        except OSError as error:
+            self._logger.error("audit line lost from the file", extra={"why": str(error)})
+
+    def _write_when_done(self, entry: EntryT, pending: asyncio.Future[Any]) -> None:
+        if pending.done():
+            self._write_outcome(entry, pending)
+        else:
+            pending.add_done_callback(lambda done: self._write_outcome(entry, done))
+
+    def _write_outcome(self, entry: EntryT, done: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            entry.set_result(asyncio.CancelledError())
+        else:
+            entry.set_result(done.exception())
+            if done.exception() is None:
+                entry.set_outcome(done.result())
+        self.write(entry)
