@@ -1,11 +1,11 @@
 """How adapters become resident: from the adapter store into the arena, and to a row of its table.
 
-residency     Who waits for which adapter, who uses it, and what operators ask for; wires the rest.
+residency     Tracks who waits for which adapter and who uses it; wires the rest.
 loader        Moves loads from state to state, and starts and ends pulls.
 loads         Adapters on their way: each in one state, and the transitions between them.
-placement     Memory for loads, by eviction, or by draining what is in use.
-prefetch      What to load before a request asks for it, within a share of the bandwidth.
-popularity    How often each adapter was requested lately.
+placement     Reserves memory for loads, by eviction or by draining.
+prefetch      Loads adapters before a request needs them, within a share of the bandwidth.
+popularity    Counts how often each adapter was requested lately.
 tiers         The host tier and the arena: images, copies between them, pending changes.
 slots         The images in one memory: rows, pins, users, eviction.
 extents       The allocator of a flat memory.

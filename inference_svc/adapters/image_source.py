@@ -1,6 +1,6 @@
-"""The adapter store as the inference service sees it: a Protocol and plain data.
+"""The adapter store as the inference service needs it: a Protocol, and the messages of a pull.
 
-`store_client` speaks it over gRPC; tests speak it from memory.
+`store.client` implements it over gRPC; tests implement it in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Opens every pull. `offset` is where this stream starts: 0 if another `image_id` was asked."""
+    """Opens every pull. The stream starts at `offset`: 0 if another `image_id` was requested."""
 
     image_id: str
     digest: str
@@ -56,7 +56,7 @@ class LayerEnd:
 
 @dataclass(frozen=True, slots=True)
 class ImageTrailer:
-    """sha256 of the parts' sha256 values, concatenated in order."""
+    """Ends an image; `sha256` is of the parts' sha256 values, concatenated in order."""
 
     sha256: bytes
 
@@ -65,8 +65,8 @@ PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 
 class PullStream(Protocol):
-    """One pull in progress: an iterator whose `cancel` may be called from any thread. `source`
-    names the replica of the store that it comes from."""
+    """One pull in progress: an iterator over its messages. `source` names the replica of the store
+    that sends them."""
 
     @property
     def source(self) -> str: ...
@@ -74,8 +74,8 @@ class PullStream(Protocol):
     def __iter__(self) -> Iterator[PullMessage]: ...
 
     def cancel(self) -> None:
-        """Ends the stream at once, also while another thread waits for its next message, which
-        then raises StoreUnavailable. Idempotent."""
+        """Ends the stream at once, from any thread; a wait for its next message then raises
+        StoreUnavailable. Idempotent."""
         ...
 
 
@@ -88,10 +88,10 @@ class AdapterStore(Protocol):
         image_id: str = "",
         avoid: Collection[str] = (),
     ) -> PullStream:
-        """Streams an image from `offset` of `image_id`, if there is a choice from none of the
-        sources to `avoid`. Iterating blocks: use a pull thread.
+        """Streams an image from `offset` of `image_id`, and from none of the sources to `avoid` if
+        there is a choice. Iterating blocks: use a pull thread.
 
         Iterating raises AdapterNotFound, AdapterUnusable, CorruptImage (never worth a retry) or
-        StoreUnavailable (lost stream: resume).
+        StoreUnavailable (the stream is lost and may be resumed).
         """
         ...

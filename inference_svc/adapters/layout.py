@@ -1,4 +1,4 @@
-"""What of this model LoRA may change: the targets in order of use, and their groups."""
+"""The weights of a model that LoRA may change: targets in order of use, and their groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_svc.model.geometry import ModelGeometry
 from kernels.lora import LoraGroup
 
 IMAGE_FORMATS = (1,)
-"""The image formats this service reads."""
+"""Image formats that this service reads."""
 
 EMBEDDING, HEAD = "embed", "head"
 
@@ -33,7 +33,7 @@ class LayoutTarget:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """`dtype` is torch's; the store turns the whole into a layout_id."""
+    """All targets of a model; the store identifies a layout by a layout_id."""
 
     base_model: str
     aliases: tuple[str, ...]
@@ -43,7 +43,7 @@ class ModelLayout:
     targets: tuple[LayoutTarget, ...]
 
     def largest_image(self, rank: int) -> Shape:
-        """The shape of an image that has every target at this rank."""
+        """Returns the shape of an image that has every target at this rank."""
         end, cuts = 0, []
         for target in self.targets:
             cuts.append(end)
@@ -52,8 +52,8 @@ class ModelLayout:
         return Shape(end, tuple(cuts))
 
     def check_header(self, header: ImageHeader) -> None:
-        """Raises CorruptImage unless the image is the A and then the B, of one rank, of some of
-        our targets, in order, each whole, aligned and within the image."""
+        """Raises CorruptImage unless the image consists of the A and then the B, of one rank, of
+        some of our targets, in order, each complete, aligned and within the image."""
         if header.image_format not in self.image_formats:
             raise CorruptImage(f"image format {header.image_format} is not one we read")
         segments = header.segments
@@ -82,7 +82,7 @@ class ModelLayout:
 def build_layout(
     geometry: ModelGeometry, base_model: str, aliases: tuple[str, ...], dtype: torch.dtype
 ) -> ModelLayout:
-    """The targets of one of our decoders, named as Hugging Face names its modules."""
+    """Returns the targets of a decoder, by the names of Hugging Face's modules."""
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     q_size = geometry.num_heads * geometry.head_dim
     kv_size = geometry.num_kv_heads * geometry.head_dim
@@ -109,7 +109,7 @@ def build_layout(
 
 
 def lora_groups(layout: ModelLayout) -> dict[str, LoraGroup]:
-    """Group name to the columns computed together and where each adds into the fused output."""
+    """Returns by group name the columns computed together, and their places in the fused output."""
     columns: dict[str, list[int]] = {}
     for column, target in enumerate(layout.targets):
         columns.setdefault(target.group, []).append(column)

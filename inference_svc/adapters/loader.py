@@ -70,7 +70,7 @@ class Loader:
         self._has_new = False
 
     def set_layout(self, layout_id: str) -> None:
-        """Lets pulls start, now that the store knows our layout by this id."""
+        """Lets pulls start; the store knows our layout by this id."""
         self._layout_id = layout_id
 
     def ensure_loading(self, digest: str, now_s: float) -> None:
@@ -117,8 +117,8 @@ class Loader:
     # One step.
 
     def advance(self, now_s: float, in_order: Iterable[tuple[str, bool]]) -> None:
-        """Reserves memory for loads that need it, as far as it goes; starts pulls, as many as there
-        are threads; abandons stalled pulls that nobody waits for; prefetches.
+        """Reserves memory for loads that need it, as much as there is; starts pulls, as many as
+        there are threads; abandons stalled pulls that nobody waits for; prefetches.
 
         `in_order` iterates over the digests that requests wait for, in order of service, and
         whether the request is aged: memory is reserved in this order, or small images would starve

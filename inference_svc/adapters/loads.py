@@ -56,7 +56,7 @@ class Load:
 
     @property
     def source(self) -> LoadSource:
-        """Where the bytes of a load that needs no more than room on the device came from."""
+        """Where the bytes came from; known once the load needs only room on the device."""
         return LoadSource.HOST if self.granted_s is None else LoadSource.STORE
 
     @property
@@ -78,15 +78,15 @@ class Load:
 
 @dataclass
 class Loads:
-    """All loads by digest, with indices of those that are queued, that need room (first come first)
-    and that proceed without a waiter."""
+    """All loads by digest, with indices of those that are queued, that need room (in order of
+    arrival) and that proceed without a waiter."""
 
     by_digest: dict[str, Load] = field(default_factory=dict)
     queued: dict[str, None] = field(default_factory=dict)
     short: dict[LoadState, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     traces: LoadTraces = field(default_factory=LoadTraces)
     _short_s: float = -math.inf
-    """When a pull last waited for memory."""
+    """Time at which a pull last waited for memory."""
     _without_waiter: set[str] = field(default_factory=set)
 
     def __contains__(self, digest: str) -> bool:
@@ -189,7 +189,7 @@ class Loads:
         return min(max(0, num_workers - self.num_pulling), len(self.queued))
 
     def num_short(self) -> dict[LoadState, int]:
-        """Returns how many need room, by the kind of it."""
+        """Returns how many loads need room, by state."""
         return {state: len(digests) for state, digests in self.short.items() if digests}
 
     # Questions about one load.
@@ -235,8 +235,8 @@ class Loads:
     # Iteration.
 
     def in_arrival_order(self) -> Iterator[tuple[str, bool]]:
-        """Iterates over what needs room or is queued, none of it aged; for those that no request
-        waits for."""
+        """Iterates over the digests that need room or are queued, with False for not aged; reaches
+        those that no request waits for."""
         for digest in [*chain.from_iterable(self.short.values()), *self.queued]:
             yield digest, False
 

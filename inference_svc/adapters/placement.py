@@ -1,5 +1,4 @@
-"""Memory for loads: where pulls write to, and in the arena; for one that waited too long, adapters
-in use are drained."""
+"""Reserves memory for loads, by eviction or, for one that waited too long, by draining adapters."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Drains:
     def start(self, digest: str, header: ImageHeader, keep: Collection[str]) -> list[str]:
         """Chooses images to drain for this one, none of `keep`; returns those that no longer drain.
 
-        A choice stands as long as one of its images is in use: else all would be chosen in turn and
-        used again, for ever.
+        A choice stands as long as one of its images is in use: else different images would be
+        chosen in every step, and none would ever be idle.
         """
         if self._is_in_use(digest):
             return []
@@ -48,9 +47,9 @@ class Drains:
     def drained(self, waited_for: Collection[str]) -> list[tuple[str, set[str]]]:
         """Returns the digests for which all chosen images are idle, each with what it may not
         evict: what others wait for."""
-        kept = {r.digest for r in self.device.residents() if r.digest in waited_for}
+        needed = {r.digest for r in self.device.residents() if r.digest in waited_for}
         return [
-            (digest, kept - chosen)
+            (digest, needed - chosen)
             for digest, chosen in self._chosen.items()
             if not self._is_in_use(digest)
         ]
@@ -126,8 +125,8 @@ class Placement:
             self.tiers.mark_ready(self.drains.start(digest, load.header, keep))
 
     def reserve_drained(self, now_s: float) -> list[Resident]:
-        """Gives what has drained to the load that it drained for, whatever is due before that by
-        now; else all would wait for each other. Returns what was evicted."""
+        """Reserves what has drained for the load that it drained for, even if others are due before
+        it by now: else all would wait for each other. Returns what was evicted."""
         if not self.drains:
             return []
         evicted: list[Resident] = []

@@ -13,7 +13,7 @@ _REBASE_EXPONENT = 512.0  # scores grow with time instead of shrinking; before t
 
 
 class Popularity:
-    """A request counts 1 when it comes and half of it `half_life_s` later.
+    """A request counts 1 when it arrives and half of it `half_life_s` later.
 
     Scores are stored as of a common moment: all fade alike, so that their order does not change
     with time, and nothing is updated as it passes.

@@ -1,7 +1,7 @@
-"""Brings adapters before a request asks for them, within a share of the bandwidth.
+"""Loads adapters before a request needs them, within a share of the bandwidth.
 
-`PrefetchPolicy` chooses, over plain data; time comes with every call. `Prefetcher` applies it to
-the same loads and memory as all other loads.
+`PrefetchPolicy` chooses, over plain data; it has no clock. `Prefetcher` carries the choice out with
+the same loads and memory as any other load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ would displace each other for ever."""
 CHECK_INTERVAL_S = 0.25
 """Least time between two searches for something to prefetch."""
 BACKOFF_S = 10.0
-"""How long an image that found no memory is not tried again."""
+"""Time before an image that found no memory is tried again."""
 
 
 class ByteBudget:
@@ -101,7 +101,7 @@ class PrefetchPolicy:
     # Traffic.
 
     def on_request(self, digest: str, now_s: float, *, count: bool = True) -> None:
-        """Records that somebody waits for it; if it is current, it becomes an ordinary load.
+        """Records a waiter; if the digest is current, it becomes an ordinary load.
         `count`: it is a request, of which there may be more."""
         if count:
             self.popularity.record(digest, now_s)
@@ -231,7 +231,7 @@ class Prefetcher:
         return self.policy.next_check_s()
 
     def is_prefetching(self, digest: str) -> bool:
-        """Returns whether it is on its way, and no request has asked for it."""
+        """Returns whether it is on its way without a waiter."""
         return self.policy is not None and self.policy.current == digest
 
     def reserve(self, digest: str, load: Load, now_s: float) -> bool:
@@ -294,7 +294,7 @@ class Prefetcher:
                     self.policy.on_evicted(digest)
 
     def on_unloaded(self, digest: str) -> None:
-        """Records that an operator unloaded it: it is not brought back before a request."""
+        """Records that an operator unloaded it: it is not prefetched before another request."""
         if self.policy is not None:
             self.policy.forget(digest)
             self.policy.on_evicted(digest)

@@ -1,4 +1,4 @@
-"""One pull: what is verified so far, where the bytes go, and what it says to the engine."""
+"""One pull: its verified progress, the memory that it writes to, and its events for the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servicekit.errors import ServiceError
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, use_span
 
 PULL_METHOD = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
-"""As traces name it."""
+"""The RPC's name in traces."""
 
 
 class ImageSink:
@@ -26,7 +26,7 @@ class ImageSink:
         self._extents = sorted(extents, key=lambda extent: extent.image_offset)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """The bytes must lie within the image."""
+        """Writes bytes that must lie within the image."""
         view, written = memoryview(data), 0
         for extent in self._extents:
             start = max(offset, extent.image_offset)
@@ -40,8 +40,11 @@ class ImageSink:
 
 @dataclass
 class Progress:
-    """What of an image is verified: `offset` bytes, in parts of these hashes. `sink` is where they
-    went; without one the image waits for room. `avoid` are sources that have failed this pull."""
+    """The verified part of an image: `offset` bytes, in parts with these hashes.
+
+    `sink` is where they were written; None until memory is granted. `avoid` are the sources that
+    have failed this pull.
+    """
 
     header: ImageHeader | None = None
     offset: int = 0
@@ -57,8 +60,8 @@ class Progress:
     def restart(self) -> None:
         self.offset, self.part_hashes = 0, []
 
-    def blame_source(self) -> None:
-        """The next attempt goes elsewhere; once all have failed in turn, it begins anew."""
+    def avoid_source(self) -> None:
+        """Makes the next attempt use another source; once all have failed, any."""
         self.avoid = _with(self.source, self.avoid)
 
 
@@ -66,20 +69,20 @@ def _with(source: str, avoid: frozenset[str]) -> frozenset[str]:
     return frozenset({source}) if source in avoid else avoid | {source}
 
 
-class _NoRoom:
-    """The answer to a pull that waits for room."""
+class _Denied:
+    """Answers a thread that waits for a grant: there is no memory now."""
 
 
 class Parked(Exception):
-    """No room came in time; whoever grants it queues the job again."""
+    """Ends an attempt whose grant did not come in time; `PullJob.grant` resumes the job."""
 
 
 class PullJob:
-    """One digest on its way. The engine's thread owns it together with the puller; `progress`
-    belongs to the pull thread that works on it.
+    """One image being pulled. The engine's thread and the puller share it; `progress` belongs to
+    the pull thread that works on it.
 
     `last_progress_s` is when bytes last arrived, on the monotonic clock. `avoid` are sources to be
-    asked last. `trace` is set where it is traced: each attempt is then one of `spans`.
+    tried last. `trace` is set where the load is traced: each attempt is then one of `spans`.
     """
 
     def __init__(self, digest: str, layout_id: str, avoid: frozenset[str] = frozenset()) -> None:
@@ -89,7 +92,7 @@ class PullJob:
         self.trace: OpenSpan | None = None
         self.spans: list[Span] = []
         self.last_progress_s = time.monotonic()
-        self._grants: queue.SimpleQueue[ImageSink | _NoRoom | None] = queue.SimpleQueue()
+        self._grants: queue.SimpleQueue[ImageSink | _Denied | None] = queue.SimpleQueue()
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
         self._stream: PullStream | None = None
@@ -101,20 +104,20 @@ class PullJob:
         return self._cancelled.is_set()
 
     def grant(self, sink: ImageSink) -> bool:
-        """Room for the image. True: the job is parked, and must be queued again."""
+        """Grants memory for the image; returns whether the job is parked and must be requeued."""
         with self._lock:
             self._grants.put(sink)
             was_parked, self._is_parked = self._is_parked, False
             return was_parked
 
     def park(self) -> None:
-        """There is no room now: a thread that waits for it gives up at once."""
+        """Ends a thread's wait for a grant at once, as there is no memory now."""
         with self._lock:
             if not self._is_parked:
-                self._grants.put(_NoRoom())
+                self._grants.put(_Denied())
 
     def cancel(self) -> bool:
-        """Ends the pull. True: it is parked, so that nobody will report its end."""
+        """Ends the pull; returns whether it is parked, so that no thread will report its end."""
         self._cancelled.set()
         stream = self._stream
         if stream is not None:
@@ -131,11 +134,11 @@ class PullJob:
             stream.cancel()
 
     def detach(self) -> None:
-        """Nothing is to come from the stream any more."""
+        """Forgets the stream, which has ended."""
         self._stream = None
 
-    def leave_if_silent(self, seconds: float) -> bool:
-        """Ends the stream if nothing came for so long; the pull goes on with another."""
+    def end_silent_stream(self, seconds: float) -> bool:
+        """Ends the stream if nothing arrived for so long; the pull continues with another."""
         stream = self._silent_stream(seconds)
         if stream is None:
             return False
@@ -144,7 +147,7 @@ class PullJob:
         return True
 
     def bad_sources(self, seconds: float) -> frozenset[str]:
-        """Those that failed this pull, and one that is asked and sent nothing for so long."""
+        """Returns the sources that failed this pull, and a current one that was silent so long."""
         stream = self._silent_stream(seconds)
         avoid = self.progress.avoid
         return avoid if stream is None else _with(stream.source, avoid)
@@ -155,13 +158,13 @@ class PullJob:
         return None if time.monotonic() - since_s < seconds else stream
 
     def wait_for_grant(self, timeout_s: float) -> ImageSink | None:
-        """The room granted, or None if the job is cancelled. Raises Parked if neither came in
-        time: the job is no longer the caller's."""
-        answer: ImageSink | _NoRoom | None = _NoRoom()
+        """Returns the memory granted, or None if the job is cancelled. Raises Parked if neither
+        happens in time: the job is no longer the caller's then."""
+        answer: ImageSink | _Denied | None = _Denied()
         with contextlib.suppress(queue.Empty):
             answer = self._grants.get(timeout=timeout_s)
         with self._lock:
-            while isinstance(answer, _NoRoom):
+            while isinstance(answer, _Denied):
                 if self._grants.empty():
                     self._is_parked = True
                     raise Parked
@@ -169,8 +172,8 @@ class PullJob:
         return answer
 
     @contextlib.contextmanager
-    def attempting(self) -> Iterator[None]:
-        """An attempt, as a span: what is asked of the store meanwhile is a part of it."""
+    def traced_attempt(self) -> Iterator[None]:
+        """Records an attempt as a span, the parent of calls to the store within it."""
         if self.trace is None:
             yield
             return
@@ -200,8 +203,8 @@ class PullJob:
 
 @dataclass(frozen=True, slots=True)
 class PullOpened:
-    """The size is known; the job waits for room. Comes again if the image's identity changed, and
-    then the earlier grant is void."""
+    """Reports that the size is known and the job waits for a grant. Posted again if the image's
+    identity changed; the earlier grant is void then."""
 
     job: PullJob
     header: ImageHeader
@@ -209,14 +212,14 @@ class PullOpened:
 
 @dataclass(frozen=True, slots=True)
 class PullDone:
-    """Every byte is in the granted memory and verified."""
+    """Reports that every byte is in the granted memory and verified."""
 
     job: PullJob
 
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """The job writes no more. `error` is None when it was cancelled."""
+    """Reports that the job writes no more. `error` is None when it was cancelled."""
 
     job: PullJob
     error: ServiceError | None
@@ -226,9 +229,10 @@ PullEvent = PullOpened | PullDone | PullFailed
 
 
 AVOID_S = 300.0
-"""A source that was silent for long has had time to recover."""
+"""Time that a silent source gets to recover before it is tried first again."""
 SILENT_SHARE = 0.8
-"""Of the time that requests wait: a source may have been asked when that had begun."""
+"""Part of the time that requests wait after which a source counts as silent: the attempt may have
+started later than the wait."""
 
 
 @dataclass

@@ -1,10 +1,9 @@
-"""Pulls images from the store in threads of its own; the engine hears of them by messages.
+"""Pulls images from the store in threads of its own, which report to the engine by events.
 
-A pull asks for room when it knows the image's size (`PullOpened`), waits for the engine's grant,
-then writes straight into the granted memory, verifying every part before it counts. A lost
-stream is resumed at the last verified part, from another replica of the store if there is one. A
-pull that gets no room soon is parked: it gives its
-thread back and starts its stream anew when there is room.
+A pull posts `PullOpened` when it knows the image's size, waits for the engine's grant of memory,
+then writes straight into it, verifying every part before it counts. A lost stream is resumed at the
+last verified part, from another replica of the store if there is one. A pull that gets no grant
+soon is parked: it frees its thread, and restarts its stream when there is memory.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ log = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 PARK_AFTER_S = 0.05
-"""How long a thread waits for room: longer than a step, shorter than a generation."""
+"""How long a thread waits for a grant: longer than a step, shorter than a generation."""
 SILENCE_S = 15.0
-"""A source that sends nothing for longer, although it is there, is left for another. Longer than a
-store lets a pull wait for memory, for another replica and for a compiler together."""
+"""How long a connected source may send nothing before another is tried: longer than a store lets a
+pull wait for memory, for another replica and for a compiler together."""
 SILENCE_POLL_S = 0.5
 PULL_NICENESS = 5
-"""A third of what an ordinary thread gets, where both want the same core."""
+"""Niceness of pull threads: a third of an ordinary thread's time on a core that both need."""
 MAX_CORRUPT = 2
-"""Bytes that fail their hash are pulled again, once."""
+"""Attempts whose bytes fail their hash before the pull fails."""
 
 
 class _Cancelled(Exception):
@@ -60,7 +59,7 @@ class _Cancelled(Exception):
 
 
 class Puller:
-    """A fixed number of threads that pull, started once.
+    """Pulls with a fixed number of threads.
 
     `post` is called from them with PullEvents and must be thread-safe. `check_header` raises
     CorruptImage for a header that does not fit the layout.
@@ -95,7 +94,7 @@ class Puller:
         self._jobs.put(job)
 
     def cancel(self, job: PullJob) -> None:
-        """Ends a job; its PullFailed, without error, says when it no longer writes."""
+        """Ends a job; its PullFailed, without an error, is posted once it no longer writes."""
         if job.cancel():
             self._post(PullFailed(job, None))
 
@@ -108,7 +107,7 @@ class Puller:
             thread.join()
 
     def _work(self) -> None:
-        _give_way()
+        _lower_priority()
         while (job := self._jobs.get()) is not None:
             self._active.add(job)
             event = self._pull(job)
@@ -117,20 +116,20 @@ class Puller:
                 self._post(event)
 
     def _watch(self) -> None:
-        """Nobody reads from a stream that is silent but the thread that waits for it."""
+        """Ends silent streams; their own threads only wait for the next message."""
         while not self._closing.wait(SILENCE_POLL_S):
             for job in list(self._active):
-                if job.leave_if_silent(SILENCE_S):
+                if job.end_silent_stream(SILENCE_S):
                     facts = {"digest": job.digest, "seconds": SILENCE_S}
-                    log.warning("pull: nothing came", extra=facts)
+                    log.warning("pull: source is silent", extra=facts)
 
     def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
-        """Works on a job until it ends or, None, is parked."""
+        """Works on a job until it ends; returns None if it is parked."""
         num_failed = 0
         while not job.is_cancelled:
             verified = job.progress.offset
             try:
-                with job.attempting():
+                with job.traced_attempt():
                     self._stream(job)
                 return PullDone(job)
             except Parked:
@@ -138,7 +137,7 @@ class Puller:
             except _Cancelled:
                 break
             except StoreUnavailable:
-                job.progress.blame_source()
+                job.progress.avoid_source()
                 num_failed = 0 if job.progress.offset > verified else num_failed
                 delay_s = RETRY_DELAYS_S[min(num_failed, len(RETRY_DELAYS_S) - 1)]
                 num_failed += 1
@@ -146,7 +145,7 @@ class Puller:
             except CorruptImage as error:
                 facts = {"digest": job.digest, "why": error.message}
                 log.warning("pull: bytes that fail their hash", extra=facts)
-                job.progress.blame_source()
+                job.progress.avoid_source()
                 job.progress.num_corrupt += 1
                 if job.progress.num_corrupt >= MAX_CORRUPT:
                     return PullFailed(job, error)
@@ -189,7 +188,7 @@ class Puller:
         raise StoreUnavailable("the image stream ended before its trailer")
 
     def _open(self, job: PullJob, header: PullMessage | None) -> None:
-        """Checks that the stream goes on where it was asked to; if not, begins anew."""
+        """Checks that the stream resumes at the requested offset; restarts the image if not."""
         progress = job.progress
         if not isinstance(header, ImageHeader):
             raise StoreUnavailable("the image stream ended before its header")
@@ -200,7 +199,7 @@ class Puller:
             if header.offset == progress.offset:
                 return
         if header.offset != 0 or (header.digest, header.layout_id) != (job.digest, job.layout_id):
-            raise CorruptImage("the store sent another image than was asked for")
+            raise CorruptImage("the store sent another image than was requested")
         self._check_header(header)
         job.last_progress_s = time.monotonic()
         progress.begin(header)
@@ -214,9 +213,9 @@ class Puller:
         return sink
 
 
-def _give_way() -> None:
-    """The calling thread computes when nothing else wants to: a step that waits for a core which
-    hashes an image is late by as much. Linux gives each thread a priority of its own."""
+def _lower_priority() -> None:
+    """Lowers the calling thread's priority, so that no step waits for a core that hashes an image.
+    Only Linux has a priority for each thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PULL_NICENESS)

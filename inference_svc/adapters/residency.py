@@ -1,4 +1,4 @@
-"""Who waits for which adapter, who uses it, and what operators ask for.
+"""Tracks who waits for which adapter and who uses it, for requests and operators.
 
 `build_residency` wires the parts: a `Loader` that moves `Loads`, the `MemoryTiers` that they end
 in, the `Placement` that reserves memory there, and a `Prefetcher`. Each knows only those that were
@@ -118,7 +118,7 @@ class Residency:
     # The engine's step.
 
     def set_layout(self, layout_id: str) -> None:
-        """Lets pulls start, now that the store knows our layout by this id."""
+        """Lets pulls start; the store knows our layout by this id."""
         self.loader.set_layout(layout_id)
 
     def on_pull_event(self, event: PullEvent, now_s: float) -> None:

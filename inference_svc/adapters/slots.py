@@ -88,7 +88,7 @@ class Shape:
 class Slots:
     """Images in a memory of `capacity` bytes, at most `max_images` of them.
 
-    `largest` is the shape of the largest admissible image: pins must always leave room for it, so
+    `largest` is the shape of the largest admissible image: pins always leave room for it, so
     that they can never stop others from loading.
     """
 
@@ -115,7 +115,7 @@ class Slots:
         return list(self._by_digest.values())
 
     def last_used_first(self) -> Iterator[Resident]:
-        """Iterates over the images; nothing may change meanwhile."""
+        """Iterates over the images, which must not change during that."""
         return reversed(self._by_digest.values())
 
     @property
@@ -170,8 +170,8 @@ class Slots:
         return Reservation(resident, victims)
 
     def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
-        """Returns the images to drain to make room for this one, those with few users first; None
-        if that does not suffice."""
+        """Returns the images to drain for this one, those with few users first; None if that does
+        not suffice."""
         idle_first = sorted(self._by_digest.values(), key=lambda resident: resident.users)
         planned = [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
         return self._until_fits(header.total_bytes, target_cuts(header), planned)
@@ -290,5 +290,5 @@ def inadmissible_reason(header: ImageHeader, max_rank: int, tiers: Iterable[Slot
     if header.rank > max_rank:
         return f"rank {header.rank}, above max_lora_rank {max_rank}"
     if not all(slots.admits(header) for slots in tiers):
-        return f"{header.total_bytes} bytes, more than the memory for adapters can give"
+        return f"{header.total_bytes} bytes, more than the memory for adapters can hold"
     return None

@@ -1,4 +1,4 @@
-"""The two memories that hold images, the host tier and the arena, and what changes in the arena.
+"""The two memories that hold images, the host tier and the arena, and changes to the arena.
 
 Plain bookkeeping: changes to the arena are data that ride in a batch; `Arena.apply` makes them.
 """
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_HOST_IMAGES = 1 << 16
 STEP_COPY_BYTES = 24 << 20
-"""Bytes copied before one step: some 5 ms where a core copies 5 GB/s. Copying all that a burst of
-requests waits for at once would hold up everybody who decodes for many times a step's length."""
+"""Bytes copied before one step: some 5 ms where a core copies 5 GB/s. Copying everything that a
+burst of requests waits for at once would delay every decode by many times a step's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class TableClear:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Starts to copy an image from the host tier into the arena; a TableWrite follows once it is
+    """Starts to copy an image from the host tier into the arena; a TableWrite is due once it is
     complete."""
 
     host: Resident
@@ -64,7 +64,7 @@ class PendingChanges:
     def pop(self, max_copied_bytes: int | None) -> tuple[ResidencyChange, ...]:
         """Removes and returns all but the copies that exceed `max_copied_bytes`.
 
-        The first copy is returned whatever its size, and those left out come first the next time.
+        The first copy is returned whatever its size; those left out are the first the next time.
         What overtakes them concerns other images: an image that is being copied does not change.
         """
         popped: list[ResidencyChange] = []

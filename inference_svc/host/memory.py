@@ -16,7 +16,7 @@ V1_UNLIMITED_BYTES = 1 << 62
 
 
 class ControlGroup(NamedTuple):
-    """A folder that may exist; `is_v1` says which version's files it holds."""
+    """A control group's folder, which may not exist; `is_v1`: it holds the files of version 1."""
 
     folder: Path
     is_v1: bool

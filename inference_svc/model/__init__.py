@@ -2,10 +2,10 @@
 
 architectures  The supported architectures, one row each, and the keys of their config.json.
 geometry       The shapes and constants of a decoder, from config.json.
-rope           Rotary position embedding: its parameters, and the frequencies that they give.
+rope           Rotary position embedding: its parameters, and their frequencies.
 weights        The safetensors of a model directory, read into the decoder's buffers.
 decoder        The decoder in torch.
 layers         The decoder's parts: linear, norm, rotary embedding, activation.
 inputs         A batch as the tensors of one step.
-lora           Where adapters enter the decoder, as a Protocol.
+lora           The Protocol by which adapters enter the decoder.
 """

@@ -1,4 +1,4 @@
-"""The supported architectures, one row each, and what becomes of every key of their config.json.
+"""The supported architectures, one row each, and the treatment of every key of config.json.
 
 A Llama-like architecture is added by a row in `ARCHITECTURES` (and one in `test_parity.py`, which
 compares its logits with those of transformers).
@@ -20,7 +20,7 @@ from inference_svc.errors import UnsupportedModel
 
 
 class SlidingWindow(enum.Enum):
-    """Which layers see only a window of positions, and the config keys that say so.
+    """The layers that attend only to a window of positions; values are the config keys read.
 
     EVERY_LAYER: all, if `sliding_window` is not null. SOME_LAYERS: if `use_sliding_window`, those
     that `layer_types` names, or else those from `max_window_layers` on.
@@ -33,9 +33,9 @@ class SlidingWindow(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What distinguishes one architecture from Llama's decoder without biases.
+    """The differences of an architecture from Llama's decoder without biases.
 
-    `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the key of config.json that says which.
+    `qkv_bias`, `o_bias` and `mlp_bias` are True, False, or the key of config.json that decides.
     `qk_norm`: queries and keys are normalised per head. `defaults` are what transformers assumes
     for keys that config.json leaves out, where that differs from `DEFAULTS`.
     """
@@ -69,8 +69,8 @@ DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
-"""What transformers assumes for a key that config.json leaves out, where an architecture does not
-say otherwise. A bias that is left out is absent."""
+"""Values that transformers assumes for keys that config.json leaves out, unless an architecture's
+`defaults` differ. A bias that is left out is absent."""
 
 _QWEN_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151936,

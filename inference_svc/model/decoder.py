@@ -22,7 +22,7 @@ from kernels.attention import KVCache, attend, rotate_and_store
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What every layer of one step shares."""
+    """A step's data that all layers share."""
 
     inputs: StepInputs
     rotation: Rotation

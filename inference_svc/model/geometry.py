@@ -181,7 +181,7 @@ def _positive(values: Mapping[str, Any], key: str) -> int:
 def _count(values: Mapping[str, Any], key: str) -> int:
     value = values[key]
     if type(value) is not int or value < 0:
-        raise _unsupported(key, value, "must be a whole number, not negative")
+        raise _unsupported(key, value, "must be an integer, not negative")
     return value
 
 

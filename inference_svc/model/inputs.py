@@ -14,11 +14,11 @@ from kernels.attention import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the decoder reads in one step; T tokens, in the order of the batch's rows.
+    """The decoder's inputs of one step: T tokens, in the order of the batch's rows.
 
     `token_ids` and `positions` are int64 [T]. `logit_rows` int64 holds, for each row that samples,
     in row order, the index of its last token: only these get logits. `attention` holds where keys
-    and values go and what each token sees.
+    and values are stored and what each token attends to.
     """
 
     token_ids: Tensor
@@ -34,7 +34,7 @@ class StepInputs:
         starts = np.asarray([row.start for row in batch.rows], dtype=np.int64)
         counts = np.asarray([row.num_tokens for row in batch.rows], dtype=np.int64)
         ends = np.cumsum(counts)
-        assert len(token_ids) == ends[-1], "a row asks for tokens that are not known yet"
+        assert len(token_ids) == ends[-1], "a row has tokens that are not known yet"
         positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - counts), counts)
         samples = np.asarray([row.samples for row in batch.rows], dtype=np.bool_)
         return cls(

@@ -13,7 +13,7 @@ from inference_svc.model.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x @ weight.T + bias. Everything the decoder projects goes through here."""
+    """Computes x @ weight.T + bias."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -29,8 +29,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension; fp32 up to the product with the
-    weight, which is in x's dtype."""
+    """Computes weight * x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 up to the
+    product with the weight, which is in x's dtype."""
 
     weight: Tensor
     eps: float
@@ -52,14 +52,14 @@ class Rotation:
     sin: Tensor
 
     def __call__(self, heads: Tensor) -> Tensor:
-        """heads: [T, num_heads, head_dim]; element i turns with element i + head_dim / 2."""
+        """heads: [T, num_heads, head_dim]; element i is rotated with element i + head_dim / 2."""
         swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
         return (heads * self.cos).addcmul_(swapped, self.sin)
 
 
 class RotaryEmbedding:
-    """Angles from positions. They are computed once per step instead of being kept for every
-    position of a long context; each depends on its own position alone."""
+    """Computes angles from positions, once per step instead of storing them for every position of
+    a long context; each depends on its own position alone."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self._inverse_frequencies = rope.inverse_frequencies(head_dim).to(device)
@@ -74,6 +74,6 @@ class RotaryEmbedding:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
+    """Returns silu(gate) * up. gate_up: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

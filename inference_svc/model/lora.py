@@ -1,4 +1,4 @@
-"""Where adapters enter the decoder."""
+"""The Protocol by which adapters enter the decoder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding: the parameters of config.json, and the frequencies they mean.
+"""Rotary position embedding: the parameters in config.json, and their frequencies.
 
 The formulas are those of transformers' `modeling_rope_utils`; only kinds whose frequencies do not
-depend on what ran before are served.
+depend on the sequence's length so far are supported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rope:
     truncate: bool = True
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """fp32 [head_dim / 2], on the CPU; position p turns pair i by p * result[i]."""
+        """Returns fp32 [head_dim / 2], on the CPU; position p rotates pair i by p * result[i]."""
         steps = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         plain = 1.0 / (self.rope_theta**steps)
         if self.rope_type == "linear":
@@ -69,7 +69,7 @@ class Rope:
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -79,7 +79,7 @@ class Rope:
         return _mscale(self.factor, 1.0)
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+        """Stretches long waves by `factor`, leaves short ones, and interpolates between them."""
         context = self.original_max_position_embeddings
         wavelengths = 2 * math.pi / plain
         is_long = wavelengths > context / self.low_freq_factor
@@ -91,7 +91,7 @@ class Rope:
         return torch.where(is_long, plain / self.factor, torch.where(is_short, plain, between))
 
     def _yarn(self, periods: Tensor, head_dim: int) -> Tensor:
-        """A ramp over the dimensions, from kept frequencies to ones divided by `factor`."""
+        """Ramps over the dimensions, from original frequencies to those divided by `factor`."""
 
         def dimension(rotations: float) -> float:
             ratio = self.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -104,8 +104,8 @@ class Rope:
         if low == high:
             high += 0.001
         ramp = ((torch.arange(head_dim // 2, dtype=torch.float) - low) / (high - low)).clamp(0, 1)
-        kept = 1 - ramp
-        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+        original = 1 - ramp
+        return 1.0 / (self.factor * periods) * (1 - original) + 1.0 / periods * original
 
 
 def _mscale(scale: float, mscale: float) -> float:
@@ -154,7 +154,7 @@ def _fill_defaults(
     max_position_embeddings: int,
 ) -> None:
     if kind in {"llama3", "yarn"}:
-        # A value beside the rope parameters wins over the one among them, as in transformers.
+        # A value next to the rope parameters overrides the one among them, as in transformers.
         outer = config.get("original_max_position_embeddings")
         inner = numbers.get("original_max_position_embeddings", max_position_embeddings)
         numbers["original_max_position_embeddings"] = outer or inner
