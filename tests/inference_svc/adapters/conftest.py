@@ -19,6 +19,7 @@ from inference_svc.adapters.image_source import (
     Segment,
 )
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
+from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 LAYOUT_ID = "sha256:layout"
@@ -48,6 +49,13 @@ def make_image(digest: str, rank: int, targets: tuple[int, ...] = (0, 1, 2)) -> 
     data = torch.randn(position // 4, generator=generator).numpy().tobytes()
     header = ImageHeader(f"id-{digest}", digest, LAYOUT_ID, 1, position, tuple(segments))
     return TestImage(header, data, tuple(ends))
+
+
+def reserve(slots: Slots, header: ImageHeader) -> Resident:
+    """Reserves memory that must be there."""
+    reservation = slots.reserve(header)
+    assert reservation is not None
+    return reservation.resident
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Residency without an engine around it."""
+"""A residency without an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUT_ID = "sha256:layout"
 
 
 class Loop:
-    """The engine's part in residency, without an engine: events in, changes applied."""
+    """Does the engine's part: hands events to a residency and applies its changes."""
 
     def __init__(self, store, layout: ModelLayout, arena_bytes: int, host_bytes: int) -> None:
         self.events: queue.SimpleQueue[PullEvent] = queue.SimpleQueue()
@@ -35,7 +35,7 @@ class Loop:
         self.failures: list[tuple[str, Exception]] = []
         self.queue: list[str] = []
 
-    def turn(self, timeout_s: float = 0.02) -> None:
+    def step(self, timeout_s: float = 0.02) -> None:
         with contextlib.suppress(queue.Empty):
             self.residency.on_pull_event(self.events.get(timeout=timeout_s), time.monotonic())
         self.residency.advance(time.monotonic(), [(digest, True) for digest in self.queue])
@@ -48,10 +48,10 @@ class Loop:
         deadline = time.monotonic() + 10
         while not condition():
             assert time.monotonic() < deadline, "nothing happened"
-            self.turn()
+            self.step()
 
     def load(self, digest: str) -> int:
-        """Wants, waits and acquires."""
+        """Waits for the adapter and acquires it."""
         self.residency.add_waiter(digest, time.monotonic())
         self.until(lambda: self.residency.is_resident(digest))
         return self.residency.acquire(digest)

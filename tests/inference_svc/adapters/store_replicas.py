@@ -27,7 +27,7 @@ Hook = Callable[[int, grpc.ServicerContext], None]
 @dataclass(eq=False)
 class Replica(pb_grpc.AdapterStoreServiceServicer):
     """`hook` runs before each part is sent, with its number, and before the trailer; it may wait,
-    or abort. `pulls` are the digests and offsets asked for."""
+    or abort. `pulls` are the digests and offsets requested."""
 
     images: dict[str, TestImage]
     hook: Hook = lambda part, context: None

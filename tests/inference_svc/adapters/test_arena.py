@@ -1,4 +1,4 @@
-"""An image on its way from the host tier is nobody's until it lies in the arena."""
+"""Copies from the host tier into the arena, and the table's rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import pytest
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.image_source import ImageHeader
-from inference_svc.adapters.slots import Resident, Slots
-from inference_svc.adapters.tiers import (
-    HostCopy,
-    HostTier,
-    PendingChanges,
-    TableClear,
-    TableWrite,
-)
-from inference_svc.errors import AdapterUnusable
-from tests.inference_svc.adapters.test_residency import Loop, assert_computes
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostCopy, HostTier, TableWrite
+from tests.inference_svc.adapters.conftest import reserve
 
 GPU = pytest.param(
     "cuda",
@@ -29,14 +21,8 @@ GPU = pytest.param(
 )
 
 
-def reserve(slots: Slots, header: ImageHeader) -> Resident:
-    reservation = slots.reserve(header)
-    assert reservation is not None
-    return reservation.resident
-
-
 @pytest.mark.parametrize("device_name", ["cpu", GPU])
-def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
+def test_copy_is_visible_once_complete(store, layout, device_name) -> None:
     device = torch.device(device_name)
     image = store.add("aaaa")
     host = HostTier(1 << 20, pin_memory=device.type == "cuda")
@@ -60,60 +46,9 @@ def test_a_copy_shows_when_it_has_completed(store, layout, device_name) -> None:
     assert arena.table.ranks.any()
 
 
-def test_a_burst_is_copied_in_several_steps(store, layout) -> None:
-    """So that none waits for more than a part of it, and each adapter may start before the rest."""
-    loop = Loop(store, layout, 16384, 1 << 20)
-    residency, host = loop.residency, loop.residency.host
-    assert host is not None
-    for digest in ("cold", "aaaa", "bbbb", "cccc"):
-        store.add(digest)
-        loop.load(digest)
-        residency.release(digest)
-    assert len(host.slots) == 4
-    assert len(residency.device) == 2
-    host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
-    for digest in ("cold", "aaaa"):
-        residency.add_waiter(digest, 0.0)
-    residency.advance(0.0, [("cold", False), ("aaaa", False)])
-    for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
-        changes = residency.pop_changes()
-        copies = [change for change in changes if isinstance(change, HostCopy)]
-        assert [copy.resident.digest for copy in copies] == [copied]
-        loop.arena.apply(changes)
-        residency.check_integrity(residency.waiters)
-        residency.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
-        assert residency.is_resident(copied)
-        if waiting:
-            assert residency.is_copying, "there is more to be done"
-            assert not residency.is_resident(waiting)
-            with pytest.raises(AdapterUnusable, match="still loading"):
-                residency.unload(waiting)
-    loop.arena.apply(residency.pop_changes())
-    for digest in ("cold", "aaaa"):
-        assert_computes(loop, store, digest, residency.acquire(digest))
-    assert not residency.is_copying
-    loop.puller.close()
-
-
-def test_what_runs_beside_the_steps_is_not_held_back(store, layout) -> None:
-    image = store.add("aaaa")
-    resident = reserve(Slots(16384, 4), image.header)
-    pending = PendingChanges()
-    copies = [HostCopy(resident, resident)] * 3
-    for change in (*copies, TableClear(0)):
-        pending.append(change)
-    assert pending.pop(None) == (*copies, TableClear(0))
-    for change in (*copies, TableClear(0)):
-        pending.append(change)
-    assert pending.pop(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
-    assert pending.pop(1) == (copies[1],)
-    assert pending.pop(1) == (copies[2],)
-    assert pending.pop(1) == ()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_waits_for_the_steps_before_it(store, layout) -> None:
+def test_copy_waits_for_earlier_steps(store, layout) -> None:
     """What read the extent before is still at work when its bytes are given away."""
     image = store.add("aaaa")
     host = HostTier(1 << 20, pin_memory=True)

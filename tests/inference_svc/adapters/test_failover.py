@@ -71,9 +71,7 @@ def load_all(loop: Loop, digests: list[str]) -> None:
         loop.residency.unload(digest)
 
 
-def test_each_replica_serves_its_share_and_a_dead_one_moves_only_its_own(
-    site: Site, layout: ModelLayout
-) -> None:
+def test_dead_replica_moves_only_its_share(site: Site, layout: ModelLayout) -> None:
     for digest in DIGESTS:
         site.add(digest)
     loop = Loop(site.client, layout, 16384, 0)
@@ -108,9 +106,7 @@ def test_each_replica_serves_its_share_and_a_dead_one_moves_only_its_own(
 # --- a replica fails while it streams -----------------------------------------------------------
 
 
-def test_a_replica_that_is_killed_is_resumed_at_the_next_where_it_stopped(
-    site: Site, loop: Loop
-) -> None:
+def test_pull_resumes_at_another_replica(site: Site, loop: Loop) -> None:
     image = site.add("aaaa")
     first, second, third = site.order("aaaa")
     first.hook = stop = Stop(1)
@@ -129,7 +125,7 @@ def test_a_replica_that_is_killed_is_resumed_at_the_next_where_it_stopped(
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "DATA_LOSS", "INTERNAL", "RESOURCE_EXHAUSTED"])
 @pytest.mark.parametrize("part", [0, 2, 3])
-def test_a_stream_that_ends_early_goes_on_elsewhere(
+def test_truncated_stream_resumes_elsewhere(
     site: Site, layout: ModelLayout, code: str, part: int
 ) -> None:
     image = site.add("aaaa")
@@ -145,7 +141,7 @@ def test_a_stream_that_ends_early_goes_on_elsewhere(
     loop.puller.close()
 
 
-def test_all_replicas_are_tried_in_turn_until_one_is_well(site: Site, loop: Loop) -> None:
+def test_all_replicas_are_tried(site: Site, loop: Loop) -> None:
     site.add("aaaa")
     for server in site.servers:
         server.hook = abort(1, grpc.StatusCode.UNAVAILABLE)
@@ -156,9 +152,7 @@ def test_all_replicas_are_tried_in_turn_until_one_is_well(site: Site, loop: Loop
     assert_computes(loop, site, "aaaa", loop.residency.acquire("aaaa"))
 
 
-def test_bytes_that_are_damaged_at_one_replica_are_pulled_from_another(
-    site: Site, loop: Loop
-) -> None:
+def test_corrupt_bytes_are_pulled_from_another_replica(site: Site, loop: Loop) -> None:
     good = site.add("aaaa")
     first, second, _ = site.order("aaaa")
     damaged = good.data[:-1] + bytes([good.data[-1] ^ 1])
@@ -172,7 +166,7 @@ def test_bytes_that_are_damaged_at_one_replica_are_pulled_from_another(
 # --- what ends a pull ---------------------------------------------------------------------------
 
 
-def test_an_adapter_that_turns_out_unusable_ends_at_once(site: Site, loop: Loop) -> None:
+def test_unusable_adapter_fails_at_once(site: Site, loop: Loop) -> None:
     """After its header, and after bytes of it: found while the store compiles it."""
     for part, digest in enumerate(("aaaa", "bbbb")):
         site.add(digest)
@@ -181,14 +175,14 @@ def test_an_adapter_that_turns_out_unusable_ends_at_once(site: Site, loop: Loop)
         error = failure_of(loop, digest)
         assert isinstance(error, AdapterUnusable)
         assert error.message == "ended by the store"
-        assert all(asked != digest for other in others for asked, _ in other.pulls)
+        assert all(tried != digest for other in others for tried, _ in other.pulls)
         loop.failures.clear()
         first.hook = lambda part, context: None
     site.add("good")
     assert_computes(loop, site, "good", loop.load("good"))
 
 
-def test_what_is_lost_everywhere_is_corrupt(site: Site, loop: Loop) -> None:
+def test_corrupt_everywhere_fails(site: Site, loop: Loop) -> None:
     site.add("aaaa")
     for server in site.servers:
         server.hook = abort(1, grpc.StatusCode.DATA_LOSS)
@@ -196,22 +190,22 @@ def test_what_is_lost_everywhere_is_corrupt(site: Site, loop: Loop) -> None:
     assert sum(len(server.pulls) for server in site.servers) == 2
 
 
-def test_unknown_at_one_replica_is_asked_of_the_others(site: Site, loop: Loop) -> None:
+def test_unknown_at_one_replica_is_found_at_another(site: Site, loop: Loop) -> None:
     site.add("aaaa")
     first, second, _ = site.order("aaaa")
     first.images = {}
     assert_computes(loop, site, "aaaa", loop.load("aaaa"))
     assert second.pulls == [("aaaa", 0)]
     assert isinstance(failure_of(loop, "none"), AdapterNotFound)
-    asked = [server.address for server in site.servers for d, _ in server.pulls if d == "none"]
-    assert sorted(asked) == sorted(server.address for server in site.servers)
+    tried = [server.address for server in site.servers for d, _ in server.pulls if d == "none"]
+    assert sorted(tried) == sorted(server.address for server in site.servers)
     assert all(status.is_healthy for status in site.replicas.statuses())
 
 
 # --- slow streams -------------------------------------------------------------------------------
 
 
-def test_a_slow_stream_is_alive_as_long_as_bytes_arrive(site: Site, loop: Loop) -> None:
+def test_slow_stream_is_not_silent(site: Site, loop: Loop) -> None:
     """The store compiles while it streams: time is counted from the last bytes."""
     image = site.add("aaaa")
     stops = [Stop(part) for part in range(4)]
@@ -236,7 +230,7 @@ def test_a_slow_stream_is_alive_as_long_as_bytes_arrive(site: Site, loop: Loop) 
     assert loop.residency.counters.pulled_bytes == len(image.data)
 
 
-def test_giving_up_a_stalled_stream_frees_what_it_held(site: Site, loop: Loop) -> None:
+def test_abandoned_stalled_stream_frees_its_memory(site: Site, loop: Loop) -> None:
     site.add("aaaa")
     server = site.order("aaaa")[0]
     server.hook = stop = Stop(1)

@@ -1,15 +1,19 @@
-"""What loads are said to have taken, and why adapters left; a turn of the world is a second."""
+"""Times and spans of loads, and reasons of evictions; a step of the world is a second."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.slots import EvictionReason
 from inference_svc.engine.status_types import HistogramState
+from servicekit.telemetry.spans import Span, SpanContext, new_id
+from tests.inference_svc.adapters.loop import Loop
 from tests.inference_svc.engine.world import World
 
 
@@ -22,7 +26,7 @@ def turns(world: World, count: int) -> None:
         world.turn()
 
 
-def test_without_a_host_tier_a_load_waits_and_is_pulled() -> None:
+def test_load_times_without_host_tier() -> None:
     world = World(0)
     world.load("a")
     assert world.residency.loads.num_by_state[LoadState.QUEUED] == 1
@@ -37,7 +41,7 @@ def test_without_a_host_tier_a_load_waits_and_is_pulled() -> None:
     assert sum(world.residency.loads.num_by_state.values()) == 0
 
 
-def test_with_a_host_tier_the_copy_is_part_of_it() -> None:
+def test_load_times_with_host_tier() -> None:
     world = World(host_kib=16)
     world.load("a")
     turns(world, 5)
@@ -52,7 +56,7 @@ def test_with_a_host_tier_the_copy_is_part_of_it() -> None:
     assert total(times.load[LoadSource.HOST].state) == (0, 0.0)
 
 
-def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
+def test_load_from_host_tier_has_no_pull() -> None:
     world = World(host_kib=32)
     for digest in ("a", "d", "a"):  # d needs all of the arena but 2 KiB, and a leaves for b
         world.load(digest)
@@ -73,7 +77,7 @@ def test_a_copy_from_the_host_tier_is_a_load_without_a_pull() -> None:
 @pytest.mark.parametrize(
     ("ageing_s", "reason"), [(100.0, EvictionReason.REQUEST), (1.0, EvictionReason.AGED)]
 )
-def test_room_for_a_request_is_the_reason_to_leave(ageing_s: float, reason: EvictionReason) -> None:
+def test_eviction_reason_of_requests(ageing_s: float, reason: EvictionReason) -> None:
     world = World(0, ageing_s)
     for digest in ("d", "c"):
         world.submit(digest, 0, 1)
@@ -82,7 +86,7 @@ def test_room_for_a_request_is_the_reason_to_leave(ageing_s: float, reason: Evic
     assert total(world.residency.times.device_idle.state)[0] == 1
 
 
-def test_an_operators_unload_is_another() -> None:
+def test_eviction_reason_of_unload() -> None:
     world = World(host_kib=16)
     world.load("a")
     turns(world, 6)
@@ -93,9 +97,7 @@ def test_an_operators_unload_is_another() -> None:
 
 
 @pytest.mark.parametrize(("last_used_ago_s", "expected"), [(100.0, 1), (None, 0)])
-def test_what_was_never_used_has_not_been_idle(
-    last_used_ago_s: float | None, expected: int
-) -> None:
+def test_idle_time_needs_a_use(last_used_ago_s: float | None, expected: int) -> None:
     world = World(0)
     world.load("a")
     turns(world, 6)
@@ -107,3 +109,133 @@ def test_what_was_never_used_has_not_been_idle(
     world.residency.times.observe_device_eviction(resident)
     assert total(idle.state)[0] == expected
     assert expected == 0 or total(idle.state)[1] == pytest.approx(100.0, abs=5.0)
+
+
+PULL = "loadout.adapter_store.v1.AdapterStoreService/PullAdapter"
+
+
+def new_span() -> SpanContext:
+    return SpanContext(new_id(16), new_id(8))
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["arena-only", "host-tier"])
+def loop(request: pytest.FixtureRequest, store, layout: ModelLayout) -> Iterator[Loop]:
+    """An arena for two images of rank 4 (7,680 bytes each)."""
+    made = Loop(store, layout, 16384, request.param)
+    yield made
+    made.residency.cancel_all()
+    made.puller.close()
+
+
+def request(loop: Loop, digest: str, parent: SpanContext) -> SpanContext | None:
+    now_s = time.monotonic()
+    loop.residency.add_waiter(digest, now_s)
+    return loop.residency.trace_load(digest, parent, now_s)
+
+
+def load(loop: Loop, digest: str, parent: SpanContext) -> list[Span]:
+    request(loop, digest, parent)
+    loop.until(lambda: loop.residency.is_resident(digest))
+    loop.residency.acquire(digest)
+    return list(loop.residency.pop_spans())
+
+
+def by_name(spans: list[Span], name: str) -> list[Span]:
+    return sorted((span for span in spans if span.name == name), key=lambda span: span.start_s)
+
+
+def check_tree(spans: list[Span], parent: SpanContext) -> Span:
+    """Checks that all spans are within one load, a part of `parent`; returns the load's."""
+    [top] = by_name(spans, "load")
+    assert (top.context.trace_id, top.parent_id) == (parent.trace_id, parent.span_id)
+    known = {span.context.span_id: span for span in spans}
+    for span in spans:
+        assert span.context.trace_id == parent.trace_id
+        if span is not top:
+            outer = known[span.parent_id]
+            assert outer.start_s <= span.start_s <= span.end_s <= outer.end_s
+    return top
+
+
+def test_spans_of_a_load(loop: Loop, store) -> None:
+    image, parent = store.add("aaaa"), new_span()
+    spans = load(loop, "aaaa", parent)
+    top = check_tree(spans, parent)
+    num_bytes = image.header.total_bytes
+    assert top.attributes == {"loadout.digest": "aaaa", "loadout.bytes": num_bytes}
+    [pull], [attempt] = by_name(spans, "pull"), by_name(spans, PULL)
+    assert (attempt.parent_id, attempt.kind) == (pull.context.span_id, "client")
+    assert attempt.attributes["loadout.bytes"] == num_bytes
+    names = [span.name for span in spans if span.parent_id == top.context.span_id]
+    has_host = loop.residency.host is not None
+    assert names == (["wait", "pull", "wait", "copy"] if has_host else ["wait", "pull"])
+    assert loop.residency.pop_spans() == ()
+    assert load(loop, "aaaa", new_span()) == [], "it is here"
+
+
+def test_each_attempt_is_a_span(loop: Loop, store) -> None:
+    image, parent = store.add("aaaa"), new_span()
+    store.lose_after = [1, 6]
+    spans = load(loop, "aaaa", parent)
+    check_tree(spans, parent)
+    attempts = by_name(spans, PULL)
+    assert [span.error for span in attempts] == ["STORE_UNAVAILABLE", "STORE_UNAVAILABLE", ""]
+    assert [span.attributes["loadout.offset"] for span in attempts] == [0, 0, image.ends[0]]
+
+
+def test_second_waiter_gets_a_link(loop: Loop, store) -> None:
+    store.add("aaaa")
+    store.gate.clear()
+    first, second = new_span(), new_span()
+    assert request(loop, "aaaa", first) is None
+    loop.step()
+    link = request(loop, "aaaa", second)
+    assert request(loop, "aaaa", first) is None, "its own"
+    store.gate.set()
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
+    assert check_tree(list(loop.residency.pop_spans()), first).context == link
+
+
+def test_trace_starts_with_the_first_traced_waiter(loop: Loop, store) -> None:
+    """What the load did before that has no span."""
+    store.add("aaaa")
+    store.gate.clear()
+    loop.residency.add_waiter("aaaa", time.monotonic())
+    loop.until(lambda: loop.residency.loads["aaaa"].job is not None)
+    parent = new_span()
+    assert request(loop, "aaaa", parent) is None
+    store.gate.set()
+    loop.until(lambda: loop.residency.is_resident("aaaa"))
+    spans = list(loop.residency.pop_spans())
+    check_tree(spans, parent)
+    assert by_name(spans, "pull")
+
+
+def test_failed_load_has_an_error(loop: Loop) -> None:
+    parent = new_span()
+    request(loop, "missing", parent)
+    loop.until(lambda: loop.failures)
+    loop.residency.remove_waiter("missing")
+    spans = list(loop.residency.pop_spans())
+    assert check_tree(spans, parent).error == "ADAPTER_NOT_FOUND"
+
+
+def test_abandoned_load_is_cancelled(loop: Loop, store) -> None:
+    store.add("aaaa")
+    store.gate.clear()
+    parent = new_span()
+    request(loop, "aaaa", parent)
+    loop.until(lambda: loop.residency.loads["aaaa"].job is not None)
+    loop.residency.remove_waiter("aaaa")
+    loop.until(lambda: "aaaa" not in loop.residency.loads)
+    spans = list(loop.residency.pop_spans())
+    top = check_tree(spans, parent)
+    assert top.attributes["loadout.cancelled"] is True
+    assert not any(span.error for span in spans)
+
+
+def test_no_spans_without_a_trace(loop: Loop, store) -> None:
+    store.add("aaaa")
+    loop.load("aaaa")
+    assert loop.residency.pop_spans() == ()
+    assert not store.pulls[1:]

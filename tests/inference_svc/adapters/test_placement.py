@@ -31,7 +31,7 @@ def picked(drains: Drains) -> set[str]:
     return {digest for digest in ("a", "b", "c") if digest in drains}
 
 
-def test_as_few_as_make_room_and_those_of_few_users_first() -> None:
+def test_drains_few_images_with_few_users() -> None:
     drains = Drains(in_use(a=3, b=1, c=2))
     drains.start("small", header("small", 3), keep=())
     assert picked(drains) == {"b"}
@@ -39,7 +39,7 @@ def test_as_few_as_make_room_and_those_of_few_users_first() -> None:
     assert picked(drains) == {"a", "b", "c"}, "not those that drain already"
 
 
-def test_neither_what_is_due_before_nor_what_is_pinned() -> None:
+def test_drains_neither_kept_nor_pinned() -> None:
     slots = in_use(a=3, b=1, c=2)
     slots.pin("c")
     drains = Drains(slots)
@@ -50,7 +50,7 @@ def test_neither_what_is_due_before_nor_what_is_pinned() -> None:
     assert picked(drains) == set()
 
 
-def test_a_choice_holds_until_it_is_drained() -> None:
+def test_choice_holds_until_drained() -> None:
     """However the numbers of users change: or none would ever be given up."""
     slots = in_use(a=2, b=1)
     drains = Drains(slots)
@@ -67,7 +67,7 @@ def test_a_choice_holds_until_it_is_drained() -> None:
     assert picked(drains) == {"a"}
 
 
-def test_what_drained_for_one_that_has_room_is_free_again() -> None:
+def test_ended_drains_are_released() -> None:
     drains = Drains(in_use(a=1, b=1, c=1))
     drains.start("x", header("x", 3), keep=())
     assert drains.end(lambda digest: False) == []

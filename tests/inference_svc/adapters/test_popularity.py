@@ -25,9 +25,7 @@ def observed(traffic: list[tuple[str, float]], **options: int) -> tuple[Populari
 
 
 @given(requests, st.floats(0, 100))
-def test_a_request_counts_half_after_a_half_life(
-    traffic: list[tuple[str, float]], later_s: float
-) -> None:
+def test_score_halves_after_a_half_life(traffic: list[tuple[str, float]], later_s: float) -> None:
     popularity, end_s = observed(traffic)
     ages_s, age_s = {digest: [] for digest in DIGESTS}, 0.0
     for digest, gap_s in reversed(traffic):
@@ -40,7 +38,7 @@ def test_a_request_counts_half_after_a_half_life(
 
 
 @given(requests, st.floats(0, 1e4))
-def test_waiting_changes_no_order(traffic: list[tuple[str, float]], later_s: float) -> None:
+def test_order_does_not_change_with_time(traffic: list[tuple[str, float]], later_s: float) -> None:
     popularity, end_s = observed(traffic)
     before = ranking(popularity, end_s)
     after = ranking(popularity, end_s + later_s)
@@ -56,31 +54,31 @@ def ranking(popularity: Popularity, now_s: float) -> list[str]:
     return found
 
 
-def test_only_the_wanted_are_found() -> None:
+def test_only_eligible_are_found() -> None:
     popularity, now_s = observed([("a", 0), ("a", 0), ("b", 0), ("c", 0), ("c", 0), ("c", 0)])
     found = popularity.hottest(now_s, lambda digest: digest != "c", 2.0)
     assert found == ("a", pytest.approx(2.0))
     assert popularity.hottest(now_s, lambda digest: digest != "c", 2.1) is None
 
 
-def test_a_search_asks_only_about_those_that_would_lead() -> None:
+def test_search_checks_only_leaders() -> None:
     """Asking is what costs: a search is in the engine's thread, up to four times a second."""
     popularity = Popularity(HALF_LIFE_S)
     for number in range(4000):
         popularity.record(str(number), number // 40 * 0.01)
     popularity.record("hot", 1.0)
     popularity.record("hot", 1.0)
-    asked: list[str] = []
-    found = popularity.hottest(1.0, lambda digest: bool(asked.append(digest) or digest != "hot"))
+    checked: list[str] = []
+    found = popularity.hottest(1.0, lambda digest: bool(checked.append(digest) or digest != "hot"))
     assert found is not None
     assert found[1] == pytest.approx(0.5 ** (0.01 / HALF_LIFE_S))
-    assert len(asked) < 200
-    asked.clear()
-    popularity.hottest(1.0, lambda digest: bool(asked.append(digest) or True), least=1.5)
-    assert asked == ["hot"]
+    assert len(checked) < 200
+    checked.clear()
+    popularity.hottest(1.0, lambda digest: bool(checked.append(digest) or True), least=1.5)
+    assert checked == ["hot"]
 
 
-def test_the_least_popular_are_forgotten() -> None:
+def test_least_popular_are_dropped() -> None:
     popularity = Popularity(HALF_LIFE_S, max_tracked=8)
     for number in range(100):
         for _ in range(1 + (number < 4)):
@@ -89,7 +87,7 @@ def test_the_least_popular_are_forgotten() -> None:
     assert all(popularity.score(str(number), 0.0) == 2.0 for number in range(4))
 
 
-def test_a_new_version_inherits_and_the_old_one_fades() -> None:
+def test_new_version_inherits() -> None:
     popularity, now_s = observed([("old", 0), ("old", 0), ("other", 0)])
     popularity.inherit("new", "old")
     assert popularity.score("new", now_s) == popularity.score("old", now_s) == 2.0

@@ -37,7 +37,7 @@ def free_room() -> None:
     st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500 * MB)), min_size=1, max_size=30),
     st.floats(0.01, 1.0),
 )
-def test_no_window_gets_more_than_its_share(moments: list[tuple[float, int]], share: float) -> None:
+def test_budget_bounds_every_window(moments: list[tuple[float, int]], share: float) -> None:
     """Whenever it may take, it takes; sizes are known afterwards only."""
     budget, now_s, rate = ByteBudget(share, rate=100.0 * MB), 5.0, 100.0 * MB
     taken: list[tuple[float, int]] = []
@@ -53,7 +53,7 @@ def test_no_window_gets_more_than_its_share(moments: list[tuple[float, int]], sh
             assert total <= share * rate * (window_s + BURST_S) * (1 + 1e-9)
 
 
-def test_a_debt_is_waited_for() -> None:
+def test_debt_delays() -> None:
     budget = ByteBudget(0.5, rate=100.0)
     assert budget.wait_s(0.0) == 0
     budget.take(200, 0.0)
@@ -61,7 +61,7 @@ def test_a_debt_is_waited_for() -> None:
     assert budget.wait_s(4.0) == 0
 
 
-def test_the_rate_follows_what_is_measured() -> None:
+def test_rate_follows_measurements() -> None:
     budget = ByteBudget()
     assert budget.rate == INITIAL_RATE
     for _ in range(50):
@@ -77,7 +77,7 @@ def test_the_rate_follows_what_is_measured() -> None:
     st.sets(st.sampled_from("abcdefgh")),
     st.sampled_from("abcdefgh"),
 )
-def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popular(
+def test_chooses_the_most_popular_absent(
     counts: dict[str, int], here: set[str], coldest: str
 ) -> None:
     prefetch = PrefetchPolicy()
@@ -98,9 +98,7 @@ def test_the_most_popular_that_is_not_here_comes_if_it_displaces_the_less_popula
     st.dictionaries(st.sampled_from("abcdefgh"), st.integers(1, 20), min_size=1),
     st.sampled_from("abcdefgh"),
 )
-def test_what_is_kept_is_all_that_is_not_clearly_less_popular(
-    counts: dict[str, int], digest: str
-) -> None:
+def test_hotter_than_protects_the_popular(counts: dict[str, int], digest: str) -> None:
     prefetch = PrefetchPolicy()
     for other, count in counts.items():
         ask(prefetch, other, count)
@@ -111,7 +109,7 @@ def test_what_is_kept_is_all_that_is_not_clearly_less_popular(
             assert counts.get(other, 0) * MARGIN <= own * (1 + 1e-9)
 
 
-def test_one_at_a_time_and_within_the_budget() -> None:
+def test_one_at_a_time_within_budget() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     ask(prefetch, "b", 2)
@@ -130,14 +128,14 @@ def test_one_at_a_time_and_within_the_budget() -> None:
     assert prefetch.choose(later_s + 0.001, {"a"}.__contains__, free_room) == "b"
 
 
-def test_traffic_that_has_faded_is_not_brought_back() -> None:
+def test_faded_traffic_is_not_prefetched() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "a", 1)
     assert prefetch.choose(3600.0, nothing_is_here, free_room) is None
     assert prefetch.next_check_s() is None
 
 
-def test_what_found_no_room_rests() -> None:
+def test_refused_backs_off() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, free_room) == "a"
@@ -147,31 +145,31 @@ def test_what_found_no_room_rests() -> None:
     assert prefetch.choose(CHECK_INTERVAL_S + BACKOFF_S, nothing_is_here, free_room) == "a"
 
 
-def test_what_an_operator_unloads_is_not_brought_back() -> None:
+def test_forgotten_is_not_prefetched() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     prefetch.forget("a")
     assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, free_room) is None
 
 
-def test_nothing_comes_where_nothing_may_leave() -> None:
+def test_nothing_is_chosen_without_candidates() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "a", 3)
     assert prefetch.choose(CHECK_INTERVAL_S, nothing_is_here, frozenset) is None
 
 
-def test_what_is_counted() -> None:
+def test_counters() -> None:
     prefetch = PrefetchPolicy()
     counters = prefetch.counters
     for digest in ("found", "left", "failed", "late", "early"):
         ask(prefetch, digest, 3)
-    brought: list[str] = []
+    prefetched: list[str] = []
     now_s = 0.0
-    while len(brought) < 5:
+    while len(prefetched) < 5:
         now_s += 1.0
-        digest = prefetch.choose(now_s, brought.__contains__, free_room)
+        digest = prefetch.choose(now_s, prefetched.__contains__, free_room)
         assert digest is not None
-        brought.append(digest)
+        prefetched.append(digest)
         if digest == "early":
             prefetch.on_request(digest, now_s)  # before a byte came: an ordinary pull
             continue
@@ -191,7 +189,7 @@ def test_what_is_counted() -> None:
     assert prefetch.unused == {}
 
 
-def test_a_new_version_is_brought_before_anybody_asks() -> None:
+def test_new_version_is_prefetched() -> None:
     prefetch = PrefetchPolicy()
     ask(prefetch, "v1", 3)
     assert prefetch.choose(CHECK_INTERVAL_S, {"v1"}.__contains__, free_room) is None

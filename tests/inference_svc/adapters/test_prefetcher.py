@@ -1,4 +1,4 @@
-"""Prefetching in a real Residency, whose pulls end when the test says so: no threads, no device."""
+"""Prefetching in a real Residency whose pulls the test advances: no threads, no device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DIGESTS = [f"digest-{number}" for number in range(6)]
 
 
 @dataclass
-class Desk:
-    """In the puller's place: keeps the jobs."""
+class ManualPuller:
+    """A puller whose jobs the test advances."""
 
     num_workers = 2
     jobs: list[PullJob] = field(default_factory=list)
@@ -47,7 +47,7 @@ class World:
 
     num_host_images: int = 0
     now_s: float = 1000.0
-    desk: Desk = field(default_factory=Desk)
+    puller: ManualPuller = field(default_factory=ManualPuller)
     running: list[str] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)
 
@@ -57,18 +57,17 @@ class World:
         memory = memoryview(bytearray(2 * IMAGE_BYTES)) if host is None else host.memory
         slots = Slots(2 * IMAGE_BYTES, 4)
         self.prefetch = PrefetchPolicy()
-        puller = cast(Puller, self.desk)
+        puller = cast(Puller, self.puller)
         self.residency = build_residency(
             slots, host, memory, puller, max_rank=64, stall_s=60.0, policy=self.prefetch
         )
         self.residency.set_layout("layout")
 
     @property
-    def pull_slots(self) -> Slots:
-        host = self.residency.host
-        return self.residency.device if host is None else host.slots
+    def pull_tier(self) -> Slots:
+        return self.residency.tiers.pull_tier
 
-    def turn(self, seconds: float = 0.01) -> None:
+    def step(self, seconds: float = 0.01) -> None:
         self.now_s += seconds
         self.residency.advance(self.now_s, [(digest, False) for digest in self.waiting])
         for digest in list(self.waiting):
@@ -90,29 +89,29 @@ class World:
         self.running.remove(digest)
         self.residency.release(digest)
 
-    def pull_on(self, *, fails: bool = False) -> None:
-        """The oldest pull takes its next step."""
-        job = self.desk.jobs[0]
+    def advance_pull(self, *, fails: bool = False) -> None:
+        """Advances the oldest pull by one event."""
+        job = self.puller.jobs[0]
         load = self.residency.loads[job.digest]
         if job.is_cancelled or fails:
-            self.desk.jobs.pop(0)
+            self.puller.jobs.pop(0)
             error = None if job.is_cancelled else AdapterNotFound("gone")
             self.residency.on_pull_event(PullFailed(job, error), self.now_s)
         elif load.header is None:
             header = make_image(job.digest, 4).header
             self.residency.on_pull_event(PullOpened(job, header), self.now_s)
         elif load.state is LoadState.PULLING:
-            self.desk.jobs.pop(0)
+            self.puller.jobs.pop(0)
             self.residency.on_pull_event(PullDone(job), self.now_s)
 
     def settle(self) -> None:
-        """Until nothing is on its way."""
+        """Steps until nothing is loading."""
         for _ in range(20):
-            self.turn()
-            while self.desk.jobs and self.desk.jobs[0].is_cancelled:
-                self.pull_on()
-            if self.desk.jobs:
-                self.pull_on()
+            self.step()
+            while self.puller.jobs and self.puller.jobs[0].is_cancelled:
+                self.advance_pull()
+            if self.puller.jobs:
+                self.advance_pull()
 
     def use(self, digest: str, times: int = 1) -> None:
         for _ in range(times):
@@ -127,15 +126,15 @@ def world(request: pytest.FixtureRequest) -> World:
     return World(request.param)
 
 
-def test_what_was_asked_for_often_comes_back_before_it_is_asked_for(world: World) -> None:
+def test_popular_adapter_is_prefetched(world: World) -> None:
     world.use("hot", 5)
     world.use("cold")
     world.use("lukewarm")
-    assert "hot" not in world.pull_slots
-    world.turn(CHECK_INTERVAL_S)
+    assert "hot" not in world.pull_tier
+    world.step(CHECK_INTERVAL_S)
     world.settle()
-    assert "hot" in world.pull_slots
-    assert "cold" not in world.pull_slots, "of those that may leave the one that was used first"
+    assert "hot" in world.pull_tier
+    assert "cold" not in world.pull_tier, "of those that may leave the one that was used first"
     counters = world.prefetch.counters
     assert (counters.prefetched, counters.prefetched_bytes) == (1, IMAGE_BYTES)
     misses = world.residency.counters.misses
@@ -145,29 +144,29 @@ def test_what_was_asked_for_often_comes_back_before_it_is_asked_for(world: World
     assert counters.wasted_bytes == 0
 
 
-def test_it_takes_the_place_of_what_is_less_popular_also_if_that_was_used_last(
+def test_prefetch_displaces_the_less_popular(
     world: World,
 ) -> None:
     world.use("warm", 4)
     world.use("hot", 8)
     world.use("cold")
-    assert "warm" not in world.pull_slots
-    world.turn(CHECK_INTERVAL_S)
+    assert "warm" not in world.pull_tier
+    world.step(CHECK_INTERVAL_S)
     world.settle()
-    assert {resident.digest for resident in world.pull_slots.residents()} == {"hot", "warm"}
+    assert {resident.digest for resident in world.pull_tier.residents()} == {"hot", "warm"}
 
 
-def test_nothing_comes_while_requests_wait_for_pulls(world: World) -> None:
+def test_no_prefetch_while_requests_wait(world: World) -> None:
     world.use("hot", 5)
     world.use("cold")
     world.use("lukewarm")
     world.request("new")
-    world.turn(CHECK_INTERVAL_S)
-    assert [job.digest for job in world.desk.jobs] == ["new"]
+    world.step(CHECK_INTERVAL_S)
+    assert [job.digest for job in world.puller.jobs] == ["new"]
     assert world.residency.next_expiry_s() is None, "there is nothing to wake up for"
 
 
-def test_what_is_used_pinned_or_as_popular_stays(world: World) -> None:
+def test_used_pinned_and_popular_stay(world: World) -> None:
     world.use("hot", 5)
     world.use("pinned")
     world.residency.device.pin("pinned")
@@ -179,52 +178,52 @@ def test_what_is_used_pinned_or_as_popular_stays(world: World) -> None:
     device = world.residency.device
     before = {resident.digest for resident in device.residents()}
     assert "pinned" in before
-    world.turn(CHECK_INTERVAL_S)
+    world.step(CHECK_INTERVAL_S)
     world.settle()
     assert {resident.digest for resident in device.residents()} == before
     if world.residency.host is not None:
         # A pin is the arena's: the host's copy may leave, that of what is as popular may not.
-        assert {r.digest for r in world.pull_slots.residents()} == {"hot", "warm"}
+        assert {r.digest for r in world.pull_tier.residents()} == {"hot", "warm"}
 
 
-def test_from_a_host_tier_nothing_leaves_the_arena_for_what_nobody_asked_for() -> None:
+def test_prefetch_evicts_nothing_from_the_arena() -> None:
     world = World(3)
     world.use("idle")
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(CHECK_INTERVAL_S)
+    world.step(CHECK_INTERVAL_S)
     world.settle()
-    assert "v2" in world.pull_slots
+    assert "v2" in world.pull_tier
     assert {r.digest for r in world.residency.device.residents()} == {"idle", "v1"}
 
 
-def test_a_new_version_is_there_before_it_is_asked_for(world: World) -> None:
+def test_new_version_is_resident_before_a_request(world: World) -> None:
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(CHECK_INTERVAL_S)
+    world.step(CHECK_INTERVAL_S)
     world.settle()
-    assert "v2" in world.pull_slots
+    assert "v2" in world.pull_tier
     assert world.residency.is_resident("v2"), "and in the arena, where room is free"
 
 
-def test_what_is_unloaded_or_gone_is_not_brought_back(world: World) -> None:
+def test_unloaded_or_failed_is_not_prefetched(world: World) -> None:
     world.use("hot", 5)
     world.residency.unload("hot")
-    world.turn(CHECK_INTERVAL_S)
-    assert not world.desk.jobs
+    world.step(CHECK_INTERVAL_S)
+    assert not world.puller.jobs
     world.use("hot", 5)
     world.use("cold")
     world.use("lukewarm")
-    world.turn(CHECK_INTERVAL_S)
-    world.pull_on(fails=True)
-    world.turn(3600.0)
-    assert not world.desk.jobs
+    world.step(CHECK_INTERVAL_S)
+    world.advance_pull(fails=True)
+    world.step(3600.0)
+    assert not world.puller.jobs
 
 
-def test_an_operator_who_loads_what_is_on_its_way_takes_it_over(world: World) -> None:
+def test_operator_load_takes_over_a_prefetch(world: World) -> None:
     world.use("v1", 3)
     world.residency.on_repointed("v1", "v2", world.now_s)
-    world.turn(CHECK_INTERVAL_S)
+    world.step(CHECK_INTERVAL_S)
     assert world.prefetch.current == "v2"
     world.residency.add_waiter("v2", world.now_s, count=False)
     world.settle()
@@ -273,27 +272,27 @@ class Traffic(RuleBasedStateMachine):
         self.world.residency.on_repointed(old, new, self.world.now_s)
 
     @rule(seconds=st.sampled_from([0.01, CHECK_INTERVAL_S, 5.0, 400.0]))
-    def turn(self, seconds: float) -> None:
-        self.world.turn(seconds)
+    def step(self, seconds: float) -> None:
+        self.world.step(seconds)
 
-    @precondition(lambda self: self.world.desk.jobs)
+    @precondition(lambda self: self.world.puller.jobs)
     @rule(fails=st.integers(0, 9))
-    def pull_on(self, fails: int) -> None:
+    def advance_pull(self, fails: int) -> None:
         world = self.world
-        ahead = world.prefetch.current == world.desk.jobs[0].digest
-        before = {r.digest: (r.users, r.pinned) for r in world.pull_slots.residents()}
-        brought = world.prefetch.current
-        wanted = set(world.residency.waiters)
-        world.pull_on(fails=fails == 0)
-        if not ahead:
+        is_prefetch = world.prefetch.current == world.puller.jobs[0].digest
+        before = {r.digest: (r.users, r.pinned) for r in world.pull_tier.residents()}
+        prefetched = world.prefetch.current
+        waited_for = set(world.residency.waiters)
+        world.advance_pull(fails=fails == 0)
+        if not is_prefetch:
             return
-        after = {resident.digest for resident in world.pull_slots.residents()}
-        score = world.prefetch.popularity.score(brought, world.now_s)
-        for digest in before.keys() - after - {brought}:
+        after = {resident.digest for resident in world.pull_tier.residents()}
+        score = world.prefetch.popularity.score(prefetched, world.now_s)
+        for digest in before.keys() - after - {prefetched}:
             users, is_pinned = before[digest]
             assert users == 0
             assert not is_pinned
-            assert digest not in wanted
+            assert digest not in waited_for
             displaced = world.prefetch.popularity.score(digest, world.now_s)
             assert displaced * MARGIN <= score * (1 + 1e-9)
 
@@ -304,7 +303,7 @@ class Traffic(RuleBasedStateMachine):
         counters, prefetch = world.prefetch.counters, world.prefetch
         assert counters.wasted_bytes + sum(prefetch.unused.values()) <= counters.prefetched_bytes
         assert counters.hits <= counters.prefetched
-        assert prefetch.unused.keys() <= {r.digest for r in world.pull_slots.residents()}
+        assert prefetch.unused.keys() <= {r.digest for r in world.pull_tier.residents()}
         if prefetch.current:
             assert prefetch.current in world.residency.loads
             assert prefetch.current not in world.residency.waiters

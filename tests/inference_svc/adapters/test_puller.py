@@ -86,7 +86,7 @@ def good(store) -> list[PullMessage]:
     return list(store.pull("aaaa", LAYOUT_ID))
 
 
-def test_a_good_stream_is_done(good: list[PullMessage], layout: ModelLayout) -> None:
+def test_good_stream_is_done(good: list[PullMessage], layout: ModelLayout) -> None:
     assert isinstance(outcome(good, layout), PullDone)
 
 
@@ -171,7 +171,7 @@ HEADERS: dict[str, Callable[[ImageHeader], ImageHeader]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_headers_that_do_not_fit_the_layout_are_corrupt(
+def test_misfit_headers_are_corrupt(
     case: str, good: list[PullMessage], layout: ModelLayout
 ) -> None:
     header = good[0]
@@ -202,7 +202,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
-def test_a_source_that_falls_silent_is_left(
+def test_silent_source_is_left(
     num_messages: int, good: list[PullMessage], layout: ModelLayout, monkeypatch
 ) -> None:
     monkeypatch.setattr(puller_module, "SILENCE_S", 0.2)
@@ -218,7 +218,7 @@ def test_a_source_that_falls_silent_is_left(
     assert store.num_pulls == 2
 
 
-def test_pull_threads_give_way_and_no_others_do(store, layout) -> None:
+def test_only_pull_threads_have_low_priority(store, layout) -> None:
     store.add("aaaa")
     nicenesses: list[int] = []
 
@@ -240,12 +240,12 @@ def test_pull_threads_give_way_and_no_others_do(store, layout) -> None:
 
 class TwoSources(MemoryStore):
     """Two replicas; of "one" come the first `num_messages`, and nothing more: `silent` is the last
-    such stream. `asked` are those that were asked."""
+    such stream. `tried` are the sources in order."""
 
     def __init__(self, num_messages: int) -> None:
         super().__init__()
         self.num_messages = num_messages
-        self.asked: list[str] = []
+        self.tried: list[str] = []
         self.silent = Silent([])
 
     def pull(
@@ -254,7 +254,7 @@ class TwoSources(MemoryStore):
         assert isinstance(avoid, frozenset)
         good = super().pull(digest, layout_id, offset, image_id)
         good.source = "two" if "one" in avoid else "one"
-        self.asked.append(good.source)
+        self.tried.append(good.source)
         if good.source == "two":
             return good
         self.silent = Silent(list(good)[: self.num_messages])
@@ -264,7 +264,7 @@ class TwoSources(MemoryStore):
 
 @pytest.mark.parametrize("num_messages", [0, 1, 3])
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
+def test_silent_source_is_tried_last(
     num_messages: int, host_bytes: int, layout: ModelLayout
 ) -> None:
     store = TwoSources(num_messages)
@@ -276,10 +276,10 @@ def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
         loop.until(lambda: loop.puller._active and residency.loads["aaaa"].job._stream is not None)
         residency.remove_waiter("aaaa")
         loop.until(lambda: residency.loads.num_jobs == 0)
-    assert store.asked == ["one", "one"]
+    assert store.tried == ["one", "one"]
     residency.loader.stall_s = 0.3
     residency.add_waiter("aaaa", time.monotonic())
-    loop.until(lambda: len(store.asked) == 3 and store.silent.fell_silent.is_set())
+    loop.until(lambda: len(store.tried) == 3 and store.silent.fell_silent.is_set())
     expires_s = time.monotonic() + residency.loader.stall_s
     loop.until(lambda: time.monotonic() > expires_s)
     residency.remove_waiter("aaaa", expired=True)
@@ -288,11 +288,11 @@ def test_a_source_that_was_silent_for_as_long_as_a_request_waits_is_asked_last(
     residency.release("aaaa")
     residency.unload("aaaa")
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
-    assert store.asked == ["one", "one", "one", "two", "two"]
+    assert store.tried == ["one", "one", "one", "two", "two"]
     loop.puller.close()
 
 
-def test_who_was_silent_is_forgiven_after_a_while(monkeypatch) -> None:
+def test_silence_is_forgotten_in_time(monkeypatch) -> None:
     monkeypatch.setattr(pull_job_module, "AVOID_S", 0.05)
     silent = SilentSources()
     job = PullJob("aaaa", LAYOUT_ID, frozenset({"one"}))
@@ -308,7 +308,7 @@ def test_who_was_silent_is_forgiven_after_a_while(monkeypatch) -> None:
     assert silent.avoided_for("aaaa") == frozenset()
 
 
-def test_once_all_were_silent_they_are_asked_in_turn_again() -> None:
+def test_all_silent_are_tried_again() -> None:
     job = PullJob("aaaa", LAYOUT_ID, frozenset({"one", "two"}))
     stream = Silent([])
     stream.source = "one"

@@ -43,7 +43,7 @@ def needing_room(loop: Loop) -> list[str]:
     return [d for d, load in loop.residency.loads.by_digest.items() if load.needs_room]
 
 
-def test_a_pull_becomes_a_row(loop: Loop, store) -> None:
+def test_pull_becomes_a_row(loop: Loop, store) -> None:
     store.add("aaaa")
     slot = loop.load("aaaa")
     assert_computes(loop, store, "aaaa", slot)
@@ -53,7 +53,7 @@ def test_a_pull_becomes_a_row(loop: Loop, store) -> None:
     assert store.pulls == [("aaaa", 0)]
 
 
-def test_a_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> None:
+def test_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> None:
     image = store.add("aaaa")
     store.lose_after = [1, 6]
     slot = loop.load("aaaa")
@@ -61,7 +61,7 @@ def test_a_lost_stream_resumes_at_the_last_verified_part(loop: Loop, store) -> N
     assert [offset for _, offset in store.pulls] == [0, 0, image.ends[0]]
 
 
-def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> None:
+def test_corrupt_pull_is_retried_once(loop: Loop, store) -> None:
     store.add("aaaa")
     store.corrupt = 1
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
@@ -78,7 +78,7 @@ def test_damage_is_pulled_again_once_and_then_reported(loop: Loop, store) -> Non
     assert "bbbb" not in loop.residency.device
 
 
-def test_fifty_failing_loads_disturb_nothing(loop: Loop, store) -> None:
+def test_failing_loads_leak_nothing(loop: Loop, store) -> None:
     store.add("good")
     used = loop.residency.device.used_bytes
     for number in range(50):
@@ -91,7 +91,7 @@ def test_fifty_failing_loads_disturb_nothing(loop: Loop, store) -> None:
     assert_computes(loop, store, "good", loop.load("good"))
 
 
-def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
+def test_cancelled_load_leaks_nothing(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
@@ -104,11 +104,11 @@ def test_a_cancelled_load_leaves_nothing(loop: Loop, store) -> None:
     assert_computes(loop, store, "aaaa", loop.load("aaaa"))
 
 
-def test_wanted_again_while_the_cancelled_load_ends(loop: Loop, store) -> None:
+def test_waiter_returns_during_cancellation(loop: Loop, store) -> None:
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
-    loop.turn()
+    loop.step()
     loop.residency.remove_waiter("aaaa")
     loop.residency.add_waiter("aaaa", 0.0)
     store.gate.set()
@@ -129,7 +129,7 @@ def test_more_adapters_than_the_arena_holds(loop: Loop, store) -> None:
     assert len(store.pulls) == expected
 
 
-def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
+def test_load_waits_until_a_user_releases(loop: Loop, store) -> None:
     for digest in ("aaaa", "bbbb", "cccc"):
         store.add(digest)
     for digest in ("aaaa", "bbbb"):
@@ -143,7 +143,7 @@ def test_waits_for_room_until_a_user_is_gone(loop: Loop, store) -> None:
     assert loop.residency.device.get("bbbb") is not None
 
 
-def test_what_the_queue_needs_sooner_is_not_evicted(loop: Loop, store) -> None:
+def test_due_sooner_is_not_evicted(loop: Loop, store) -> None:
     for digest in ("aaaa", "bbbb", "cccc"):
         store.add(digest)
     for digest in ("aaaa", "bbbb"):
@@ -178,7 +178,7 @@ def test_unload_drains_then_frees(loop: Loop, store) -> None:
         loop.residency.unload("aaaa")
 
 
-def test_an_image_cut_by_fragmentation_computes_the_same(loop: Loop, store) -> None:
+def test_fragmented_image_computes_the_same(loop: Loop, store) -> None:
     """Holes of two targets and of one take an image of three targets in two extents."""
     for digest, rank in (("aaaa", 4), ("bbbb", 2), ("cccc", 6)):
         store.add(digest, rank)
@@ -192,7 +192,7 @@ def test_an_image_cut_by_fragmentation_computes_the_same(loop: Loop, store) -> N
     assert_computes(loop, store, "cccc", slot)
 
 
-def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
+def test_loads_short_of_memory_block_no_others(loop: Loop, store) -> None:
     """As many of them as there are pull threads; more do not begin, but one that is due before
     them does, and a load that needs no room ends."""
     for digest in ("aaaa", "bbbb", "cccc", "dddd", "eeee", "ffff", "gggg"):
@@ -214,15 +214,15 @@ def test_loads_that_wait_for_room_hold_up_no_others(loop: Loop, store) -> None:
     loop.until(lambda: loop.residency.loads.num_jobs == 0)
 
 
-def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None:
+def test_pull_whose_waiters_expired_is_finished(loop: Loop, store) -> None:
     """So that the next request finds it; one that stands still is given up."""
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)
     loop.until(lambda: loop.residency.loads["aaaa"].header is not None)
-    loop.turn()
+    loop.step()
     loop.residency.remove_waiter("aaaa", expired=True)
-    loop.turn()
+    loop.step()
     assert loop.residency.loads.num_jobs == 1
     store.gate.set()
     memory = loop.residency.device if loop.residency.host is None else loop.residency.host.slots
@@ -234,7 +234,7 @@ def test_a_pull_whose_last_waiter_expired_is_finished(loop: Loop, store) -> None
     loop.residency.loader.stall_s = 0.1
     loop.residency.add_waiter("bbbb", 0.0)
     loop.until(lambda: loop.residency.loads["bbbb"].header is not None)
-    loop.turn()
+    loop.step()
     loop.residency.remove_waiter("bbbb", expired=True)
     loop.until(lambda: loop.residency.loads.num_jobs == 0)
     assert "bbbb" not in memory

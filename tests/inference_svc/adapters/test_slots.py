@@ -145,7 +145,7 @@ def test_evicts_nothing_in_vain_when_memory_is_fragmented() -> None:
     assert len(slots) == 8
 
 
-def test_what_nobody_waits_for_goes_first() -> None:
+def test_evicts_unwaited_first() -> None:
     slots = Slots(4 * KIB, 8)
     for digest in "abcd":
         ready(slots, digest, 1)
@@ -154,7 +154,7 @@ def test_what_nobody_waits_for_goes_first() -> None:
     assert "a" in slots
 
 
-def test_what_is_said_of_a_memory() -> None:
+def test_usage_figures() -> None:
     slots = Slots(16 * KIB, 8)
     for digest, kib in (("a", 4), ("b", 4), ("c", 4)):
         ready(slots, digest, kib)
@@ -177,7 +177,7 @@ class Counting(Slots):
         return super().can_evict(resident, keep)
 
 
-def test_of_many_images_only_those_are_looked_at_that_leave() -> None:
+def test_eviction_examines_few_images() -> None:
     num_images = 2_000
     slots = Counting(num_images * 2 * KIB, num_images)
     for number in range(num_images):

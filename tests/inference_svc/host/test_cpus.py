@@ -21,16 +21,14 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_control_groups_it_is_what_the_process_is_bound_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_affinity_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_cpus(tmp_path) == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     assert usable_cpus(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
-    ("written", "wanted"),
+    ("written", "expected"),
     [
         ("max 100000", 8),
         ("200000 100000", 2),
@@ -41,14 +39,14 @@ def test_without_control_groups_it_is_what_the_process_is_bound_to(
         ("", 8),
     ],
 )
-def test_a_quota(tmp_path: Path, written: str, wanted: int) -> None:
+def test_quota(tmp_path: Path, written: str, expected: int) -> None:
     write(tmp_path / "proc/self/cgroup", "0::/docker/0123\n")
     # A container sees its own group as the root.
     write(tmp_path / "sys/fs/cgroup/cpu.max", f"{written}\n")
-    assert usable_cpus(tmp_path) == wanted
+    assert usable_cpus(tmp_path) == expected
 
 
-def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
+def test_tightest_group_counts(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "0::/pod/container\n")
     write(tmp_path / "sys/fs/cgroup/pod/cpu.max", "300000 100000\n")
     write(tmp_path / "sys/fs/cgroup/pod/container/cpu.max", "max 100000\n")
@@ -57,7 +55,7 @@ def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == 1
 
 
-def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
+def test_control_groups_v1(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "9:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
     group = tmp_path / "sys/fs/cgroup/cpu/a"
     write(group / "cpu.cfs_period_us", "100000\n")
@@ -67,9 +65,7 @@ def test_the_first_generation_of_control_groups(tmp_path: Path) -> None:
     assert usable_cpus(tmp_path) == 2
 
 
-def test_every_thread_has_processors_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_have_disjoint_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert partition_cpus(8, tmp_path) == [[i] for i in range(8)]
     assert partition_cpus(3, tmp_path) == [[0, 3, 6], [1, 4, 7], [2, 5]]
     assert partition_cpus(9, tmp_path) == [], "two would meet"
@@ -78,17 +74,17 @@ def test_every_thread_has_processors_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("siblings", "wanted"),
+    ("siblings", "expected"),
     [
         (lambda i: f"{i // 2 * 2}-{i // 2 * 2 + 1}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         (lambda i: f"{i % 4},{i % 4 + 4}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
         (lambda i: "nonsense", [[0, 4], [1, 5], [2, 6], [3, 7]]),
     ],
 )
-def test_the_processors_of_a_core_go_to_one_thread(
-    tmp_path: Path, siblings: Callable[[int], str], wanted: list[list[int]]
+def test_siblings_go_to_one_thread(
+    tmp_path: Path, siblings: Callable[[int], str], expected: list[list[int]]
 ) -> None:
     for i in range(8):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{i}/topology"
         write(folder / "thread_siblings_list", siblings(i) + "\n")
-    assert partition_cpus(4, tmp_path) == wanted
+    assert partition_cpus(4, tmp_path) == expected

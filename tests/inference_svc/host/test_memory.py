@@ -24,11 +24,11 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_machine_without_control_groups(machine: Path) -> None:
+def test_machine_without_control_groups(machine: Path) -> None:
     assert available_bytes(machine) == 10 * GIB
 
 
-def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
+def test_unknown_without_proc(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
 
 
@@ -40,7 +40,7 @@ def v2(root: Path, folder: str, limit: str, used: int, cache: int) -> None:
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
 
 
-def test_the_tightest_group_above_the_process_counts(machine: Path) -> None:
+def test_tightest_group_counts(machine: Path) -> None:
     write(machine, proc__self__cgroup="0::/pod/container\n")
     v2(machine, "pod/container", "max", GIB, 0)
     v2(machine, "pod", str(4 * GIB), 2 * GIB, GIB)
@@ -49,13 +49,13 @@ def test_the_tightest_group_above_the_process_counts(machine: Path) -> None:
     assert available_bytes(machine) == GIB
 
 
-def test_a_container_that_sees_its_own_group_as_the_root(machine: Path) -> None:
+def test_container_with_its_group_as_root(machine: Path) -> None:
     write(machine, proc__self__cgroup="0::/docker/0123\n")
     v2(machine, "", str(2 * GIB), GIB // 2, 0)
     assert available_bytes(machine) == GIB + GIB // 2
 
 
-def test_the_first_generation_of_control_groups(machine: Path) -> None:
+def test_control_groups_v1(machine: Path) -> None:
     write(machine, proc__self__cgroup="9:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
     group = machine / "sys/fs/cgroup/memory/a"
     group.mkdir(parents=True)
@@ -67,13 +67,13 @@ def test_the_first_generation_of_control_groups(machine: Path) -> None:
     assert available_bytes(machine) == 10 * GIB
 
 
-def test_a_group_over_its_limit_leaves_nothing(machine: Path) -> None:
+def test_group_over_its_limit(machine: Path) -> None:
     write(machine, proc__self__cgroup="0::/a\n")
     v2(machine, "a", str(GIB), GIB + 5, 0)
     assert available_bytes(machine) == 0
 
 
-def test_this_process_has_memory_and_its_machine_leaves_some() -> None:
+def test_this_process() -> None:
     assert resident_bytes() > 10 << 20
     left = available_bytes()
     assert left is not None

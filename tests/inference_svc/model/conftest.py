@@ -210,11 +210,11 @@ def load_decoder() -> Callable[..., Decoder]:
 
 @pytest.fixture
 def relative_rms() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    """`relative_rms(wanted, got)`: root mean square of the error over that of `wanted`."""
+    """`relative_rms(expected, got)`: root mean square of the error over that of `expected`."""
 
-    def measure(wanted: torch.Tensor, got: torch.Tensor) -> float:
-        assert got.shape == wanted.shape
-        error = (got.double() - wanted.double()).square().mean().sqrt()
-        return float(error / wanted.double().square().mean().sqrt())
+    def measure(expected: torch.Tensor, got: torch.Tensor) -> float:
+        assert got.shape == expected.shape
+        error = (got.double() - expected.double()).square().mean().sqrt()
+        return float(error / expected.double().square().mean().sqrt())
 
     return measure

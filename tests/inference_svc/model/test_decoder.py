@@ -30,7 +30,7 @@ def test_chunked_prefill(chunk, decoder, relative_rms):
     assert relative_rms(whole, decoder.logits(token_ids, chunk)) <= 1e-5
 
 
-def test_mixed_batch_equals_each_alone(decoder, relative_rms):
+def test_mixed_batch_equals_single_rows(decoder, relative_rms):
     """Decode rows, whole prompts, and chunks that do not sample, in one step in any order."""
     shares = [(30, 29, 1), (12, 0, 12), (25, 10, 15), (8, 7, 1), (1, 0, 1), (20, 3, 6), (17, 16, 1)]
     alone = []
@@ -45,13 +45,13 @@ def test_mixed_batch_equals_each_alone(decoder, relative_rms):
         for sequence, (length, start, count) in zip(sequences, shares, strict=True)
     ]
     got = decoder.step(rows)
-    wanted = [logits for logits, row in zip(alone, rows, strict=True) if row[3]]
-    assert len(got) == len(wanted) == 6
-    for one, other in zip(wanted, got, strict=True):
+    expected = [logits for logits, row in zip(alone, rows, strict=True) if row[3]]
+    assert len(got) == len(expected) == 6
+    for one, other in zip(expected, got, strict=True):
         assert relative_rms(one, other) <= 1e-5
 
 
-def test_a_step_without_sampling_rows_has_no_logits(decoder):
+def test_step_without_sampling_rows(decoder):
     sequence = decoder.add(tokens(10))
     assert decoder.step([(sequence, 0, 4, False)]).shape == (0, 89)
 
@@ -109,10 +109,10 @@ def test_lora_equals_merged_weights(random_model, save_model, load_decoder, rela
             deltas[f"layers.{layer}.{group}"] = torch.cat(merged).T.contiguous()
     lora = DenseLora(deltas, merge("model.embed_tokens"), merge("lm_head").T.contiguous())
     with torch.no_grad():
-        wanted = model(torch.tensor([token_ids])).logits[0]
+        expected = model(torch.tensor([token_ids])).logits[0]
     decoder.lora = lora
     got = decoder.logits(token_ids, 20)
-    assert relative_rms(wanted, got) <= 1e-4
+    assert relative_rms(expected, got) <= 1e-4
     assert relative_rms(base, got) > 0.1
     assert lora.groups == list(deltas) * 2
     assert lora.head_rows == [20, 10]

@@ -74,27 +74,27 @@ def test_published_config(model_dir):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_left_out_is_what_transformers_assumes(family, model_dir):
-    wanted = getattr(transformers, f"{family}Config")()
+def test_defaults_are_those_of_transformers(family, model_dir):
+    expected = getattr(transformers, f"{family}Config")()
     geometry = load_geometry(model_dir({"architectures": [f"{family}ForCausalLM"]}))
-    assert geometry.vocab_size == wanted.vocab_size
-    assert geometry.hidden_size == wanted.hidden_size
-    assert geometry.intermediate_size == wanted.intermediate_size
-    assert geometry.num_layers == wanted.num_hidden_layers
-    assert geometry.num_heads == wanted.num_attention_heads
-    assert geometry.num_kv_heads == wanted.num_key_value_heads
-    assert geometry.head_dim == (getattr(wanted, "head_dim", None) or 128)
-    assert geometry.rms_norm_eps == wanted.rms_norm_eps
-    assert geometry.max_position_embeddings == wanted.max_position_embeddings
-    assert geometry.tie_word_embeddings == wanted.tie_word_embeddings
-    assert geometry.rope.rope_theta == wanted.rope_parameters["rope_theta"]
-    assert geometry.eos_token_ids == ((wanted.eos_token_id,) if wanted.eos_token_id else ())
-    window = getattr(wanted, "sliding_window", None)
+    assert geometry.vocab_size == expected.vocab_size
+    assert geometry.hidden_size == expected.hidden_size
+    assert geometry.intermediate_size == expected.intermediate_size
+    assert geometry.num_layers == expected.num_hidden_layers
+    assert geometry.num_heads == expected.num_attention_heads
+    assert geometry.num_kv_heads == expected.num_key_value_heads
+    assert geometry.head_dim == (getattr(expected, "head_dim", None) or 128)
+    assert geometry.rms_norm_eps == expected.rms_norm_eps
+    assert geometry.max_position_embeddings == expected.max_position_embeddings
+    assert geometry.tie_word_embeddings == expected.tie_word_embeddings
+    assert geometry.rope.rope_theta == expected.rope_parameters["rope_theta"]
+    assert geometry.eos_token_ids == ((expected.eos_token_id,) if expected.eos_token_id else ())
+    window = getattr(expected, "sliding_window", None)
     assert geometry.sliding_windows == (window,) * geometry.num_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_that_transformers_saves_is_known(family, tmp_path):
+def test_keys_that_transformers_saves_are_known(family, tmp_path):
     """A config as the installed version writes it, its generation defaults included."""
     config = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForCausalLM"])
     everything = config.to_dict() | transformers.GenerationConfig().to_dict()
@@ -209,7 +209,7 @@ def test_refused_by_name(name, model_dir):
         {"rope_parameters": {"rope_type": "default", "type": "default"}},
     ],
 )
-def test_what_is_switched_off_is_no_reason(changes, model_dir):
+def test_disabled_features_are_accepted(changes, model_dir):
     load_geometry(model_dir({"architectures": ["LlamaForCausalLM"]} | BASE | changes))
 
 
@@ -227,7 +227,7 @@ def test_sliding_windows_of_qwen(model_dir):
     assert load_geometry(model_dir(config)).sliding_windows == (8, 8, None, None)
 
 
-def test_end_tokens_of_generation_config_win(model_dir):
+def test_generation_config_overrides_end_tokens(model_dir):
     config = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 5}
     assert load_geometry(model_dir(config)).eos_token_ids == (5,)
     assert load_geometry(model_dir(config, {"eos_token_id": [7, 5, 7]})).eos_token_ids == (7, 5)

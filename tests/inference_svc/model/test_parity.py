@@ -68,13 +68,13 @@ def test_logits(name, path, dtype, tolerance, random_model, save_model, load_dec
     decoder = load_decoder(save_model(model), dtype, path=path)
     token_ids = torch.randint(0, model.config.vocab_size, (NUM_TOKENS,)).tolist()
     with torch.no_grad():
-        wanted = model.to(dtype)(torch.tensor([token_ids])).logits[0].float()
+        expected = model.to(dtype)(torch.tensor([token_ids])).logits[0].float()
     got = decoder.logits(token_ids, chunk=NUM_TOKENS)
     assert got.dtype == torch.float32
-    assert relative_rms(wanted, got) <= tolerance
+    assert relative_rms(expected, got) <= tolerance
     # The same one by one: decode rows over a paged context.
     got = decoder.logits(token_ids, chunk=1)
-    assert relative_rms(wanted, got) <= tolerance
+    assert relative_rms(expected, got) <= tolerance
 
 
 def test_fp16(random_model, save_model, load_decoder, relative_rms):
@@ -82,20 +82,20 @@ def test_fp16(random_model, save_model, load_decoder, relative_rms):
     decoder = load_decoder(save_model(model), torch.float16)
     token_ids = torch.randint(0, model.config.vocab_size, (20,)).tolist()
     with torch.no_grad():
-        wanted = model(torch.tensor([token_ids])).logits[0]
-    assert relative_rms(wanted, decoder.logits(token_ids, chunk=1)) <= 1e-2
+        expected = model(torch.tensor([token_ids])).logits[0]
+    assert relative_rms(expected, decoder.logits(token_ids, chunk=1)) <= 1e-2
 
 
 def test_greedy_tokens(random_model, save_model, load_decoder):
     model = random_model("Qwen3", head_dim=16)
     decoder = load_decoder(save_model(model))
     prompt = torch.randint(0, model.config.vocab_size, (1, 9))
-    wanted = model.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None)
-    sequence = decoder.add(wanted[0].tolist())
+    expected = model.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None)
+    sequence = decoder.add(expected[0].tolist())
     sequence.token_ids = prompt[0].tolist()
     start = 0
-    while len(sequence.token_ids) < wanted.shape[1]:
+    while len(sequence.token_ids) < expected.shape[1]:
         logits = decoder.step([(sequence, start, len(sequence.token_ids) - start, True)])
         start = len(sequence.token_ids)
         sequence.token_ids.append(int(logits[0].argmax()))
-    assert sequence.token_ids == wanted[0].tolist()
+    assert sequence.token_ids == expected[0].tolist()

@@ -30,17 +30,17 @@ class CountedAdapters:
         return rotary_angles_op(positions, angles[0], angles, angles, count, scaling=1.0)
 
 
-def test_programs_are_few_whatever_adapters_change(random_model, save_model, load_decoder) -> None:
+def test_programs_are_few(random_model, save_model, load_decoder) -> None:
     adapters = CountedAdapters()
     folder = save_model(random_model("Llama", num_hidden_layers=8))
     decoder = load_decoder(folder, path="native", adapters=adapters)
     transformer = decoder.transformer
     decoder.step([(decoder.add([1, 2, 3]), 0, 3, True)])
-    wanted = transformer.forward().clone()
+    expected = transformer.forward().clone()
     num_base = len(transformer._program(frozenset()).ops)
     sizes = []
     for group in sorted(adapters.groups):
-        assert torch.equal(transformer.forward(frozenset({group})), wanted)
+        assert torch.equal(transformer.forward(frozenset({group})), expected)
         sizes.append(len(transformer._program(frozenset({group})).ops) - num_base)
     num_own = MAX_PROGRAMS - 2  # beside that of no group and that of all
     assert sizes == [1] * num_own + [len(adapters.groups)] * (len(sizes) - num_own)
@@ -48,19 +48,17 @@ def test_programs_are_few_whatever_adapters_change(random_model, save_model, loa
     assert len(transformer._program(frozenset()).ops) == num_base
 
 
-def test_the_last_layer_computes_what_samples_and_no_more(
-    random_model, save_model, load_decoder
-) -> None:
+def test_last_layer_computes_sampling_rows_only(random_model, save_model, load_decoder) -> None:
     """Of the other tokens it makes keys and values, which is all that later steps read."""
     decoder = load_decoder(save_model(random_model("Llama", num_hidden_layers=1)), path="native")
     first, second, third = ([1, 2, 3], [4, 5, 6, 7], [8, 9])
     rows = [(decoder.add(tokens), 0, len(tokens), True) for tokens in (first, second, third)]
-    wanted = decoder.step(rows)
+    expected = decoder.step(rows)
     work = decoder.transformer._workspace
     for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
         buffer.fill_(torch.nan)
     got = decoder.step([rows[0], (*rows[1][:3], False), rows[2]])
-    assert torch.equal(got, wanted[[0, 2]])
+    assert torch.equal(got, expected[[0, 2]])
     for buffer in (work.gate_up, work.gated, work.last_hidden, work.last_mixed):
         assert not buffer[:2].isnan().any()
         assert buffer[2:].isnan().all()

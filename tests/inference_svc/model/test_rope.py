@@ -55,6 +55,6 @@ def test_rotation(name, head_dim):
     positions = torch.tensor([0, 1, 5, 700, 2047])
     heads = torch.randn(5, 3, head_dim)
     cos, sin = theirs(heads, positions[None])
-    wanted, _ = apply_rotary_pos_emb(heads, heads, cos[0], sin[0])
+    expected, _ = apply_rotary_pos_emb(heads, heads, cos[0], sin[0])
     rotation = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions, torch.float32)
-    torch.testing.assert_close(rotation(heads), wanted)
+    torch.testing.assert_close(rotation(heads), expected)

@@ -1,0 +1,97 @@
+"""Changes to the arena: evictions, and copies that are bounded by the step."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from inference_svc.adapters.load_metrics import LoadTimes
+from inference_svc.adapters.slots import EvictionReason, Slots
+from inference_svc.adapters.tiers import (
+    HostCopy,
+    HostTier,
+    MemoryTiers,
+    PendingChanges,
+    TableClear,
+    TableWrite,
+)
+from inference_svc.errors import AdapterUnusable
+from tests.inference_svc.adapters.conftest import make_image, reserve
+from tests.inference_svc.adapters.loop import Loop
+from tests.inference_svc.adapters.test_residency import assert_computes
+
+
+@pytest.mark.parametrize("has_host", [False, True], ids=["arena-only", "host-tier"])
+def test_evictions_are_returned_and_change_the_arena(has_host: bool) -> None:
+    first, second = make_image("aaaa", 4).header, make_image("bbbb", 4).header
+    host = HostTier(first.total_bytes, pin_memory=False) if has_host else None
+    device = Slots(first.total_bytes, 4)
+    tiers = MemoryTiers(device, host, LoadTimes())
+    for slots in {id(each): each for each in (device, tiers.pull_tier)}.values():
+        reserve(slots, first).ready = True
+    for make_room in (tiers.reserve_on_device, tiers.reserve_for_pull):
+        if second.digest in tiers.pull_tier:
+            break
+        reservation = make_room(second, (), (), EvictionReason.REQUEST)
+        assert reservation is not None
+        assert [resident.digest for resident in reservation.evicted] == ["aaaa"]
+        assert device.evictions == {EvictionReason.REQUEST: 1}
+    assert tiers.pop_changes() == (TableClear(0),), "a host image has no row"
+    assert tiers.pop_ready() == ["aaaa"]
+    resident = device.get("bbbb")
+    assert resident is not None
+    tiers.publish(resident, 1.0)
+    assert [type(change) for change in tiers.pop_changes()] == [TableWrite]
+    assert tiers.pop_ready() == ["bbbb"]
+
+
+def test_burst_is_copied_over_several_steps(store, layout) -> None:
+    """So that none waits for more than a part of it, and each adapter may start before the rest."""
+    loop = Loop(store, layout, 16384, 1 << 20)
+    residency, host = loop.residency, loop.residency.host
+    assert host is not None
+    for digest in ("cold", "aaaa", "bbbb", "cccc"):
+        store.add(digest)
+        loop.load(digest)
+        residency.release(digest)
+    assert len(host.slots) == 4
+    assert len(residency.device) == 2
+    host.step_copy_bytes = host.slots.residents()[0].num_bytes * 3 // 2
+    for digest in ("cold", "aaaa"):
+        residency.add_waiter(digest, 0.0)
+    residency.advance(0.0, [("cold", False), ("aaaa", False)])
+    for copied, waiting in (("cold", "aaaa"), ("aaaa", "")):
+        changes = residency.pop_changes()
+        copies = [change for change in changes if isinstance(change, HostCopy)]
+        assert [copy.resident.digest for copy in copies] == [copied]
+        loop.arena.apply(changes)
+        residency.check_integrity(residency.waiters)
+        residency.finish_copies(loop.arena.pop_completed_copies(), time.monotonic())
+        assert residency.is_resident(copied)
+        if waiting:
+            assert residency.is_copying, "there is more to be done"
+            assert not residency.is_resident(waiting)
+            with pytest.raises(AdapterUnusable, match="still loading"):
+                residency.unload(waiting)
+    loop.arena.apply(residency.pop_changes())
+    for digest in ("cold", "aaaa"):
+        assert_computes(loop, store, digest, residency.acquire(digest))
+    assert not residency.is_copying
+    loop.puller.close()
+
+
+def test_pending_changes_bound_copied_bytes(store, layout) -> None:
+    image = store.add("aaaa")
+    resident = reserve(Slots(16384, 4), image.header)
+    pending = PendingChanges()
+    copies = [HostCopy(resident, resident)] * 3
+    for change in (*copies, TableClear(0)):
+        pending.append(change)
+    assert pending.pop(None) == (*copies, TableClear(0))
+    for change in (*copies, TableClear(0)):
+        pending.append(change)
+    assert pending.pop(1) == (copies[0], TableClear(0)), "one at least, or none would ever come"
+    assert pending.pop(1) == (copies[1],)
+    assert pending.pop(1) == (copies[2],)
+    assert pending.pop(1) == ()
