@@ -41,6 +41,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
 	$(BIN)/python -m tools.api_docs
 	$(BIN)/python -m tools.sizing_docs
+	$(BIN)/python -m tools.configuration_docs
 	$(BIN)/python -m tools.prometheus_rule
 
 # The blocking client from the asyncio one: a test compares.

@@ -185,7 +185,7 @@ class ServiceSettings(BaseSettings):
         Raises InvalidSetting with a line per problem. Prints the help and exits for --help.
         """
         settings = {setting.name: setting for setting in describe(cls)}
-        flags = _parse_flags(cls, settings, arguments)
+        flags = parse_flags(cls, arguments)
         variables = _read_environment(settings)
         path = flags.get("config") or variables.get("config")
         file = _read_file(Path(path), settings) if path else {}
@@ -213,15 +213,15 @@ class ServiceSettings(BaseSettings):
 class Setting:
     """One setting as `--help` and the documents show it.
 
-    `kind` is what its values are, `metavar` how `--help` writes one; both "" for a switch, which
-    takes none. `default` is "" where there is none.
+    `metavar` is the form of its values, "" for a switch; `bounds` are those of a number, such as
+    "≥ 1". `default` is "" where there is none.
     """
 
     name: str
     variable: str
     group: Group
-    kind: str
     metavar: str
+    bounds: tuple[str, ...]
     default: str
     meaning: str
     is_required: bool
@@ -252,23 +252,18 @@ def describe(service: type[ServiceSettings]) -> list[Setting]:
 def _setting(name: str, prefix: str, field: FieldInfo) -> Setting:
     plain, metadata = _plain(field.annotation)
     metadata = [*metadata, *field.metadata]
-    metavar = next((each.text for each in reversed(metadata) if isinstance(each, Metavar)), "")
-    choices = get_args(plain) if get_origin(plain) is Literal else ()
-    kinds = {bool: "switch", int: "integer", float: "number", ByteSize: "size", Path: "path"}
-    metavars = {bool: "", int: "N", float: "NUMBER", ByteSize: "SIZE", Path: "FILE"}
-    kind = kinds.get(plain, "text")
-    if metavar == "SECONDS":
-        kind = "seconds"
-    elif choices:
-        kind = metavar = "|".join(choices)
-    elif metavar:
-        kind = metavar
+    metavar = {bool: "", int: "N", float: "NUMBER", ByteSize: "SIZE", Path: "FILE"}.get(
+        plain, "TEXT"
+    )
+    if get_origin(plain) is Literal:
+        metavar = "|".join(get_args(plain))
+    metavar = next((each.text for each in reversed(metadata) if isinstance(each, Metavar)), metavar)
     return Setting(
         name=name,
         variable=f"{prefix}{name}".upper(),
         group=next(each for each in metadata if isinstance(each, Group)),
-        kind=" ".join([kind, *_bounds(metadata)]),
-        metavar=metavar or metavars.get(plain, "TEXT"),
+        metavar=metavar,
+        bounds=_bounds(metadata),
         default=_default(field.default),
         meaning=" ".join((field.description or "").split()),
         is_required=field.is_required(),
@@ -290,8 +285,8 @@ def _plain(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-def _bounds(metadata: Sequence[Any]) -> list[str]:
-    """Returns the bounds of numbers that say something: not those of sizes and times."""
+def _bounds(metadata: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the bounds of a number but for ≥ 0, which goes without saying."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     flat = [inner for each in metadata for inner in getattr(each, "metadata", [each])]
     found = [
@@ -300,7 +295,7 @@ def _bounds(metadata: Sequence[Any]) -> list[str]:
         for each in flat
         if getattr(each, name, None) is not None
     ]
-    return [f"{sign} {bound:g}" for sign, bound in found if (sign, bound) != ("≥", 0)]
+    return tuple(f"{sign} {bound:g}" for sign, bound in found if (sign, bound) != ("≥", 0))
 
 
 def _default(value: Any) -> str:
@@ -327,9 +322,12 @@ class _FlagParser(argparse.ArgumentParser):
         raise InvalidSetting(message.removeprefix("argument "))
 
 
-def _parse_flags(
-    service: type[ServiceSettings], settings: Mapping[str, Setting], arguments: Sequence[str]
-) -> dict[str, Any]:
+def parse_flags(service: type[ServiceSettings], arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns the values of flags by the names of their settings, unchecked.
+
+    Raises InvalidSetting for a flag that is not there or has no value.
+    """
+    settings = {setting.name: setting for setting in describe(service)}
     parser = _FlagParser(service)
     for name, setting in settings.items():
         if setting.is_switch:

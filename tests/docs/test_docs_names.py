@@ -18,6 +18,7 @@ from inference_svc.metrics import definitions as inference_metrics
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2
+from servicekit.settings import Setting, describe
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -46,10 +47,15 @@ def metrics() -> set[str]:
 
 
 @cache
+def settings() -> list[Setting]:
+    """Returns those of both services."""
+    return [*describe(StoreSettings), *describe(InferenceSettings)]
+
+
+@cache
 def flags() -> set[str]:
     """Of both services and of every command."""
-    names = [*StoreSettings.model_fields, *InferenceSettings.model_fields]
-    found = {"--" + name.replace("_", "-") for name in names}
+    found = {flag for setting in settings() for flag in setting.flags}
     command = typer.main.get_command(app)
     for each in (command, *command.commands.values()):
         for parameter in each.params:
@@ -60,11 +66,10 @@ def flags() -> set[str]:
 @cache
 def variables() -> set[str]:
     """Those of the settings, and those that commands read."""
-    settings = {f"LOADOUT_STORE_{name.upper()}" for name in StoreSettings.model_fields}
-    settings |= {f"LOADOUT_INFERENCE_{name.upper()}" for name in InferenceSettings.model_fields}
+    names = {setting.variable for setting in settings()}
     sources = [*(ROOT / "loadout").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     quoted = re.compile(r"\"(LOADOUT_[A-Z_]+)\"")
-    return settings.union(*(quoted.findall(path.read_text()) for path in sources))
+    return names.union(*(quoted.findall(path.read_text()) for path in sources))
 
 
 def named(pattern: str) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_grpc
 from loadout.inference.v1 import inference_pb2 as inference_pb
 from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
 from loadout.retry import RetryPolicy
+from tests.support.up import Up
 
 Behaviour = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -225,61 +223,12 @@ def chunks() -> list[inference_pb.GenerateResponse]:
     ]
 
 
-class Up:
-    """A running `loadout up`: its addresses, and its commands to try."""
-
-    def __init__(self, arguments: tuple[str, ...], cwd: Path) -> None:
-        command = [sys.executable, "-u", "-m", "loadout.cli", "up", *arguments]
-        self.popen = subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self.popen.stdout is not None
-        lines = []
-        for line in self.popen.stdout:
-            lines.append(line.rstrip("\n"))
-            if line.startswith("Ctrl-C"):
-                break
-        self.output = "\n".join(lines)
-        if self.popen.poll() is not None or not lines:
-            raise AssertionError(f"loadout up failed: {self.end(signal.SIGTERM)[1]}")
-        rows = [line.split() for line in lines]
-        store, inference = (
-            row[2] for row in rows if row[:2] in (["adapter", "store"], ["inference", "service"])
-        )
-        store_metrics, inference_metrics = (
-            row[2].removeprefix("http://").removesuffix("/metrics")
-            for row in rows
-            if row[:2] == ["its", "metrics"]
-        )
-        self.addresses = {
-            "store": store,
-            "store_metrics": store_metrics,
-            "inference": inference,
-            "inference_metrics": inference_metrics,
-        }
-        self.environment = {
-            f"LOADOUT_{name.upper()}": address for name, address in self.addresses.items()
-        }
-        self.commands = [shlex.split(line) for line in lines[lines.index("try:") + 1 : -1]]
-
-    def end(self, number: int) -> tuple[int, str]:
-        """Sends a signal; (exit code, stderr)."""
-        self.popen.send_signal(number)
-        _, stderr = self.popen.communicate(timeout=90)
-        return self.popen.returncode, stderr
-
-
 @pytest.fixture(scope="module")
 def start_up() -> Iterator[Callable[..., Up]]:
     """`start_up(*arguments, cwd=DIR)`: `loadout up` in a process of its own, ended afterwards."""
-    started: list[Up] = []
+    with ExitStack() as stack:
 
-    def start(*arguments: str, cwd: Path) -> Up:
-        started.append(Up(arguments, cwd))
-        return started[-1]
+        def start(*arguments: str, cwd: Path) -> Up:
+            return stack.enter_context(Up(arguments, cwd))
 
-    yield start
-    for up in started:
-        if up.popen.poll() is None:
-            code, stderr = up.end(signal.SIGINT)
-            assert code == 0, stderr
+        yield start

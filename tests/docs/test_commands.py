@@ -1,0 +1,280 @@
+"""The commands that the documents show: all are understood, and those that can run here do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from adapter_store.config import StoreSettings
+from inference_svc.config import InferenceSettings
+from loadout.cli.app import app
+from loadout.health.__main__ import parse_arguments
+from servicekit.settings import ServiceSettings, parse_flags
+from tests.support.up import Up
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "bench/README.md")),
+    *sorted(path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")),
+]
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FUNCTION = re.compile(r"^(\w+)\(\) \{ (.*?) \"\$@\".*\}$", re.MULTILINE)
+"""A function of a block, and what it hands its arguments on to."""
+SHELLS = {"sh", "bash", "shell", "console"}
+
+SERVICES: dict[str, type[ServiceSettings]] = {
+    each.module: each for each in (StoreSettings, InferenceSettings)
+}
+COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
+
+CHECKED_ELSEWHERE = {
+    "kubectl": "tests/deploy/test_docs.py and test_references.py",
+    "docker": "tests/deploy/test_compose.py and test_images.py",
+    "pg_dump": "tests/adapter_store/service/test_drills.py",
+    "pg_restore": "tests/adapter_store/service/test_drills.py",
+    "git": "",
+}
+"""Programs that need what this machine may not have, and where their use is checked."""
+TOOLS = {".", "cat", "cd", "cp", "curl", "grep", "mkdir", "printf", "sed", "umask"}
+"""Programs of the shell and of every machine."""
+LASTING = {"demo", "up", "store", "serve"}
+"""Commands that start services."""
+NOT_RUN = {
+    "profile": "needs requests while it runs: tests/system/test_profile.py",
+    "bench": "takes a minute: tests/system/test_bench_command.py",
+}
+USUAL = {
+    "127.0.0.1:7070": "store",
+    "127.0.0.1:7071": "store_metrics",
+    "127.0.0.1:7080": "inference",
+    "127.0.0.1:7081": "inference_metrics",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program with its arguments, as a page shows it."""
+
+    page: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Yields (language, text) of a page's blocks."""
+    yield from BLOCK.findall(page.read_text())
+
+
+def lines(language: str, text: str) -> Iterator[str]:
+    """Yields the lines that a reader types: no output of commands and no input of programs."""
+    text = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", text.replace("\\\n", " "), flags=re.M | re.S)
+    for line in text.splitlines():
+        if language != "console":
+            yield line
+        elif line.startswith("$ "):
+            yield line[2:]
+
+
+def commands(page: Path) -> Iterator[Command]:
+    name = page.relative_to(ROOT).as_posix()
+    for language, text in blocks(page):
+        if language in SHELLS:
+            functions = dict(FUNCTION.findall(text))
+            text = FUNCTION.sub("", text)
+            for line in lines(language, text):
+                for words in simple_commands(line):
+                    expanded = shlex.split(functions.get(words[0], words[0])) + words[1:]
+                    yield Command(name, tuple(expanded))
+
+
+def simple_commands(line: str) -> Iterator[list[str]]:
+    """Yields the commands of a line of shell, without redirections and assignments."""
+    found = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    found.whitespace_split = True
+    words: list[str] = []
+    tokens = list(found)
+    for index, token in enumerate(tokens):
+        if token in ("|", "||", "&", "&&", ";"):
+            yield from [words] if words else []
+            words = []
+        elif token in ("<", ">", ">>", ">&"):
+            if words and words[-1] in ("1", "2"):
+                words.pop()
+        elif index and tokens[index - 1] in ("<", ">", ">>", ">&"):
+            continue
+        elif words or not re.fullmatch(r"\w+=.*", token):
+            words.append(token)
+    yield from [words] if words else []
+
+
+ALL = [command for page in PAGES for command in commands(page)]
+
+
+def is_client(command: Command) -> bool:
+    program, *rest = command.words
+    return program == "loadout" and rest[0] not in {*LASTING, *NOT_RUN}
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(ALL), ids=str)
+def test_command_is_understood(command: Command) -> None:
+    program, *arguments = command.words
+    if program == "loadout":
+        understand_loadout(arguments)
+    elif program == "python":
+        understand_module(arguments)
+    elif program == "make":
+        understand_make(arguments)
+    else:
+        assert program in TOOLS | CHECKED_ELSEWHERE.keys()
+
+
+def understand_loadout(arguments: list[str]) -> None:
+    """Parses as the command itself does; raises what it raises."""
+    group = typer.main.get_command(app)
+    with group.make_context("loadout", list(arguments)) as context:
+        name, command, rest = group.resolve_command(context, arguments)
+        if name in COMMANDS:
+            parse_flags(COMMANDS[name], rest)
+        else:
+            command.make_context(name, rest, parent=context).close()
+
+
+def understand_module(arguments: list[str]) -> None:
+    if arguments[:1] != ["-m"]:
+        assert arguments[0] == "-", "a program from standard input"
+        return
+    module, rest = arguments[1], arguments[2:]
+    if module in SERVICES:
+        parse_flags(SERVICES[module], rest)
+    elif module == "loadout.health":
+        parse_arguments(rest)
+    else:
+        spec = find_spec(module)
+        assert spec is not None, module
+        assert spec.origin is not None
+        source = Path(spec.origin.replace("__init__", "__main__")).read_text()
+        ours = rest[: rest.index("--")] if "--" in rest else rest
+        for flag in (word for word in ours if word.startswith("--")):
+            assert f'"{flag.split("=")[0]}"' in source, f"{module} has no {flag}"
+        parse_flags(InferenceSettings, rest[len(ours) + 1 :])
+
+
+def understand_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        name, is_variable, _ = word.partition("=")
+        form = rf"\$\({name}\)" if is_variable else rf"^{name}:"
+        assert re.search(form, makefile, re.MULTILINE), f"Makefile has no {name}"
+
+
+def test_every_page_is_read() -> None:
+    """The parser sees what a reader sees."""
+    programs = {command.words[0] for command in ALL}
+    assert {"loadout", "python", "make", "kubectl", "docker", "curl"} <= programs
+    shown = {command.words[1] for command in ALL if command.words[0] == "loadout"}
+    assert {"up", "store", "serve", "register", "generate", "token", "debug", "bench"} <= shown
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like this checkout with its environment, and may be written to."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    (folder / ".venv").symlink_to(Path(sys.prefix))
+    return folder
+
+
+def readme_blocks(language: str) -> list[str]:
+    return [text for each, text in blocks(ROOT / "README.md") if each == language]
+
+
+@pytest.fixture(scope="module")
+def up(checkout: Path) -> Iterator[Up]:
+    """The system that README starts, started as README says."""
+    text = "\n".join(readme_blocks("sh"))
+    [command] = [line for line in text.splitlines() if line.startswith("loadout up")]
+    with Up(tuple(shlex.split(command)[2:]), cwd=checkout) as system:
+        yield system
+
+
+def at(up: Up, text: str) -> str:
+    """Returns `text` with the usual addresses replaced by those that this system has."""
+    for usual, name in USUAL.items():
+        text = text.replace(usual, up.addresses[name])
+    return text
+
+
+def run(up: Up, text: str, cwd: Path) -> str:
+    """Returns what a shell prints that runs `text`."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", at(up, text)],
+        cwd=cwd,
+        env={
+            **os.environ,
+            **up.environment,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_readme_runs(up: Up, checkout: Path) -> None:
+    """Each block as a whole, and the output that it shows of `loadout up`."""
+    [shown] = readme_blocks("text")
+    # Where the usual ports are taken, the commands name the others at their end.
+    pairs = zip(up.output.splitlines(), at(up, shown).splitlines(), strict=True)
+    assert all(printed.startswith(line) for printed, line in pairs), up.output
+    texts = [text for text in readme_blocks("sh") if "loadout up" not in text]
+    if not shutil.which("curl"):
+        texts = [text for text in texts if "curl" not in text]
+    assert "HELLO" in "".join(run(up, text, checkout) for text in texts)
+    for text in readme_blocks("python"):
+        assert "HELLO" in run(up, f"python -c {shlex.quote(text)}", checkout)
+
+
+CLIENT_COMMANDS = [
+    each for each in dict.fromkeys(ALL) if is_client(each) and each.page != "README.md"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", CLIENT_COMMANDS, ids=str)
+def test_client_command_runs(up: Up, checkout: Path, command: Command) -> None:
+    run(up, shlex.join(command.words), checkout)
+
+
+@pytest.mark.slow
+def test_sizing_runs(up: Up, checkout: Path) -> None:
+    [command] = [each for each in ALL if each.words[:3] == ("python", "-m", "tools.sizing")]
+    text = shlex.join(command.words).replace(" DIR", " loadout/demo/assets/model")
+    assert "image of one adapter" in run(up, text, checkout)
+
+
+def test_no_command_hides() -> None:
+    """Shell has one name, transcripts start with a prompt, and nothing is left to be filled in."""
+    for page in PAGES:
+        for language, text in blocks(page):
+            assert language not in SHELLS - {"sh", "console"}, page
+            assert language != "console" or text.startswith("$ "), page
+        assert not re.search("@[A-Z]+@", page.read_text()), page

@@ -1,0 +1,53 @@
+"""docs/configuration.md and the example files are what the settings are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from servicekit.settings import describe
+from tools.configuration_docs import EXAMPLES, PATH, ROOT, render, render_example
+
+
+@pytest.fixture(params=EXAMPLES, ids=lambda path: path.name)
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(ROOT)
+    return request.param
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PATH.read_text() == render(), "run `make docs`"
+
+
+def test_the_examples_are_up_to_date(example: Path) -> None:
+    assert example.read_text() == render_example(EXAMPLES[example]), "run `make docs`"
+
+
+def test_an_example_has_the_defaults(example: Path) -> None:
+    settings = EXAMPLES[example].load(["--config", str(example)])
+    required = {each.name for each in describe(EXAMPLES[example]) if each.is_required}
+    assert settings.model_fields_set == {"config", *required}
+
+
+def test_an_example_without_its_comment_marks(example: Path, tmp_path: Path) -> None:
+    """Every line is understood, and those of settings with a default are the default."""
+    text = re.sub(r"^#(?=[a-z0-9-]+ = )", "", example.read_text(), flags=re.MULTILINE)
+    path = tmp_path / example.name
+    path.write_text(text)
+    service = EXAMPLES[example]
+    changed = service.load(["--config", str(path)])
+    plain = service.load(["--config", str(example)])
+    settings = describe(service)
+    assert changed.model_fields_set == {setting.name for setting in settings}
+    for setting in settings:
+        if setting.default:
+            assert getattr(changed, setting.name) == getattr(plain, setting.name)
+
+
+def test_every_setting_has_a_row() -> None:
+    for service in EXAMPLES.values():
+        for setting in describe(service):
+            assert f"| `{setting.flag}`" in PATH.read_text()
+            assert PATH.read_text().count(f"| `{setting.variable}` |") == 1

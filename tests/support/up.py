@@ -1,0 +1,63 @@
+"""`loadout up` in a process of its own."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+
+class Up:
+    """A running `loadout up`: its addresses, and its commands to try."""
+
+    def __init__(self, arguments: tuple[str, ...], cwd: Path) -> None:
+        command = [sys.executable, "-u", "-m", "loadout.cli", "up", *arguments]
+        self.popen = subprocess.Popen(
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.popen.stdout is not None
+        lines = []
+        for line in self.popen.stdout:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("Ctrl-C"):
+                break
+        self.output = "\n".join(lines)
+        if self.popen.poll() is not None or not lines:
+            raise AssertionError(f"loadout up failed: {self.end(signal.SIGTERM)[1]}")
+        rows = [line.split() for line in lines]
+        store, inference = (
+            row[2] for row in rows if row[:2] in (["adapter", "store"], ["inference", "service"])
+        )
+        store_metrics, inference_metrics = (
+            row[2].removeprefix("http://").removesuffix("/metrics")
+            for row in rows
+            if row[:2] == ["its", "metrics"]
+        )
+        self.addresses = {
+            "store": store,
+            "store_metrics": store_metrics,
+            "inference": inference,
+            "inference_metrics": inference_metrics,
+        }
+        self.environment = {
+            f"LOADOUT_{name.upper()}": address for name, address in self.addresses.items()
+        }
+        self.commands = [shlex.split(line) for line in lines[lines.index("try:") + 1 : -1]]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends it as Ctrl-C does, unless it has ended."""
+        if self.popen.poll() is None:
+            code, stderr = self.end(signal.SIGINT)
+            assert code == 0, stderr
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Sends a signal; (exit code, stderr)."""
+        self.popen.send_signal(number)
+        _, stderr = self.popen.communicate(timeout=90)
+        return self.popen.returncode, stderr
