@@ -20,7 +20,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "Adapter store": StoreSettings,
     "Inference service": InferenceSettings,
 }
-EXAMPLES = {
+EXAMPLES: dict[Path, type[ServiceSettings]] = {
     ROOT / "examples" / "settings" / "store.toml": StoreSettings,
     ROOT / "examples" / "settings" / "inference.toml": InferenceSettings,
 }
