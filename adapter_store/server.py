@@ -27,7 +27,6 @@ from adapter_store.debug.info import DebugInfo
 from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.plan import COMPILER_REVISION
-from adapter_store.metrics.metrics import Sample
 from adapter_store.reload import Reload
 from adapter_store.service import Registry
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
@@ -37,6 +36,8 @@ from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
+from servicekit.telemetry.metrics import Sample
+from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
@@ -153,9 +154,10 @@ def _open_tracing(settings: StoreSettings) -> Tracing | None:
 def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
     address = settings.metrics_listen
     host, port = split_address(address)
-    store.metrics.watch_samples(lambda: _read_samples(store.registry, settings.data_dir))
-    with store.metrics.serving(host, port) as real_port:
-        yield _with_port(address, real_port)
+    registry = store.metrics.registry
+    registry.collect_samples(lambda: _read_samples(store.registry, settings.data_dir))
+    with closing(MetricsServer(registry, host, port)) as server:
+        yield _with_port(address, server.port)
 
 
 def _read_samples(registry: Registry, data_dir: Path) -> list[Sample]:

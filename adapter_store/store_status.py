@@ -10,7 +10,7 @@ from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.images.cache import ImageInProgress
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull
-from adapter_store.metrics.metrics import Sample
+from servicekit.telemetry.metrics import Sample
 
 
 @dataclass(frozen=True, slots=True)

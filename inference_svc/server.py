@@ -27,10 +27,9 @@ from inference_svc.debug.last_errors import CallEnd, LastErrors
 from inference_svc.engine.messages import LayoutAccepted, Repointed
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
 from inference_svc.frontend.watchdog import watch_engine
+from inference_svc.metrics.engine import Snapshots
 from inference_svc.metrics.metrics import Metrics
-from inference_svc.metrics.snapshots import Snapshots
-from inference_svc.metrics.store import ReplicaCollector
-from inference_svc.metrics_server import MetricsServer
+from inference_svc.metrics.store import replica_metrics
 from inference_svc.reload import Reload
 from inference_svc.store.credentials import NO_ACCESS, StoreAccess
 from inference_svc.store.directory import Directory, Servable
@@ -46,6 +45,7 @@ from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.errors import ServiceError
 from servicekit.settings import split_address
+from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ class InferenceServer:
         if config.ready_file is not None:
             config.ready_file.unlink(missing_ok=True)
         self._snapshots = Snapshots(config.max_loras)
-        self._metrics = Metrics(config.max_loras, self._snapshots.take, config.metrics_adapters)
+        self._metrics = Metrics(config.max_loras, self._snapshots.read, config.metrics_adapters)
         if config.store:
-            self._metrics.registry.register(ReplicaCollector(self.replicas))
+            registry = self._metrics.registry
+            registry.collect_families(lambda: replica_metrics(self.replicas))
         host, port = split_address(config.metrics_listen)
         self._metrics_server = MetricsServer(self._metrics.registry, host, port)
         self.metrics_address = _join(host, self._metrics_server.port)
@@ -158,7 +159,7 @@ class InferenceServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-        self._snapshots.follow(self._frontend, directory)
+        self._snapshots.attach(self._frontend, directory)
         await self._grpc.start()
         if self._http is not None:
             await self._start_http(self._http, service, text)
@@ -198,7 +199,7 @@ class InferenceServer:
         if self._http is not None:
             await self._http.close()
         await self._grpc.stop(ANSWER_SECONDS)
-        self._snapshots.forget()
+        self._snapshots.detach()
         if self._store is not None:
             await self._store.close()
         if self._engine is not None:

@@ -127,8 +127,6 @@ PENDING: dict[str, set[str]] = {
         "tls",
     },
     "flat files of inference_svc": {
-        "histogram",
-        "metrics_server",
         "policy",
         "refs",
         "reload",

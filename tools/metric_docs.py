@@ -1,4 +1,4 @@
-"""Writes docs/observability/metrics.md from the definitions of the services' metrics.
+"""Generates docs/observability/metrics.md from the services' definitions of their metrics.
 
 python -m tools.metric_docs
 """
@@ -7,66 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-from adapter_store.metrics import definitions as store
-from inference_svc.metrics import definitions as inference
+from adapter_store.metrics.definitions import SECTIONS as STORE_SECTIONS
+from inference_svc.metrics.definitions import SECTIONS as INFERENCE_SECTIONS
+from servicekit.telemetry.metrics import Definition
 
 PATH = Path(__file__).parent.parent / "docs" / "observability" / "metrics.md"
 
 INTRODUCTION = """# Metrics
 
-Both services serve Prometheus' text format over HTTP at `--metrics-listen`, without a token. This
-page is made of the definitions in the code by `make docs`; a test sees to it that nothing else is
-exported.
+Both services serve Prometheus' text format over HTTP at `--metrics-listen`, without a token.
+`make docs` generates this page from the definitions in the code; a test checks that nothing else
+is exported.
 
 A histogram has the series `_bucket`, `_sum` and `_count`, a summary `_sum` and `_count`. Counters
 start at 0 with their process.
 
-However many adapters there are, a scrape has fewer than 5,000 series. In series by `adapter` the
+A scrape has fewer than 5,000 series however many adapters there are. In series by `adapter` the
 busiest `--metrics-adapters` have one each, as `tenant/name`; requests to the base model count as
-`base`, all others as `other`. When another adapter has become clearly busier, one of them loses its
-series. What it had counted goes to `former`, so that sums over all series never fall; take rates
+`base`, all others as `other`. When another adapter has become clearly busier, one of them loses
+its series, and its counts go to `former`, so that sums over all series never fall. Take rates
 without it:
 
 ```promql
 topk(10, rate(loadout_inference_adapter_generated_tokens_total{adapter!="former"}[5m]))
 ```
 
-An adapter that gets its series back starts at 0 again, as after a restart, which `rate` allows for.
+An adapter that gets its series back starts at 0, as after a restart, which `rate` allows for.
 
-Two families for gateways name adapters as they come and go: `vllm:lora_adapter_loaded` and
+Two families for gateways name the adapters themselves: `vllm:lora_adapter_loaded` and
 `vllm:lora_requests_info`. A scrape has a bounded number of them, but each adapter that is loaded,
-and each new set of adapters with requests, begins a series that Prometheus keeps for as long as it
-keeps anything. Routers scrape the servers themselves, so drop both where Prometheus scrapes
-(`metric_relabel_configs`, action `drop`), as `deploy/` does. What alerts need of them is in
-`loadout_inference_residency_series` and `loadout_inference_snapshot_age_seconds`.
+and each new set of adapters with requests, begins a series that Prometheus stores for its whole
+retention time. Routers scrape the servers themselves, so drop both families where Prometheus
+scrapes (`metric_relabel_configs`, action `drop`), as `deploy/` does. Alerts use
+`loadout_inference_residency_series` and `loadout_inference_snapshot_age_seconds` instead.
 
-What the engine counts is asked of it at each scrape. One that does not answer within two seconds is
-shown as it last was, and `loadout_inference_snapshot_age_seconds` grows.
+Each scrape asks the engine for its numbers. If it does not answer within two seconds, the last
+ones are shown, and `loadout_inference_snapshot_age_seconds` grows.
 """
 
 
-class Row(Protocol):
-    @property
-    def shown_name(self) -> str: ...
-    @property
-    def kind(self) -> inference.Kind | store.Kind: ...
-    @property
-    def labels(self) -> tuple[str, ...]: ...
-    @property
-    def meaning(self) -> str: ...
-
-
 def render() -> str:
-    """The page."""
     parts = [INTRODUCTION]
-    parts += _service("Inference service", inference.SECTIONS)
-    parts += _service("Adapter store", store.SECTIONS)
+    parts += _service("Inference service", INFERENCE_SECTIONS)
+    parts += _service("Adapter store", STORE_SECTIONS)
     return "\n".join(parts)
 
 
-def _service(title: str, sections: Mapping[str, Iterable[Row]]) -> list[str]:
+def _service(title: str, sections: Mapping[str, Iterable[Definition]]) -> list[str]:
     parts = [f"## {title}\n"]
     for name, rows in sections.items():
         parts += [f"### {name}\n", "| metric | kind | labels | meaning |", "|---|---|---|---|"]
@@ -75,10 +63,10 @@ def _service(title: str, sections: Mapping[str, Iterable[Row]]) -> list[str]:
     return parts
 
 
-def _line(row: Row) -> str:
+def _line(row: Definition) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels)
-    meaning = row.meaning.replace("|", "\\|")
-    return f"| `{row.shown_name}` | {row.kind.value} | {labels} | {meaning} |"
+    meaning = row.help.replace("|", "\\|")
+    return f"| `{row.exposed_name}` | {row.kind.value} | {labels} | {meaning} |"
 
 
 def main() -> None:

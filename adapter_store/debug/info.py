@@ -19,7 +19,6 @@ from importlib.metadata import distributions
 from typing import Any, NamedTuple
 
 import torch
-from prometheus_client import generate_latest
 
 from adapter_store.config import StoreSettings
 from adapter_store.debug.config import secrets_of, shown_settings
@@ -27,6 +26,7 @@ from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.service import Registry
+from servicekit.telemetry.metrics import exposition
 from servicekit.telemetry.redact import Redactor
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,8 @@ class DebugInfo:
         }
 
     def _metrics_text(self) -> str:
-        return generate_latest(self.metrics.registry).decode()
+        text, _ = exposition(self.metrics.registry)
+        return text.decode()
 
 
 async def _part(name: str, make: Callable[[], Awaitable[Any]], redactor: Redactor) -> Part:

@@ -25,8 +25,8 @@ from inference_svc.engine.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import cpu_name
+from inference_svc.metrics.engine import MAX_NAMES
 from inference_svc.metrics.metrics import Metrics
-from inference_svc.metrics.snapshots import MAX_NAMES
 from inference_svc.store.directory import Directory
 from inference_svc.store.replicas import Replicas
 from servicekit.telemetry.redact import Redactor

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inference_svc.core import Batch, FinishReason, SampledToken, Sequence
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.engine.scheduler import Scheduler, extend_page_keys
-from inference_svc.histogram import Histogram
+from servicekit.telemetry.histogram import Histogram
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
-from inference_svc.engine.status_types import EngineStatus, HistogramState, TierStatus
+from inference_svc.engine.status_types import EngineStatus, TierStatus
 from inference_svc.engine.step_times import StepTimes
 from inference_svc.host.memory import resident_bytes
+from servicekit.telemetry.histogram import HistogramState
 
 
 @dataclass(frozen=True, slots=True)

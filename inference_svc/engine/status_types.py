@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from servicekit.telemetry.histogram import HistogramState
+
 
 @dataclass(frozen=True, slots=True)
 class ResidentAdapter:
@@ -17,16 +19,6 @@ class ResidentAdapter:
     running_requests: int
     last_used_time_s: float
     load_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramState:
-    """How many observations were at most each of `bounds` and above the one before, in seconds;
-    the last of `counts` are those above all bounds."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

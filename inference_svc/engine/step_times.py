@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inference_svc.engine.status_types import HistogramState
-from inference_svc.histogram import Histogram
+from servicekit.telemetry.histogram import Histogram, HistogramState
 
 
 class StepPhases(NamedTuple):

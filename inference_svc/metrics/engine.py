@@ -1,25 +1,33 @@
-"""The engine's own numbers as metrics, read when they are asked for."""
+"""The engine's metrics, made of a snapshot that each scrape asks the engine for."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
-from inference_svc.engine.status_types import (
-    EngineStatus,
-    HistogramState,
-    ResidentAdapter,
-    TierStatus,
-)
-from inference_svc.histogram import Histogram
-from inference_svc.metrics.definitions import family, sample
+from inference_svc.core import ANYONE
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.frontend.async_engine import Frontend
+from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series
+from inference_svc.store.directory import Directory
+from servicekit.errors import ServiceError
+from servicekit.refs import short_name
+from servicekit.telemetry.histogram import HistogramState
+
+ANSWER_SECONDS = 2.0
+"""An engine whose step takes longer is shown as at the last scrape, with the snapshot's age."""
+MAX_RESIDENTS = 512
+"""Resident adapters requested beyond those on the device: the engine lists them between steps."""
+MAX_NAMES = 16
+"""Names shown per adapter."""
 
 TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
     "tier_used_bytes": lambda tier: tier.used_bytes,
@@ -31,13 +39,13 @@ TIER_GAUGES: dict[str, Callable[[TierStatus], float]] = {
     "tier_hits": lambda tier: tier.hits,
     "tier_misses": lambda tier: tier.misses,
 }
-"""What is shown of a tier as one number."""
+"""A tier's metrics without further labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine at one moment, `taken_time_s` in unix time. `names` maps digests to the names
-    known to point to them."""
+    """Describes the engine at `taken_time_s`, a unix time. `names` maps digests to the names that
+    point to them."""
 
     status: EngineStatus
     residents: tuple[ResidentAdapter, ...]
@@ -46,72 +54,93 @@ class Snapshot:
     taken_time_s: float
 
 
-class GatewayCollector(Collector):
-    """What gateways route by, alone; `snapshot` as of EngineCollector."""
+class Snapshots:
+    """Asks the engine for snapshots, from any thread but the event loop's. At most `max_loras`
+    adapters are on the device."""
 
-    def __init__(self, max_loras: int, snapshot: Callable[[], Snapshot | None]) -> None:
-        self._max_loras = max_loras
-        self._snapshot = snapshot
+    def __init__(self, max_loras: int) -> None:
+        self._lock = threading.Lock()
+        self._pending: futures.Future[None] | None = None
+        self._max_residents = max(MAX_RESIDENTS, max_loras)
+        self._source: tuple[asyncio.AbstractEventLoop, Frontend, Directory] | None = None
+        self._last: Snapshot | None = None
 
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the engine."""
-        return []
+    def attach(self, frontend: Frontend, directory: Directory) -> None:
+        """Starts to ask this engine; before, there are no snapshots. Call it on the event loop."""
+        self._source = asyncio.get_running_loop(), frontend, directory
 
-    def collect(self) -> Iterator[Metric]:
-        found = self._snapshot()
-        if found is not None:
-            yield from _gateway_metrics(found, self._max_loras)
+    def detach(self) -> None:
+        """Stops asking the engine, which is about to end; the last snapshot stays."""
+        self._source = None
 
+    def read(self) -> Snapshot | None:
+        """Returns a new snapshot, or the last one if the engine does not answer in time."""
+        pending = self._request()
+        if pending is not None:
+            done = futures.wait([pending], ANSWER_SECONDS).done
+            if done and not pending.cancelled():  # else the server has ended
+                pending.result()
+        return self._last
 
-class EngineCollector(Collector):
-    """`snapshot` is called at every scrape; until it gives one there is nothing to show.
-    `resolve_times` are the first phase of loads, which the engine knows nothing of."""
+    def _request(self) -> futures.Future[None] | None:
+        """Sends one request at a time, however many scrapes there are: an engine that hangs must
+        not find thousands, and one in a long step answers after the scraper has left."""
+        with self._lock:
+            source = self._source
+            if source is not None and (self._pending is None or self._pending.done()):
+                loop, frontend, directory = source
+                updating = self._update(frontend, directory)
+                self._pending = asyncio.run_coroutine_threadsafe(updating, loop)
+            return self._pending if source is not None else None
 
-    def __init__(
-        self, max_loras: int, snapshot: Callable[[], Snapshot | None], resolve_times: Histogram
-    ) -> None:
-        self._max_loras = max_loras
-        self._snapshot = snapshot
-        self._resolve_times = resolve_times
-
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the engine."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return
-        status = snapshot.status
-        yield from self._numbers(status)
-        yield from self._histograms(status)
-        yield from _tiers(status.tiers)
-        yield _labelled("loads_in_progress", status.loads)
-        for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
-            yield _labelled(key, {area: sizes[place] for area, sizes in status.memory.items()})
-        yield sample("store_connected", snapshot.store_connected)
-        age_s = time.time() - snapshot.taken_time_s
-        yield sample("snapshot_age_seconds", max(0.0, age_s))  # clocks are set back
-        for made in _gateway_metrics(snapshot, self._max_loras):
-            yield made
-            if made.name == LOADED:
-                yield residency_series(made)
-
-    def _numbers(self, status: EngineStatus) -> Iterator[Metric]:
-        for key, value in (status.counters | status.gauges).items():
-            yield sample(key, value)
-        yield sample("requests_running", status.num_running)
-        yield sample("requests_waiting", status.num_waiting)
-
-    def _histograms(self, status: EngineStatus) -> Iterator[Metric]:
-        for key, state in status.histograms.items():
-            yield _histograms(key, {"": state})
-        for key, states in status.phases.items():
-            own = {"resolve": self._resolve_times.state} if key == "load_phase_seconds" else {}
-            yield _histograms(key, own | states)
+    async def _update(self, frontend: Frontend, directory: Directory) -> None:
+        with suppress(ServiceError):  # the engine has failed; the process is about to end
+            self._last = await _take_snapshot(frontend, directory, self._max_residents)
 
 
-def _gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Metric]:
+async def _take_snapshot(frontend: Frontend, directory: Directory, max_residents: int) -> Snapshot:
+    status, residents = await asyncio.gather(
+        frontend.describe(), frontend.list_resident(max_residents)
+    )
+    digests = {adapter.digest for adapter in residents}
+    digests.update(status.running_digests, status.waiting_digests)
+    return Snapshot(
+        status,
+        residents,
+        {digest: _short_names(directory.names_of(ANYONE, digest, MAX_NAMES)) for digest in digests},
+        directory.is_live,
+        time.time(),
+    )
+
+
+def _short_names(names: list[str]) -> list[str]:
+    """Returns names as clients write them; versions only where no unversioned name exists."""
+    unversioned = [name for name in names if "@" not in name]
+    return [short_name(name) for name in unversioned or names]
+
+
+def engine_metrics(
+    snapshot: Snapshot, max_loras: int, resolve_times: HistogramState
+) -> Iterator[Metric]:
+    """Yields all families of a snapshot. `resolve_times` are the first phase of loads, which
+    happens before the engine."""
+    status = snapshot.status
+    yield from _numbers(status)
+    yield from _histograms(status, resolve_times)
+    yield from _tiers(status.tiers)
+    yield _by_label("loads_in_progress", status.loads)
+    for key, place in (("memory_used_bytes", 0), ("memory_capacity_bytes", 1)):
+        yield _by_label(key, {area: sizes[place] for area, sizes in status.memory.items()})
+    yield DEFINITIONS.sample("store_connected", snapshot.store_connected)
+    age_s = time.time() - snapshot.taken_time_s
+    yield DEFINITIONS.sample("snapshot_age_seconds", max(0.0, age_s))  # clocks are set back
+    for made in snapshot_gateway_metrics(snapshot, max_loras):
+        yield made
+        if made.name == LOADED:
+            yield residency_series(made)
+
+
+def snapshot_gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Metric]:
     return gateway_metrics(
         *(snapshot.status, snapshot.residents, snapshot.names),
         max_loras=max_loras,
@@ -119,29 +148,34 @@ def _gateway_metrics(snapshot: Snapshot, max_loras: int) -> Iterator[Metric]:
     )
 
 
+def _numbers(status: EngineStatus) -> Iterator[Metric]:
+    for key, value in (status.counters | status.gauges).items():
+        yield DEFINITIONS.sample(key, value)
+    yield DEFINITIONS.sample("requests_running", status.num_running)
+    yield DEFINITIONS.sample("requests_waiting", status.num_waiting)
+
+
+def _histograms(status: EngineStatus, resolve_times: HistogramState) -> Iterator[Metric]:
+    for key, state in status.histograms.items():
+        yield DEFINITIONS.histograms(key, {(): state})
+    for key, states in status.phases.items():
+        own = {"resolve": resolve_times} if key == "load_phase_seconds" else {}
+        yield DEFINITIONS.histograms(
+            key, {(label,): state for label, state in (own | states).items()}
+        )
+
+
 def _tiers(tiers: dict[str, TierStatus]) -> Iterator[Metric]:
     for key, read in TIER_GAUGES.items():
-        yield _labelled(key, {name: read(tier) for name, tier in tiers.items()})
-    evictions = family("tier_evictions")
-    for name, tier in tiers.items():
-        for reason, count in tier.evictions.items():
-            evictions.add_metric([name, reason], count)
-    yield evictions
+        yield _by_label(key, {name: read(tier) for name, tier in tiers.items()})
+    evictions = {
+        (name, reason): float(count)
+        for name, tier in tiers.items()
+        for reason, count in tier.evictions.items()
+    }
+    yield DEFINITIONS.samples("tier_evictions", evictions)
 
 
-def _labelled(key: str, values: dict[str, float] | dict[str, int]) -> Metric:
-    """A family of one label."""
-    made = family(key)
-    for label, value in values.items():
-        made.add_metric([label], float(value))
-    return made
-
-
-def _histograms(key: str, states: dict[str, HistogramState]) -> Metric:
-    """A family of one label, or of none where that is ""."""
-    made = family(key)
-    for label, state in states.items():
-        bounds = [*map(floatToGoString, state.bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(state.counts)), strict=True))
-        made.add_metric([label] if label else [], buckets, state.sum_seconds)
-    return made
+def _by_label(key: str, values: Mapping[str, float]) -> Metric:
+    """Returns a family of one label."""
+    return DEFINITIONS.samples(key, {(label,): value for label, value in values.items()})

@@ -1,59 +1,58 @@
-"""What is measured: `loadout_inference_*`, and the metrics by which gateways route (`vllm:*`).
+"""The service's metrics: `loadout_inference_*`, and those by which gateways route (`vllm:*`).
 
-Requests and calls are counted here as they end; what the engine counts is read at every scrape.
+Requests and calls are counted as they end; the engine's numbers are read at every scrape.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
 
-from inference_svc import histogram
 from inference_svc.core import FinishReason
 from inference_svc.engine.messages import Timings, Usage
 from inference_svc.errors import QueueFull
-from inference_svc.metrics.definitions import DEFINITIONS, family
-from inference_svc.metrics.engine import EngineCollector, GatewayCollector, Snapshot
-from inference_svc.metrics.top_adapters import AdapterCounts, BusiestAdapters
+from inference_svc.metrics.definitions import DEFINITIONS
+from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics
+from inference_svc.metrics.top_adapters import AdapterCounts, TopAdapters
+from servicekit.telemetry.histogram import (
+    QUEUE_BOUNDS_S,
+    REQUEST_BOUNDS_S,
+    WAIT_BOUNDS_S,
+    Histogram,
+)
+from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector, exposition
 
 BOUNDS_S = {
-    "queue_seconds": histogram.QUEUE_BOUNDS_S,
-    "adapter_wait_seconds": histogram.QUEUE_BOUNDS_S,
-    "first_token_seconds": histogram.QUEUE_BOUNDS_S,
-    "request_seconds": histogram.REQUEST_BOUNDS_S,
+    "queue_seconds": QUEUE_BOUNDS_S,
+    "adapter_wait_seconds": QUEUE_BOUNDS_S,
+    "first_token_seconds": QUEUE_BOUNDS_S,
+    "request_seconds": REQUEST_BOUNDS_S,
 }
-"""Of histograms that are kept here; the engine's are its own."""
+"""Bounds of the histograms counted here; the engine's have their own."""
 
 MAX_ADAPTERS = 50
-"""Adapters that are counted by name, unless a setting says otherwise."""
+"""Default number of adapters with series of their own."""
 
 GENERATE = "Generate"
 COMPLETION_ROUTES = ("/v1/completions", "/v1/chat/completions")
 GENERATE_CODES = ("OK", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 COMPLETION_STATUSES = ("200", "500", "503")
-"""What alerts count. A series that begins with its first error has no rise that a rate could see:
-these begin at 0 with the process."""
+"""Alerts use the rates of these. A series that begins with its first error has no increase that a
+rate could show: these begin at 0 with the process."""
 
 CANCELLED = "cancelled"
 OUTCOMES = (*(reason.value for reason in FinishReason), CANCELLED, "error")
 
-# Each counter and histogram would bring a series of when it was made, which nobody asks for.
-prometheus_client.disable_created_metrics()
-
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """How a generation that the engine was asked for ended, with one of OUTCOMES. `adapter` is
-    tenant/name, "" for the base model. `total_s` is from its arrival, `num_sent` its tokens that
-    were handed on. `gave_up`: its adapter did not come in time.
-    """
+    """Describes how a generation ended: with one of OUTCOMES. `adapter` is tenant/name, "" for the
+    base model; `total_s` is the time since its arrival, `num_sent` the number of tokens sent.
+    `gave_up`: its adapter was not resident in time."""
 
     outcome: str
     adapter: str
@@ -65,8 +64,8 @@ class RequestEnd:
 
 
 class Metrics:
-    """`snapshot` is called at every scrape, in the scraper's thread. Of adapters, `max_adapters`
-    are counted by name."""
+    """Counts requests and exports the engine's numbers. `snapshot` is called at every scrape, in
+    its thread; `max_adapters` adapters have series of their own."""
 
     def __init__(
         self,
@@ -74,31 +73,35 @@ class Metrics:
         snapshot: Callable[[], Snapshot | None],
         max_adapters: int = MAX_ADAPTERS,
     ) -> None:
-        self.registry = CollectorRegistry()
-        self.adapters = BusiestAdapters(max_adapters)
-        self.resolve_times = histogram.Histogram(histogram.WAIT_BOUNDS_S)
-        self._rpcs = self._counter("rpcs")
-        self._http_requests = self._counter("http_requests")
-        self._rejections = self._counter("rejections")
-        self._requests = self._counter("requests")
-        self._prompt_tokens = self._counter("prompt_tokens")
-        self._cached_prompt_tokens = self._counter("cached_prompt_tokens")
-        self._generated_tokens = self._counter("generated_tokens")
-        self._queue_seconds = self._histogram("queue_seconds")
-        self._adapter_wait_seconds = self._histogram("adapter_wait_seconds")
-        self._first_token_seconds = self._histogram("first_token_seconds")
-        self._request_seconds = self._histogram("request_seconds")
-        self._info = self._gauge("info")
-        self._build_info = self._gauge("build_info")
-        self.registry.register(AdapterCollector(self.adapters))
-        self.registry.register(EngineCollector(max_loras, snapshot, self.resolve_times))
+        self._max_loras = max_loras
+        self._snapshot = snapshot
+        self.adapters = TopAdapters(max_adapters)
+        self.resolve_times = Histogram(WAIT_BOUNDS_S)
+        self.registry = made = MetricRegistry(DEFINITIONS)
+        self._rpcs = made.counter("rpcs")
+        self._http_requests = made.counter("http_requests")
+        self._rejections = made.counter("rejections")
+        self._requests = made.counter("requests")
+        self._prompt_tokens = made.counter("prompt_tokens")
+        self._cached_prompt_tokens = made.counter("cached_prompt_tokens")
+        self._generated_tokens = made.counter("generated_tokens")
+        self._queue_seconds = made.histogram("queue_seconds", BOUNDS_S["queue_seconds"])
+        self._adapter_wait_seconds = made.histogram(
+            "adapter_wait_seconds", BOUNDS_S["adapter_wait_seconds"]
+        )
+        self._first_token_seconds = made.histogram(
+            "first_token_seconds", BOUNDS_S["first_token_seconds"]
+        )
+        self._request_seconds = made.histogram("request_seconds", BOUNDS_S["request_seconds"])
+        self._info = made.gauge("info")
+        self._build_info = made.gauge("build_info")
+        made.collect_families(self.adapters.families)
+        made.collect_families(self._engine_families)
         self._gateway_registry = CollectorRegistry()
-        self._gateway_registry.register(GatewayCollector(max_loras, snapshot))
-        ProcessCollector(registry=self.registry)
-        self._begin_at_0()
+        self._gateway_registry.register(ScrapeCollector(self._gateway_families))
+        self._start_at_zero()
 
-    def _begin_at_0(self) -> None:
-        """So that the first of these counts in a rate."""
+    def _start_at_zero(self) -> None:
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         for code in GENERATE_CODES:
@@ -109,50 +112,46 @@ class Metrics:
         for method in (GENERATE, *COMPLETION_ROUTES):
             self._rejections.labels(method, QueueFull.reason)
 
-    def _counter(self, key: str) -> Counter:
-        found = DEFINITIONS[key]
-        return Counter(found.name, found.meaning, found.labels, registry=self.registry)
-
-    def _gauge(self, key: str) -> Gauge:
-        found = DEFINITIONS[key]
-        return Gauge(found.name, found.meaning, found.labels, registry=self.registry)
-
-    def _histogram(self, key: str) -> Histogram:
-        found, bounds = DEFINITIONS[key], BOUNDS_S[key]
-        return Histogram(
-            found.name, found.meaning, found.labels, buckets=bounds, registry=self.registry
-        )
-
     def describe_server(
         self, base_model: str, dtype: str, device: str, versions: dict[str, str]
     ) -> None:
-        """What runs here, known once the model is loaded."""
+        """Sets what is served and the software's versions, known once the model is loaded."""
         self._info.labels(base_model, dtype, device).set(1)
-        built_of = (versions.get("loadout", ""), platform.python_version())
-        self._build_info.labels(*built_of, versions.get("torch", "")).set(1)
+        found = (versions.get("loadout", ""), platform.python_version(), versions.get("torch", ""))
+        self._build_info.labels(*found).set(1)
 
     def exposition(self) -> tuple[bytes, str]:
-        """What a scraper gets, and its media type. From any thread but the event loop's."""
-        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+        """Returns a scrape and its media type. Blocks: not for the event loop's thread."""
+        return exposition(self.registry)
 
     def gateway_exposition(self) -> tuple[bytes, str]:
-        """As `exposition`, of what gateways route by alone."""
-        return generate_latest(self._gateway_registry), CONTENT_TYPE_PLAIN_0_0_4
+        """Returns a scrape of only the metrics for gateways, and its media type."""
+        return exposition(self._gateway_registry)
+
+    def _engine_families(self) -> Iterable[Metric]:
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return ()
+        return engine_metrics(snapshot, self._max_loras, self.resolve_times.state)
+
+    def _gateway_families(self) -> Iterable[Metric]:
+        snapshot = self._snapshot()
+        return () if snapshot is None else snapshot_gateway_metrics(snapshot, self._max_loras)
 
     def count_http(self, route: str, status: str, reason: str = "") -> None:
-        """A request to the HTTP front has ended; `reason` is the error's, "" if there was none."""
+        """Counts an HTTP request that ended; `reason` is the error's, "" without one."""
         self._http_requests.labels(route, status).inc()
         if reason:
             self._rejections.labels(route, reason).inc()
 
     def count_rpc(self, method: str, code: str, reason: str = "") -> None:
-        """A call has ended; `reason` is the error's, "" if there was none."""
+        """Counts a gRPC call that ended; `reason` is the error's, "" without one."""
         self._rpcs.labels(method, code).inc()
         if reason:
             self._rejections.labels(method, reason).inc()
 
     def count_request(self, end: RequestEnd) -> None:
-        """A generation has ended."""
+        """Counts a generation that ended."""
         usage, timings = end.usage, end.timings
         counts = AdapterCounts(1, int(end.outcome == "error"), generated_tokens=end.num_sent)
         self._requests.labels(end.outcome).inc()
@@ -179,28 +178,3 @@ class Metrics:
         self._request_seconds.observe(end.total_s)
         if usage.completion_tokens or end.outcome == FinishReason.ABORTED.value:
             self._first_token_seconds.observe(timings.first_token_s)
-
-
-class AdapterCollector(Collector):
-    """The requests of the busiest adapters."""
-
-    def __init__(self, adapters: BusiestAdapters) -> None:
-        self._adapters = adapters
-
-    def describe(self) -> list[Metric]:
-        """Nothing: a look may change who is named."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        requests, errors = family("adapter_requests"), family("adapter_errors")
-        prompts, generated = family("adapter_prompt_tokens"), family("adapter_generated_tokens")
-        first = family("adapter_first_token_seconds")
-        waits = family("adapter_load_wait_seconds")
-        for adapter, counts in self._adapters.rows().items():
-            requests.add_metric([adapter], counts.requests)
-            errors.add_metric([adapter], counts.errors)
-            prompts.add_metric([adapter], counts.prompt_tokens)
-            generated.add_metric([adapter], counts.generated_tokens)
-            first.add_metric([adapter], counts.first_tokens, counts.first_token_seconds)
-            waits.add_metric([adapter], counts.load_waits, counts.load_wait_seconds)
-        yield from (requests, errors, prompts, generated, first, waits)

@@ -1,37 +1,41 @@
 """Counts by adapter: the busiest by name, all others together, so that series are bounded.
 
-No sum over all rows ever falls, and no row but one that begins anew does:
+No sum over all rows ever falls, and a row falls only when its adapter starts anew:
 
-- A named adapter keeps its name until another one is clearly busier, and what it had counted then
-  goes to FORMER: not to OTHER, whose rate would show it as a burst.
-- It is shown once more when it leaves, and the new one is shown at 0 first: rates miss nothing.
-- One that comes back begins at 0, as all do after a restart.
+- A named adapter keeps its name until another one is clearly busier. Its counts then go to FORMER:
+  in OTHER they would look like a burst.
+- It is shown once more when it loses its name, and the new one is shown at 0 first, so that rates
+  miss nothing.
+- An adapter that gets its name back starts at 0, as all do after a restart.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from prometheus_client.core import Metric
+
 from inference_svc.adapters.popularity import Popularity
+from inference_svc.metrics.definitions import DEFINITIONS
 
 BASE, OTHER, FORMER = "base", "other", "former"
-"""Adapters are tenant/name or a digest: none is called so."""
+"""No adapter has such a name: they are tenant/name or a digest."""
 MARGIN = 1.5
-"""By how much another one must be busier: else two equals would take turns."""
+"""How many times busier another adapter must be, so that two equals do not alternate."""
 MIN_SCORE = 1.0
-"""Requests, weighted by age, below which nobody takes a name from another."""
+"""Requests, weighted by age, that an adapter needs to replace another."""
 REVIEW_S = 60.0
-"""Between two reviews of who is named."""
+"""Time between two reviews of the names."""
 MAX_MOVES = 10
-"""Names that change hands in one review."""
+"""Names replaced in one review."""
 
 
 @dataclass(slots=True)
 class AdapterCounts:
-    """Of requests that ended. All fields only go up."""
+    """Counts requests that ended. All fields only grow."""
 
     requests: int = 0
     errors: int = 0
@@ -47,8 +51,8 @@ class AdapterCounts:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-class BusiestAdapters:
-    """At most `max_named` by name. May be used from any thread."""
+class TopAdapters:
+    """Counts at most `max_named` adapters by name. May be used from any thread."""
 
     def __init__(self, max_named: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_named = max_named
@@ -60,7 +64,7 @@ class BusiestAdapters:
         self._reviewed_s = clock()
 
     def count(self, adapter: str, counts: AdapterCounts) -> None:
-        """One request has ended; "" is the base model's."""
+        """Adds a request that ended; "" is the base model's."""
         with self._lock:
             self._row(adapter).add(counts)
 
@@ -72,35 +76,54 @@ class BusiestAdapters:
             self._named[adapter] = AdapterCounts()
         return self._named.get(adapter, self._other)
 
+    def families(self) -> Iterator[Metric]:
+        """Yields the families of a scrape."""
+        requests, errors = _family("adapter_requests"), _family("adapter_errors")
+        prompts, generated = _family("adapter_prompt_tokens"), _family("adapter_generated_tokens")
+        first = _family("adapter_first_token_seconds")
+        waits = _family("adapter_load_wait_seconds")
+        for adapter, counts in self.rows().items():
+            requests.add_metric([adapter], counts.requests)
+            errors.add_metric([adapter], counts.errors)
+            prompts.add_metric([adapter], counts.prompt_tokens)
+            generated.add_metric([adapter], counts.generated_tokens)
+            first.add_metric([adapter], counts.first_tokens, counts.first_token_seconds)
+            waits.add_metric([adapter], counts.load_waits, counts.load_wait_seconds)
+        yield from (requests, errors, prompts, generated, first, waits)
+
     def rows(self) -> dict[str, AdapterCounts]:
-        """What is to be shown now; now and then this changes who is named."""
+        """Returns the rows to show; when a review is due it replaces names."""
         with self._lock:
-            leaving, coming = self._review()
-            self._named |= {adapter: AdapterCounts() for adapter in coming}
+            removed, added = self._review()
+            self._named |= {adapter: AdapterCounts() for adapter in added}
             rows = {adapter: replace(counts) for adapter, counts in self._named.items()}
             rows |= {BASE: replace(self._base), OTHER: replace(self._other)}
             rows[FORMER] = replace(self._former)
-            for adapter in leaving:
+            for adapter in removed:
                 self._former.add(self._named.pop(adapter))
         return rows
 
     def _review(self) -> tuple[list[str], list[str]]:
-        """Who loses its name, and to whom: the least busy, to those clearly busier."""
+        """Returns the adapters that lose their names, least busy first, and those clearly busier
+        that replace them."""
         now_s = self._clock()
         if now_s - self._reviewed_s < REVIEW_S or not self._named:
             return [], []
         self._reviewed_s = now_s
-        leaving: list[str] = []
-        coming: list[str] = []
+        removed: list[str] = []
+        added: list[str] = []
         scores = {adapter: self._popularity.score(adapter, now_s) for adapter in self._named}
         for adapter in sorted(scores, key=scores.__getitem__)[:MAX_MOVES]:
             at_least = max(MIN_SCORE, MARGIN * scores[adapter])
-            found = self._popularity.hottest(now_s, self._is_new_to(coming), at_least)
+            found = self._popularity.hottest(now_s, self._is_candidate(added), at_least)
             if found is None:
                 break
-            leaving.append(adapter)
-            coming.append(found[0])
-        return leaving, coming
+            removed.append(adapter)
+            added.append(found[0])
+        return removed, added
 
-    def _is_new_to(self, coming: list[str]) -> Callable[[str], bool]:
-        return lambda adapter: adapter not in self._named and adapter not in coming
+    def _is_candidate(self, added: list[str]) -> Callable[[str], bool]:
+        return lambda adapter: adapter not in self._named and adapter not in added
+
+
+_family = DEFINITIONS.family

@@ -16,11 +16,11 @@ from adapter_store.metrics.metrics import Metrics as StoreMetrics
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.api.http import app
 from inference_svc.api.http.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
-from inference_svc.histogram import IDLE_BOUNDS_S
-from inference_svc.metrics.gateway import _LEVELS as LEVELS
+from inference_svc.metrics.gateway import LEVELS
 from inference_svc.metrics.top_adapters import BASE, FORMER, OTHER
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
+from servicekit.telemetry.histogram import IDLE_BOUNDS_S
 from tests.deploy.rules import rules
 from tests.servicekit.kinds import GENERAL, kinds_of
 

@@ -205,7 +205,7 @@ def bare(expression: str) -> str:
 
 def known_metrics() -> set[str]:
     sections = [*STORE_SECTIONS.values(), *INFERENCE_SECTIONS.values()]
-    return {definition.shown_name for section in sections for definition in section}
+    return {definition.exposed_name for section in sections for definition in section}
 
 
 @pytest.mark.parametrize("rule", [*ALERTS.values(), *RECORDS.values()], ids=[*ALERTS, *RECORDS])

@@ -26,7 +26,7 @@ def test_names_follow_the_rules() -> None:
         for definition in definitions:
             assert LEGAL.fullmatch(definition.name), definition.name
             assert not definition.name.endswith(("_total", "_count", "_sum", "_bucket"))
-            assert definition.meaning.endswith("."), definition.name
+            assert definition.help.endswith("."), definition.name
             if definition.kind.value in ("histogram", "summary"):
                 assert definition.name.endswith(UNITS), definition.name
             assert all(LEGAL.fullmatch(label) for label in definition.labels)
@@ -37,4 +37,4 @@ def test_every_metric_has_one_row() -> None:
     for service in (store, inference):
         for definition in service.DEFINITIONS.values():
             is_of_both = definition.name.startswith("process_")
-            assert rows[definition.shown_name] == 1 + is_of_both, definition.name
+            assert rows[definition.exposed_name] == 1 + is_of_both, definition.name

@@ -19,7 +19,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.metrics.snapshots import ANSWER_SECONDS
+from inference_svc.metrics.engine import ANSWER_SECONDS
 from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc

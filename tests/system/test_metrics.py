@@ -57,9 +57,9 @@ def test_every_exported_name_is_defined_and_documented(texts: dict[str, str], se
     documented = set(re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE))
     for family in families(texts[service]):
         definition = known[family.name]
-        assert definition.shown_name in documented
+        assert definition.exposed_name in documented
         assert family.type == definition.kind.value, family.name
-        assert family.documentation == definition.meaning or family.name.startswith("process_")
+        assert family.documentation == definition.help or family.name.startswith("process_")
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(definition.labels), sample
 

@@ -15,6 +15,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from adapter_store.metrics import definitions as store_definitions
 from inference_svc.metrics import definitions as inference_definitions
+from servicekit.telemetry.metrics import Definition
 from tests.deploy.manifests import ROOT
 from tools.dashboards import limits, links
 from tools.dashboards.__main__ import FOLDER, render
@@ -45,9 +46,8 @@ NOT_SHOWN = {
 }
 """Why no panel has it. A new metric belongs on a panel, or here with a reason."""
 
-Definition = store_definitions.Definition | inference_definitions.Definition
 DEFINITIONS: dict[str, Definition] = {
-    definition.shown_name: definition
+    definition.exposed_name: definition
     for module in (store_definitions, inference_definitions)
     for definition in module.DEFINITIONS.values()
 }

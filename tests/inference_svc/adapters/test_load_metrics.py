@@ -11,7 +11,7 @@ from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.load_metrics import LoadSource
 from inference_svc.adapters.loads import LoadState
 from inference_svc.adapters.slots import EvictionReason
-from inference_svc.engine.status_types import HistogramState
+from servicekit.telemetry.histogram import HistogramState
 from servicekit.telemetry.spans import Span, SpanContext, new_id
 from tests.inference_svc.adapters.loop import Loop
 from tests.inference_svc.engine.world import World

@@ -8,18 +8,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_svc.engine.messages import Timings, Usage
-from inference_svc.engine.status_types import (
-    EngineStatus,
-    HistogramState,
-    ResidentAdapter,
-    TierStatus,
-)
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot
 from inference_svc.metrics.gateway import MAX_LISTED_NAMES, MAX_LOADED_SERIES
 from inference_svc.metrics.metrics import Metrics, RequestEnd
 from inference_svc.metrics.top_adapters import BASE
-from inference_svc.metrics_server import MetricsServer
+from servicekit.telemetry.histogram import HistogramState
+from servicekit.telemetry.metrics_server import MetricsServer
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 TIER = TierStatus(

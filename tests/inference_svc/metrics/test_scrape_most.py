@@ -13,19 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference_svc.adapters.slots import EvictionReason
 from inference_svc.api.http.errors import ERROR_STATUSES, PROTOCOL_CODES
 from inference_svc.config import InferenceSettings
-from inference_svc.engine.status_types import (
-    EngineStatus,
-    HistogramState,
-    ResidentAdapter,
-    TierStatus,
-)
-from inference_svc.histogram import STEP_BOUNDS_S
-from inference_svc.metrics.definitions import DEFINITIONS, Kind
-from inference_svc.metrics.engine import Snapshot
+from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus
+from inference_svc.metrics.definitions import DEFINITIONS
+from inference_svc.metrics.engine import MAX_NAMES, MAX_RESIDENTS, Snapshot
 from inference_svc.metrics.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
-from inference_svc.metrics.snapshots import MAX_NAMES, MAX_RESIDENTS
 from loadout.inference.v1 import inference_pb2
 from servicekit.rpc.status import CODES
+from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState
+from servicekit.telemetry.metrics import Kind
 from tests.inference_svc.metrics.test_scrape_size import MAX_SERIES
 
 METHODS = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name

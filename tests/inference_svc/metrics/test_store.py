@@ -2,13 +2,14 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from inference_svc.metrics.store import MAX_LABELS, ReplicaCollector
+from inference_svc.metrics.store import MAX_LABELS, replica_metrics
 from inference_svc.store.replicas import Endpoint, Replicas
+from servicekit.telemetry.metrics import ScrapeCollector
 
 
 def scrape(replicas: Replicas) -> dict[str, float]:
     registry = CollectorRegistry()
-    registry.register(ReplicaCollector(replicas))
+    registry.register(ScrapeCollector(lambda: replica_metrics(replicas)))
     lines = generate_latest(registry).decode().splitlines()
     samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
     return {

@@ -11,12 +11,12 @@ from inference_svc.metrics.top_adapters import (
     OTHER,
     REVIEW_S,
     AdapterCounts,
-    BusiestAdapters,
+    TopAdapters,
 )
 from tests.support.clock import Clock
 
 
-def named(busiest: BusiestAdapters) -> set[str]:
+def named(busiest: TopAdapters) -> set[str]:
     return set(busiest.rows()) - {BASE, OTHER, FORMER}
 
 
@@ -25,7 +25,7 @@ def one(tokens: int = 1) -> AdapterCounts:
 
 
 def test_the_first_have_names_and_the_rest_are_others() -> None:
-    busiest = BusiestAdapters(2, Clock())
+    busiest = TopAdapters(2, Clock())
     for adapter in ("t/a", "t/b", "t/c", "t/d", ""):
         busiest.count(adapter, one(10))
     rows = busiest.rows()
@@ -41,7 +41,7 @@ def test_the_first_have_names_and_the_rest_are_others() -> None:
 
 def test_a_busier_one_takes_the_name_of_the_least_busy() -> None:
     clock = Clock()
-    busiest = BusiestAdapters(2, clock)
+    busiest = TopAdapters(2, clock)
     for adapter, count in {"t/a": 8, "t/b": 2, "t/new": 6}.items():
         for _ in range(count):
             busiest.count(adapter, one())
@@ -58,7 +58,7 @@ def test_a_busier_one_takes_the_name_of_the_least_busy() -> None:
 
 def test_equals_do_not_take_turns() -> None:
     clock = Clock()
-    busiest = BusiestAdapters(1, clock)
+    busiest = TopAdapters(1, clock)
     for adapter in ("t/a", "t/b"):
         for _ in range(10):
             busiest.count(adapter, one())
@@ -68,7 +68,7 @@ def test_equals_do_not_take_turns() -> None:
 
 def test_an_idle_one_does_not_give_way_to_a_single_request_of_long_ago() -> None:
     clock = Clock()
-    busiest = BusiestAdapters(1, clock)
+    busiest = TopAdapters(1, clock)
     busiest.count("t/a", one())
     busiest.count("t/b", one())
     clock.now_s += 10 * REVIEW_S
@@ -77,7 +77,7 @@ def test_an_idle_one_does_not_give_way_to_a_single_request_of_long_ago() -> None
 
 def test_one_that_comes_back_begins_at_0() -> None:
     clock = Clock()
-    busiest = BusiestAdapters(1, clock)
+    busiest = TopAdapters(1, clock)
 
     def make_busiest(adapter: str, count: int) -> None:
         for _ in range(count):
@@ -96,7 +96,7 @@ def test_one_that_comes_back_begins_at_0() -> None:
 
 def test_nobody_is_named_if_none_may_be() -> None:
     clock = Clock()
-    busiest = BusiestAdapters(0, clock)
+    busiest = TopAdapters(0, clock)
     busiest.count("t/a", one())
     clock.now_s += REVIEW_S
     assert named(busiest) == set()
@@ -106,7 +106,7 @@ def test_nobody_is_named_if_none_may_be() -> None:
 def test_sums_never_fall_and_rows_stay_few_while_the_busiest_change() -> None:
     """Popularity drifts over 3,000 adapters: each minute others are busy."""
     clock, rng = Clock(), random.Random(0)
-    busiest = BusiestAdapters(20, clock)
+    busiest = TopAdapters(20, clock)
     total, last_sum, before = 0, 0, busiest.rows()
     seen: set[str] = set()
     for minute in range(60):

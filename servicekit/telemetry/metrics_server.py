@@ -11,10 +11,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+POLL_SECONDS = 0.05
+"""How often the server's thread checks whether to stop; closing takes this long."""
+
 
 class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Scrapes are not worth a line."""
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its base's name)
+        """Logs nothing: a scrape is no event."""
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
@@ -25,9 +28,9 @@ class _ThreadingServerV6(_ThreadingServer):
     address_family = socket.AF_INET6
 
 
-def _plain_app(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
-    """Answers in the text format, whatever else is asked for: prometheus_client's OpenMetrics has
-    underscores for the colons of the names by which gateways route."""
+def _text_app(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
+    """Returns an application that always answers in the text format: prometheus_client's
+    OpenMetrics replaces the colons in the names that gateways expect."""
     app = make_wsgi_app(registry)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -37,18 +40,17 @@ def _plain_app(registry: CollectorRegistry) -> Callable[..., Iterable[bytes]]:
 
 
 class MetricsServer:
-    """Serves `registry` in a thread of its own. Raises OSError if it cannot listen."""
+    """Serves `registry` from a thread until closed. Raises OSError if it cannot listen."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         kind = _ThreadingServerV6 if ":" in host else _ThreadingServer
         try:
-            self._server = make_server(host, port, _plain_app(registry), kind, _QuietHandler)
+            self._server = make_server(host, port, _text_app(registry), kind, _QuietHandler)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = self._server.server_port
-        # Polled often, so that closing takes no half second.
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="loadout-metrics", daemon=True
+            target=self._server.serve_forever, args=(POLL_SECONDS,), name="metrics", daemon=True
         )
         self._thread.start()
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from inference_svc.histogram import (
+from servicekit.telemetry.histogram import (
     IDLE_BOUNDS_S,
     REQUEST_BOUNDS_S,
     STEP_BOUNDS_S,

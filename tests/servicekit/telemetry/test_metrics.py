@@ -1,0 +1,110 @@
+"""Metrics made of definitions, and their server."""
+
+from __future__ import annotations
+
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+from servicekit.telemetry.histogram import Histogram
+from servicekit.telemetry.metrics import (
+    PROCESS,
+    Definitions,
+    MetricRegistry,
+    Namespace,
+    Sample,
+    exposition,
+)
+from servicekit.telemetry.metrics_server import MetricsServer
+
+OWN = Namespace("service_")
+DEFINITIONS = Definitions(
+    "service_",
+    {
+        "Calls": (
+            OWN.counter("calls", "Calls.", "code"),
+            OWN.histogram("call_seconds", "Time of calls."),
+            OWN.summary("wait_seconds", "Time of waits."),
+        ),
+        "Others": (Namespace().gauge("gateway:queue", "Queue length.", "name"),),
+    },
+)
+
+
+def text(registry: MetricRegistry) -> list[str]:
+    lines = exposition(registry)[0].decode().splitlines()
+    return [line for line in lines if not line.startswith(("# ", "process_"))]
+
+
+def test_keys_have_no_prefix() -> None:
+    assert list(DEFINITIONS) == ["calls", "call_seconds", "wait_seconds", "gateway:queue"]
+    assert DEFINITIONS["calls"].exposed_name == "service_calls_total"
+    with pytest.raises(KeyError):
+        DEFINITIONS.family("service_calls")
+
+
+def test_counted_metrics() -> None:
+    registry = MetricRegistry(DEFINITIONS)
+    registry.counter("calls").labels("OK").inc()
+    registry.histogram("call_seconds", (1.0,)).observe(0.5)
+    registry.gauge("gateway:queue").labels("a").set(3)
+    assert text(registry) == [
+        'service_calls_total{code="OK"} 1.0',
+        'service_call_seconds_bucket{le="1.0"} 1.0',
+        'service_call_seconds_bucket{le="+Inf"} 1.0',
+        "service_call_seconds_count 1.0",
+        "service_call_seconds_sum 0.5",
+        'gateway:queue{name="a"} 3.0',
+    ]
+
+
+def test_process_metrics_are_exported() -> None:
+    lines = exposition(MetricRegistry(DEFINITIONS))[0].decode()
+    for definition in PROCESS:
+        assert f"\n{definition.exposed_name} " in lines
+
+
+def test_samples_are_read_at_scrapes() -> None:
+    registry = MetricRegistry(DEFINITIONS)
+    read: list[Sample] = []
+    registry.collect_samples(lambda: read)
+    assert text(registry) == []
+    read += [Sample("calls", 1, ("OK",)), Sample("calls", 2, ("INTERNAL",))]
+    assert text(registry) == [
+        'service_calls_total{code="OK"} 1.0',
+        'service_calls_total{code="INTERNAL"} 2.0',
+    ]
+
+
+def test_histogram_families_are_cumulative() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for seconds in (0.5, 1.5, 3.0):
+        histogram.observe(seconds)
+    registry = MetricRegistry(DEFINITIONS)
+    state = histogram.state
+    registry.collect_families(lambda: [DEFINITIONS.histograms("call_seconds", {(): state})])
+    assert text(registry)[:3] == [
+        'service_call_seconds_bucket{le="1.0"} 1.0',
+        'service_call_seconds_bucket{le="2.0"} 2.0',
+        'service_call_seconds_bucket{le="+Inf"} 3.0',
+    ]
+
+
+def test_the_server_always_answers_in_the_text_format() -> None:
+    registry = MetricRegistry(DEFINITIONS)
+    registry.gauge("gateway:queue").labels("a").set(3)
+    with closing(MetricsServer(registry, "127.0.0.1", 0)) as server:
+        accept = {"Accept": "application/openmetrics-text"}
+        request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=accept)
+        with urllib.request.urlopen(request, timeout=10) as response:
+            assert b'\ngateway:queue{name="a"} 3.0\n' in response.read()
+
+
+def test_a_port_in_use_is_named() -> None:
+    registry = MetricRegistry(DEFINITIONS)
+    with (
+        closing(MetricsServer(registry, "127.0.0.1", 0)) as server,
+        pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}: "),
+    ):
+        MetricsServer(registry, "127.0.0.1", server.port)
