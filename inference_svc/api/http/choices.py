@@ -20,7 +20,7 @@ FINISH_REASONS = {
 }
 
 SLICE_TOKENS = 32
-"""Tokens with logprobs that are formatted without yielding to other requests."""
+"""Tokens with logprobs that are formatted before other requests get their turn."""
 
 
 def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
@@ -38,14 +38,17 @@ def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
 
 
 async def in_slices(stream: GenerateStream) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields the stream's deltas in slices; to be closed like them."""
+    """Yields the stream's deltas in slices, and lets the event loop run others between SLICE_TOKENS
+    tokens with logprobs. To be closed like the deltas."""
+    num_tokens = 0
     async with aclosing(stream.deltas()) as deltas:
         async for index, delta in deltas:
-            *others, last = _slices(delta)
-            for each in others:
+            for each in _slices(delta):
+                num_tokens += len(each.logprobs)
+                if num_tokens > SLICE_TOKENS:
+                    num_tokens = len(each.logprobs)
+                    await asyncio.sleep(0)
                 yield index, each
-                await asyncio.sleep(0)
-            yield index, last
 
 
 def _slices(delta: Delta) -> Iterator[Delta]:

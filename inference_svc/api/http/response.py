@@ -19,7 +19,7 @@ from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10
-"""The most that is sent at once."""
+"""Sent before other requests get their turn."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -89,10 +89,13 @@ class FullResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        num_bytes = 0
         for part in self._parts:
             for begin in range(0, len(part), PART_BYTES):
                 body = part[begin : begin + PART_BYTES]
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                if len(part) > PART_BYTES:
+                num_bytes += len(body)
+                if num_bytes >= PART_BYTES:
+                    num_bytes = 0
                     await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,7 +1,8 @@
-"""The HTTP front beside an engine that tests play, as OpenAI's own client meets it."""
+"""The HTTP API over a fake engine, as OpenAI's own client sees it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support.otlp import Receiver
 
 
 class Front:
-    """A running server, and clients of its HTTP front: OpenAI's, and one that sends anything."""
+    """A running server, and clients of its HTTP API: OpenAI's, and a raw one."""
 
     def __init__(self, running: Running, raw: httpx2.AsyncClient) -> None:
         self.running, self.engine, self.raw = running, running.engine, raw
@@ -23,6 +24,12 @@ class Front:
     def connect(self, token: str) -> openai.AsyncOpenAI:
         url = f"http://{self.running.server.http_address}/v1"
         return openai.AsyncOpenAI(base_url=url, api_key=token, max_retries=0)
+
+    async def until_metric(self, line: str) -> None:
+        """Waits for a line of the metrics: a call is counted after its client has seen the end."""
+        async with asyncio.timeout(10):
+            while line not in await asyncio.to_thread(self.running.scrape):
+                await asyncio.sleep(0.01)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
         return await self.raw.post(path, json=body, **options)
@@ -44,13 +51,13 @@ def receiver() -> Iterator[Receiver]:
 
 
 def traced(receiver: Receiver) -> dict[str, Any]:
-    """Settings by which it hears of everything, at the latest when the server has ended."""
+    """Settings that send it every span, at the latest when the server has ended."""
     return {"otlp_endpoint": receiver.endpoint, "trace_sample_ratio": 1.0}
 
 
 @pytest.fixture
 def serve_http(serve: Callable[..., Any]) -> Callable[..., Any]:
-    """As `serve`, for a coroutine function of a Front."""
+    """Like `serve`, for a coroutine function of a Front."""
 
     def run(body: Callable[[Front], Awaitable[Any]], **options: Any) -> Any:
         async def main(running: Running) -> Any:

@@ -1,4 +1,4 @@
-"""Clients that hold a connection and do not ask, or do not read: each loses it, and no other."""
+"""Connections that send no request, or do not read, are closed, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE: dict[str, Any] = {
 
 
 class Raw:
-    """A socket of a client that reads only what it is told to."""
+    """A client's socket, read only on demand."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._loop = connected, asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Raw:
         )
 
     async def read(self, num_bytes: int = 1 << 16) -> bytes:
-        """b"": the connection has ended, however."""
+        """Returns b"" when the connection has ended."""
         try:
             return await self._loop.sock_recv(self._socket, num_bytes)
         except ConnectionResetError:
@@ -76,19 +76,19 @@ async def connected(front: Front, receive_bytes: int = 0) -> AsyncIterator[Raw]:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.2)
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel takes of what nobody reads."""
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits what the kernel buffers for a client that does not read."""
     monkeypatch.setattr(connections, "SEND_BUFFER_BYTES", 4096)
 
 
-@pytest.mark.usefixtures("hasty")
-def test_who_asks_for_nothing_is_not_kept(serve_http) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+def test_connection_without_a_request_is_closed(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front) as idle, connected(front) as trickling:
             trickle = asyncio.create_task(_trickle(trickling))
@@ -100,36 +100,36 @@ def test_who_asks_for_nothing_is_not_kept(serve_http) -> None:
 
 
 async def _trickle(client: Raw) -> None:
-    """A header without an end."""
+    """Sends a header without an end."""
     await client.send(b"GET /health HTTP/1.1\r\nx: ")
     for _ in range(150):
         await client.send(b"x")
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.usefixtures("hasty")
-def test_who_has_asked_is_kept_and_then_has_as_long_for_the_next_header(serve_http) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+def test_keep_alive_bounds_the_next_header(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front) as client:
             await client.send(HEALTH)
             assert b" 200 " in await client.read()
-            assert not await client.ends(within_s=0.4), "it may ask again"
+            assert not await client.ends(within_s=0.4), "it may send another request"
             await client.send(HEALTH)
             assert b" 200 " in await client.read()
             with pytest.raises(ConnectionError):
                 await _trickle(client)
         front.engine.hold.set()
-        asking = asyncio.create_task(front.complete())
-        await asyncio.sleep(0.4)
+        waiting = asyncio.create_task(front.complete())
+        await asyncio.sleep(2 * connections.HEADER_SECONDS)
         front.engine.hold.clear()
-        assert (await asking).choices[0].text == "abc", "a request may take longer than its header"
+        assert (await waiting).choices[0].text == "abc", "a request may take longer than its header"
 
     serve_http(body)
 
 
-@pytest.mark.usefixtures("hasty", "small")
+@pytest.mark.usefixtures("short_timeouts", "small_buffers")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_reader_that_stops_frees_its_requests(serve_http, stream: bool) -> None:
+def test_client_that_stops_reading_loses_its_requests(serve_http, stream: bool) -> None:
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
             await client.post(CHAT, LARGE | {"stream": stream})
@@ -137,19 +137,17 @@ def test_a_reader_that_stops_frees_its_requests(serve_http, stream: bool) -> Non
             if stream:
                 front.engine.turn_s = 0.01
                 await asyncio.sleep(0.1)
-                front.engine.hold.set()  # nothing but its leaving ends it
+                front.engine.hold.set()  # nothing but the write timeout ends it
             await until_async(lambda: front.engine.num_running == 0)
             line = f'http_requests_total{{route="{CHAT}",status="{499 if stream else 200}"}} 1.0'
-            async with asyncio.timeout(5):
-                while line not in (await front.raw.get("/metrics")).text:
-                    await asyncio.sleep(0.02)
+            await front.until_metric(line)
         assert len(front.engine.cancelled) == (LARGE["n"] if stream else 0)
 
     serve_http(body)
 
 
-@pytest.mark.usefixtures("small")
-def test_a_slow_reader_gets_larger_parts_and_all_of_them(serve_http) -> None:
+@pytest.mark.usefixtures("small_buffers")
+def test_slow_reader_gets_larger_chunks(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
             await client.post(CHAT, LARGE)
@@ -161,18 +159,18 @@ def test_a_slow_reader_gets_larger_parts_and_all_of_them(serve_http) -> None:
         text = b"".join(line for line in data.split(b"\r\n") if line.startswith(b"data: "))
         events = [event for event in text.decode().split("data: ") if event]
         assert events.pop().strip() == "[DONE]"
-        told = [json.loads(event)["choices"][0] for event in events]
+        chunks = [json.loads(event)["choices"][0] for event in events]
         num_tokens = LARGE["n"] * LARGE["max_tokens"]
-        assert sum(len(each["token_ids"]) for each in told) == num_tokens
-        assert sum(len(each["logprobs"]["content"]) for each in told) == num_tokens
-        assert len([each for each in told if each["finish_reason"]]) == LARGE["n"]
-        # Of what the engine made meanwhile the sockets took little; the rest was one part for each.
-        assert len(told) < num_tokens / 4
+        assert sum(len(each["token_ids"]) for each in chunks) == num_tokens
+        assert sum(len(each["logprobs"]["content"]) for each in chunks) == num_tokens
+        assert len([each for each in chunks if each["finish_reason"]]) == LARGE["n"]
+        # The sockets take little; the rest of each choice arrives in one delta.
+        assert len(chunks) < num_tokens / 4
 
     serve_http(body)
 
 
-def test_those_who_do_nothing_make_room_for_those_who_ask(
+def test_idle_connections_are_closed_for_new_ones(
     serve_http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
@@ -181,9 +179,9 @@ def test_those_who_do_nothing_make_room_for_those_who_ask(
         async with connected(front) as first, connected(front) as second, connected(front):
             await first.send(b"GET /hea")
             await front.running.health_of()
-            async with connected(front) as asking:
-                await asking.send(HEALTH)
-                assert b" 200 " in await asking.read()
+            async with connected(front) as newcomer:
+                await newcomer.send(HEALTH)
+                assert b" 200 " in await newcomer.read()
                 assert await first.ends()
                 assert not await second.ends(within_s=0.05)
         front.engine.hold.set()

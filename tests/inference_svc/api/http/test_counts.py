@@ -1,4 +1,4 @@
-"""Requests over HTTP are counted and logged as those over gRPC: one account per answer."""
+"""Requests over HTTP are counted and logged like those over gRPC: one record per choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [vars(record) for record in found]
 
 
-def test_every_choice_has_an_account(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_choice_has_a_record(serve_http, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def body(front: Front) -> None:
@@ -41,7 +41,9 @@ def test_every_choice_has_an_account(serve_http, caplog: pytest.LogCaptureFixtur
     serve_http(body, store=True)
 
 
-def test_what_is_refused_is_counted_by_reason(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_requests_are_counted_by_reason(
+    serve_http, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def body(front: Front) -> None:
@@ -59,7 +61,7 @@ def test_what_is_refused_is_counted_by_reason(serve_http, caplog: pytest.LogCapt
 
 
 class FullAfter(dict[str, Exception]):
-    """For an engine: these errors, but for the first three requests."""
+    """Errors of an engine, except for the first three requests."""
 
     num_taken = 0
 
@@ -69,10 +71,10 @@ class FullAfter(dict[str, Exception]):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_ends_one_choice_ends_all_of_them(
+def test_error_of_one_choice_ends_all(
     serve_http, caplog: pytest.LogCaptureFixture, receiver: Receiver, stream: bool
 ) -> None:
-    """None of them reads as if the caller had left."""
+    """None of them is counted as cancelled."""
     caplog.set_level(logging.INFO)
 
     async def body(front: Front) -> None:
@@ -95,7 +97,7 @@ def test_what_ends_one_choice_ends_all_of_them(
     assert {span.error for span in spans if span.name.startswith("text_")} == {"QUEUE_FULL"}
 
 
-def test_who_leaves_has_cancelled(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnect_cancels_every_choice(serve_http, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def body(front: Front) -> None:

@@ -1,4 +1,4 @@
-"""How requests end, as it is counted, kept and traced."""
+"""How requests end, as metrics, debug info and traces show it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ PREFIX = "loadout_inference_"
 CHAT = "/v1/chat/completions"
 
 
-async def errors_told(front: Front) -> list[dict[str, Any]]:
-    """Those that GetDebugInfo has."""
+async def shown_errors(front: Front) -> list[dict[str, Any]]:
+    """Returns those of GetDebugInfo."""
     async for part in front.running.stub.GetDebugInfo(pb.GetDebugInfoRequest()):
         if part.name == "errors.json":
             return list(json.loads(part.content)["errors"])
     raise AssertionError("no errors.json")
 
 
-def test_a_stream_that_breaks_says_why(serve_http, receiver: Receiver) -> None:
-    """To its caller, and to those who look for what is wrong: it has not gone well."""
-
+def test_stream_that_fails_has_the_reason(serve_http, receiver: Receiver) -> None:
     async def body(front: Front) -> None:
         front.engine.turn_s = 0.02
         stream = await front.complete(max_tokens=40, stream=True, extra_body={"ignore_eos": True})
@@ -40,6 +38,7 @@ def test_a_stream_that_breaks_says_why(serve_http, receiver: Receiver) -> None:
             async for _ in stream:
                 pass
         assert caught.value.code == "internal_error"
+        await front.until_metric('http_requests_total{route="/v1/completions",status="500"} 1.0')
         text = (await asyncio.to_thread(front.running.scrape)).splitlines()
         lines = [line for line in text if line.startswith(f"{PREFIX}http_requests_total{{")]
         counted = [line for line in lines if not line.endswith(" 0.0")]
@@ -48,7 +47,7 @@ def test_a_stream_that_breaks_says_why(serve_http, receiver: Receiver) -> None:
         ]
         rejected = '{method="/v1/completions",reason="ENGINE_FAILED"}'
         assert f"{PREFIX}rejections_total{rejected} 1.0" in text
-        (error,) = await errors_told(front)
+        (error,) = await shown_errors(front)
         assert (error["method"], error["code"]) == ("/v1/completions", "500")
         assert (error["reason"], error["message"]) == ("ENGINE_FAILED", "the engine failed")
 
@@ -56,27 +55,27 @@ def test_a_stream_that_breaks_says_why(serve_http, receiver: Receiver) -> None:
     (span,) = [span for span in receiver.spans if span.name == "server POST /v1/completions"]
     assert span.error == "ENGINE_FAILED"
     assert span.attributes["loadout.reason"] == "ENGINE_FAILED"
-    assert span.attributes["http.response.status_code"] == 200, "that is how it began"
+    assert span.attributes["http.response.status_code"] == 200, "the status of its begin"
 
 
-def test_a_stream_that_is_left_has_not_gone_well_either(serve_http, receiver: Receiver) -> None:
+def test_abandoned_stream_is_cancelled(serve_http, receiver: Receiver) -> None:
     async def body(front: Front) -> None:
         front.engine.turn_s = 0.01
         stream = await front.complete(max_tokens=60, stream=True, extra_body={"ignore_eos": True})
         await anext(stream)
         await stream.close()
         await until_async(lambda: front.engine.num_running == 0)
-        text = await asyncio.to_thread(front.running.scrape)
-        assert f'{PREFIX}http_requests_total{{route="/v1/completions",status="499"}} 1.0' in text
-        assert await errors_told(front) == []
+        await front.until_metric('http_requests_total{route="/v1/completions",status="499"} 1.0')
+        assert await shown_errors(front) == []
 
     serve_http(body, **traced(receiver))
     (span,) = [span for span in receiver.spans if span.name == "server POST /v1/completions"]
     assert (span.error, span.attributes["loadout.cancelled"]) == ("", True)
 
 
-def test_strangers_leave_no_trace(serve_http, receiver: Receiver, tmp_path: Path) -> None:
-    """Whatever they do wrong before they are asked who they are."""
+def test_unauthenticated_requests_are_not_traced(
+    serve_http, receiver: Receiver, tmp_path: Path
+) -> None:
     policy = write_policy(tmp_path, token_lines("caller", ["caller"]))
     known = {"authorization": f"Bearer {token_of('caller')}"}
 

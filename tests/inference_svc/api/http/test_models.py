@@ -1,4 +1,4 @@
-"""/v1/models while the store does not answer; what it lists else is in `together`."""
+"""/v1/models while the store is unreachable; with a store it is tested in `system`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.inference_svc.serving import NameStore, digest_of
 from tests.support.wait import until_async
 
 
-def test_without_its_store_a_server_lists_what_it_has(
+def test_resident_adapters_are_listed_without_the_store(
     serve_http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answering, watching = NameStore.GetAdapter, NameStore.WatchAdapters
@@ -37,11 +37,11 @@ def test_without_its_store_a_server_lists_what_it_has(
 
     async def body(front: Front) -> None:
         nonlocal is_down
-        await until_async(lambda: is_watched)  # what was known before is forgotten
+        await until_async(lambda: is_watched)  # the first connection clears the cache
         for name in ("upper", "lower", "fixed@1"):
             loaded = await front.post("/v1/load_lora_adapter", {"lora_name": name})
             assert loaded.status_code == 200
-        await front.complete(model="other")  # known, and not in memory
+        await front.complete(model="other")  # cached, and not resident
         await front.complete(model="upper@1")
         is_down = True
         answer = (await front.raw.get("/v1/models")).json()
