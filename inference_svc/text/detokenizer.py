@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: the pieces joined are the decoding of the whole."""
+"""Decodes token ids to text incrementally: the pieces joined equal the decoding of all tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16
-"""Tokens that end in U+FFFD; of more than these, only the last few can still become text."""
+"""Most tokens that are held while they end in U+FFFD; only the last few can still become text."""
 MAX_CHARACTER_BYTES = 4
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that decoding needs."""
 
     @property
     def visible_ids(self) -> frozenset[int]: ...
@@ -24,10 +24,10 @@ class Decoder(Protocol):
 class Detokenizer:
     """Incremental decoding of one sequence.
 
-    How a token reads depends on those before it (the first one loses its leading space, say), so
-    new tokens are decoded behind the piece last returned, tokens [_prefix, _read), and that
-    piece's own text is cut off again. Text is held back while it may still change: behind a byte
-    token, whose run is valid or invalid as a whole, and while it ends in U+FFFD, which is how an
+    A token's text depends on the tokens before it (the first one loses its leading space, for
+    example), so new tokens are decoded behind the piece last returned, tokens [_prefix, _read), and
+    that piece's own text is cut off again. Text is held back while it may still change: behind a
+    byte token, whose run is valid or invalid as one, and while it ends in U+FFFD, which is how an
     incomplete character decodes.
     """
 
@@ -39,7 +39,7 @@ class Detokenizer:
         self._prefix_text = ""
 
     def push(self, token_id: int) -> str:
-        """Text that is now certain; often one token's, sometimes "", sometimes several tokens'."""
+        """Adds a token; returns the text that is now certain: of one token, of several, or ""."""
         decoder = self._decoder
         if token_id not in decoder.visible_ids:
             return ""
@@ -53,12 +53,13 @@ class Detokenizer:
         return self._advance(text, len(self._token_ids))
 
     def flush(self) -> str:
-        """What is still held back, decoded as it stands. Call it once, at the end."""
+        """Returns what is still held back; called once, at the end."""
         end = len(self._token_ids)
         return self._advance(self._decoder.decode(self._token_ids[self._prefix :]), end)
 
     def _push_certain(self, text: str) -> str:
-        """Broken bytes without end: all but the last few, which may begin a character.
+        """Returns the text of a long run of broken bytes, except for the last few, which may begin
+        a character.
 
         Where decoding in two parts gives the same `text`, no character spans the cut. Without
         this, each token would decode all of them again.
@@ -71,7 +72,7 @@ class Detokenizer:
         return ""
 
     def _advance(self, text: str, end: int) -> str:
-        """What `text`, the decoding of tokens [_prefix, end), has beyond what was returned."""
+        """Returns the new part of `text`, the decoding of tokens [_prefix, end)."""
         known = self._prefix_text
         if len(text) <= len(known) or not text.startswith(known):
             return ""

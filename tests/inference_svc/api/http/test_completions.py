@@ -19,7 +19,7 @@ def single(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def test_an_answer_is_whole(serve_http) -> None:
+def test_full_response(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.complete("the quick 😀 fox", max_tokens=40)
         assert (answer.object, answer.model) == ("text_completion", "base")
@@ -32,7 +32,7 @@ def test_an_answer_is_whole(serve_http) -> None:
     serve_http(body, kind="byte_level")
 
 
-def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
+def test_stream_has_the_same_content(serve_http) -> None:
     async def body(front: Front) -> None:
         stream = await front.complete(
             "the quick fox", max_tokens=40, stream=True, stream_options={"include_usage": True}
@@ -46,7 +46,7 @@ def test_a_stream_tells_the_same_in_parts(serve_http) -> None:
     serve_http(body)
 
 
-def test_every_field_arrives(serve_http) -> None:
+def test_every_field_is_converted(serve_http) -> None:
     async def body(front: Front) -> None:
         await front.complete(
             "a",
@@ -94,7 +94,7 @@ def test_every_field_arrives(serve_http) -> None:
     serve_http(body, store=True)
 
 
-def test_unset_fields_take_openais_defaults(serve_http) -> None:
+def test_unset_fields_get_openais_defaults(serve_http) -> None:
     async def body(front: Front) -> None:
         await front.complete("a", extra_body={"top_k": -1})
         await front.complete("a")
@@ -105,7 +105,7 @@ def test_unset_fields_take_openais_defaults(serve_http) -> None:
     serve_http(body)
 
 
-def test_prompts_are_texts_or_tokens_one_or_many(serve_http, tokenizers) -> None:
+def test_forms_of_prompts(serve_http, tokenizers) -> None:
     encode = tokenizers["chars"].encode
 
     async def body(front: Front) -> None:
@@ -127,7 +127,7 @@ def test_prompts_are_texts_or_tokens_one_or_many(serve_http, tokenizers) -> None
     serve_http(body)
 
 
-def test_stop_strings_end_a_text(serve_http) -> None:
+def test_stop_strings(serve_http) -> None:
     async def body(front: Front) -> None:
         for stop in ("k b", ["k b", "zzz"]):
             answer = await front.complete("the quick brown fox", stop=stop, max_tokens=40)
@@ -137,7 +137,7 @@ def test_stop_strings_end_a_text(serve_http) -> None:
     serve_http(body)
 
 
-def test_logprobs_are_lists_in_step(serve_http) -> None:
+def test_logprobs_are_parallel_lists(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.complete("fox", logprobs=2)
         told = answer.choices[0].logprobs
@@ -154,8 +154,8 @@ def test_logprobs_are_lists_in_step(serve_http) -> None:
     serve_http(body)
 
 
-def test_the_chosen_token_is_among_the_top(tokenizers) -> None:
-    """Also where it is none of the most likely, and none of these are asked for."""
+def test_chosen_token_is_among_the_top(tokenizers) -> None:
+    """Even when it is not among the most likely, and none of those are requested."""
     formatter = CompletionFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
     f, o, x = tokenizers["chars"].encode("fox")
     told = formatter.logprobs(
@@ -172,7 +172,7 @@ def test_the_chosen_token_is_among_the_top(tokenizers) -> None:
     ]
 
 
-def test_a_very_low_temperature_is_greedy(serve_http) -> None:
+def test_very_low_temperature_is_greedy(serve_http) -> None:
     async def body(front: Front) -> None:
         for given, taken in ((1e-9, 0.0), (0.0099, 0.0), (0.01, single(0.01)), (2, 2.0)):
             await front.complete(temperature=given)
@@ -181,7 +181,7 @@ def test_a_very_low_temperature_is_greedy(serve_http) -> None:
     serve_http(body)
 
 
-def test_an_adapter_is_a_model_and_says_what_it_resolved_to(serve_http) -> None:
+def test_model_is_the_resolved_adapter(serve_http) -> None:
     async def body(front: Front) -> None:
         for name in ("upper", "default/upper", "upper@1"):
             answer = await front.complete(model=name)
@@ -233,7 +233,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_wrong_is_named(serve_http) -> None:
+def test_errors_name_the_field(serve_http) -> None:
     async def body(front: Front) -> None:
         for fields, param in BAD:
             with pytest.raises(openai.BadRequestError) as caught:
