@@ -76,20 +76,20 @@ fuzz: $(VENV)/.installed-fuzz
 
 # Ours, quick. Each is a command of its own with more to ask for: see bench/README.md.
 bench: $(VENV)/.installed-bench
-	$(BIN)/python -m bench.floor
-	$(BIN)/python -m bench.account
-	$(BIN)/python -m bench.w1 --rounds 3
-	$(BIN)/python -m bench.w2
-	$(BIN)/python -m bench.w3 --rounds 1
-	$(BIN)/python -m bench.w4 --n 0 5 1000 --alpha 1 --window 10
-	$(BIN)/python -m bench.w5
+	$(BIN)/python -m bench.roofline
+	$(BIN)/python -m bench.step_breakdown
+	$(BIN)/python -m bench.throughput --rounds 3
+	$(BIN)/python -m bench.ttft
+	$(BIN)/python -m bench.interference --rounds 1
+	$(BIN)/python -m bench.many_adapters --n 0 5 1000 --alpha 1 --window 10
+	$(BIN)/python -m bench.prefix_cache
 
 # The peers in environments of their own under .bench, then the same work on all, taking turns.
 bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python -m bench.peers.install
-	$(BIN)/python -m bench.w1 --requests 16 --sides ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/w1_peers.json
-	$(BIN)/python -m bench.w1 --requests 16 --sides ours,vllm --out bench/results/w1_plain.json
-	$(BIN)/python -m bench.w2 --peers vllm-tuned
+	$(BIN)/python -m bench.throughput --requests 16 --systems ours,ours-grpc,vllm-tuned,vllm-tuned-no-lora,peft --out bench/results/throughput_peers.json
+	$(BIN)/python -m bench.throughput --requests 16 --systems ours,vllm --out bench/results/throughput_plain.json
+	$(BIN)/python -m bench.ttft --peers vllm-tuned
 
 # The engine for ten minutes under cancels and deadlines; then the store killed 200 times at random
 # moments, over SQLite, and one of two replicas over PostgreSQL and S3. `make test` has some of

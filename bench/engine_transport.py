@@ -152,7 +152,7 @@ def main() -> None:
         "engine transport", columns, [(kind, *values.values()) for kind, values in results.items()]
     )
     workload = {"streams": arguments.streams, "tokens": arguments.tokens, "flags": flags}
-    write(arguments.out, "engine transport", {**workload, "sides": results})
+    write(arguments.out, "engine transport", {**workload, "systems": results})
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.gemm_shapes import layer_shapes
 from bench.models import SHAPES, projections
-from bench.products import layer_shapes
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, load
 
@@ -43,7 +43,7 @@ class Shape:
 
 
 class Projections:
-    """The same weights for both sides."""
+    """The same weights for both systems."""
 
     def __init__(self, shape: Shape, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
@@ -97,13 +97,16 @@ def main() -> None:
     Console().print(table)
 
 
-def measure(sides: Projections, shape: Shape, num_tokens: int, most_rounds: int) -> tuple[str, ...]:
-    """One row: both sides' times, theirs over ours, and what ours is in arithmetic and bytes."""
+def measure(
+    systems: Projections, shape: Shape, num_tokens: int, most_rounds: int
+) -> tuple[str, ...]:
+    """One row: both systems' times, theirs over ours, and what ours is in arithmetic and bytes."""
     rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
     both = [
-        (seconds(sides.ours, num_tokens), seconds(sides.theirs, num_tokens)) for _ in range(rounds)
+        (seconds(systems.ours, num_tokens), seconds(systems.theirs, num_tokens))
+        for _ in range(rounds)
     ]
-    ours, theirs = ([pair[side] for pair in both] for side in (0, 1))
+    ours, theirs = ([pair[system] for pair in both] for system in (0, 1))
     best = min(ours)
     times = [best, statistics.median(ours), min(theirs), statistics.median(theirs)]
     return (

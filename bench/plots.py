@@ -62,13 +62,15 @@ def plot_lines(
     print(f"written to {path}")
 
 
-def plot_w1(summary: Mapping[str, Mapping[str, float]], path: Path, model: str) -> None:
-    sides = [
-        side
-        for side in ("floor", "ours", "ours-grpc", "vllm best", "peft")
-        if any(side in row for row in summary.values())
+def plot_throughput(summary: Mapping[str, Mapping[str, float]], path: Path, model: str) -> None:
+    systems = [
+        system
+        for system in ("floor", "ours", "ours-grpc", "vllm best", "peft")
+        if any(system in row for row in summary.values())
     ]
-    series = {side: [row.get(side, float("nan")) for row in summary.values()] for side in sides}
+    series = {
+        system: [row.get(system, float("nan")) for row in summary.values()] for system in systems
+    }
     plot_bars(path, f"W1, {model}", "output tokens per second", list(summary), series)
 
 

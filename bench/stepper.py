@@ -1,4 +1,4 @@
-"""The engine of `bench.account`: its steps are called one by one, in the caller's thread."""
+"""The engine of `bench.step_breakdown`: its steps are called one by one, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import queue
 import time
 from typing import Any
 
-from bench.floor import THREADS
 from bench.memory_store import MemoryStore
 from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
+from bench.roofline import THREADS
 from inference_svc.config import EngineConfig
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine

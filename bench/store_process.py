@@ -54,7 +54,7 @@ async def _serve(settings: StoreSettings) -> None:
 
 @dataclass
 class BenchStore:
-    """The client's side."""
+    """The client's system."""
 
     address: str
     raw_address: str

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.account import name_operations
 from bench.engine import Track
-from bench.floor import ModelFloor
+from bench.gemm_shapes import Products
+from bench.interference import largest_bucket_s
+from bench.many_adapters import observe
 from bench.models import SHAPES, projections
-from bench.products import Products
 from bench.results import percentile
+from bench.roofline import ModelFloor
+from bench.step_breakdown import name_operations
+from bench.throughput import summarize
 from bench.trace import Traffic
-from bench.w1 import summarize
-from bench.w3 import largest_bucket_s
-from bench.w4 import observe
 from loadout.prometheus import parse
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,9 @@ def test_first_tokens_after_the_window_count_and_missing_ones_make_a_lower_bound
 
 def test_the_protocol_of_sides_needs_no_packages() -> None:
     """Peers' environments have none of ours."""
-    code = "import bench.sides.protocol, bench.sides.serve, sys; assert 'torch' not in sys.modules"
+    code = (
+        "import bench.systems.protocol, bench.systems.serve, sys; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, check=True)
 
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.engine import TRANSPORTS, BenchEngine, Track
+from bench.many_adapters import start_engine
 from bench.models import ROOT, SHAPES, Prepared, prepare, prompts
 from bench.trace import Arrival, Traffic
-from bench.w4 import start_engine
 from inference_svc.core import FinishReason
 from inference_svc.errors import QueueFull
 

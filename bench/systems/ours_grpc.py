@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.services import Services, Wanted
-from bench.sides.protocol import Ask, Done, Job, Spec
+from bench.systems.protocol import Ask, Done, Job, Spec
 from loadout.aio import AsyncClient
 
 
-class OursGrpcSide:
+class OursGrpcSystem:
     def load(self, spec: Spec) -> dict[str, str]:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
@@ -69,5 +69,5 @@ async def _connect(address: str) -> AsyncClient:
     return AsyncClient(inference=address, timeout_s=None)
 
 
-def make_side() -> OursGrpcSide:
-    return OursGrpcSide()
+def make_system() -> OursGrpcSystem:
+    return OursGrpcSystem()

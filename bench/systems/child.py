@@ -1,4 +1,4 @@
-"""The parent's end: starts a side in its environment, and makes sure that it rests while others
+"""The parent's end: starts a system in its environment, and makes sure that it rests while others
 are measured."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Self
 import psutil
 
 from bench.peers.install import python_of, tcmalloc
-from bench.sides.protocol import Done, Job, Spec, encode_job, encode_spec
+from bench.systems.protocol import Done, Job, Spec, encode_job, encode_spec
 
 REST_POLL_S = 0.05
 REST_SHARE = 0.1
@@ -25,13 +25,13 @@ REST_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 20
 
 
-class SideFailed(Exception):
-    """A side raised or died; the message has its traceback or the end of its log."""
+class SystemFailed(Exception):
+    """A system raised or died; the message has its traceback or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
-class SideKind:
-    """How a side is started. `module` is bench.sides.<module>_side; `options` go into its Spec."""
+class SystemKind:
+    """How a system is started. `module` is bench.systems.<module>; `options` go into its Spec."""
 
     module: str
     python: Callable[[], str] = lambda: sys.executable
@@ -63,25 +63,25 @@ def _tuned() -> str:
     return f"{tcmalloc()}:{openmp}"
 
 
-def _vllm(preload: Callable[[], str] = lambda: "", **options: Any) -> SideKind:
+def _vllm(preload: Callable[[], str] = lambda: "", **options: Any) -> SystemKind:
     options = {"enforce_eager": True, "enable_lora": True} | options
-    return SideKind("vllm", _in_environment("vllm"), _VLLM_ENVIRONMENT, preload, options)
+    return SystemKind("vllm", _in_environment("vllm"), _VLLM_ENVIRONMENT, preload, options)
 
 
 KINDS = {
-    "ours": SideKind("ours"),
-    "ours-grpc": SideKind("ours_grpc"),
+    "ours": SystemKind("ours"),
+    "ours-grpc": SystemKind("ours_grpc"),
     "vllm": _vllm(),
     "vllm-tuned": _vllm(_tuned),
     "vllm-tuned-no-lora": _vllm(_tuned, enable_lora=False),
     "vllm-compiled": _vllm(enforce_eager=False),
-    "peft": SideKind("peft", _in_environment("peft")),
+    "peft": SystemKind("peft", _in_environment("peft")),
 }
 """Of vLLM several ways, so that it can be given its best."""
 
 
 class Child:
-    """One side in its process; raises SideFailed. Its output goes to `log_path`."""
+    """One system in its process; raises SystemFailed. Its output goes to `log_path`."""
 
     def __init__(self, name: str, spec: Spec, log_path: Path) -> None:
         kind = KINDS[name]
@@ -97,7 +97,7 @@ class Child:
             variables["LD_PRELOAD"] = preload
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
-                [kind.python(), "-m", "bench.sides.serve", kind.module],
+                [kind.python(), "-m", "bench.systems.serve", kind.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -114,15 +114,15 @@ class Child:
         self._ask("register", name=name, folder=str(folder))
 
     def run(self, job: Job) -> Done:
-        """Returns once the side rests again, so that the next to be measured has the machine."""
+        """Returns once the system rests again, so that the next to be measured has the machine."""
         done = Done(**self._ask("run", job=encode_job(job)))
         self.wait_for_rest()
         return done
 
     def wait_for_rest(self) -> None:
-        """Until nothing of the side computes: threads of OpenMP spin for a while, some for ever.
+        """Until nothing of the system computes: threads of OpenMP spin for a while, some for ever.
 
-        Raises SideFailed when it does not come to rest.
+        Raises SystemFailed when it does not come to rest.
         """
         deadline_s = time.monotonic() + REST_TIMEOUT_S
         before_s = self._processor_seconds()
@@ -132,7 +132,7 @@ class Child:
             if now_s - before_s < REST_POLL_S * REST_SHARE:
                 return
             before_s = now_s
-        raise SideFailed(f"{self.name} keeps the processor busy while it has nothing to do")
+        raise SystemFailed(f"{self.name} keeps the processor busy while it has nothing to do")
 
     def _processor_seconds(self) -> float:
         process = psutil.Process(self._process.pid)
@@ -150,10 +150,10 @@ class Child:
             line = ""
         if not line:
             tail = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise SideFailed(f"{self.name} died:\n" + "\n".join(tail))
+            raise SystemFailed(f"{self.name} died:\n" + "\n".join(tail))
         reply = json.loads(line)
         if "error" in reply:
-            raise SideFailed(f"{self.name}: {reply['error']}")
+            raise SystemFailed(f"{self.name}: {reply['error']}")
         return reply["result"]
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The most that a prefill which starts on layer 0, while later layers still arrive, could gain.
 
-    python -m bench.layer_wise [--model bench-200m] [--rounds 20] [--out FILE]
+    python -m bench.layerwise_prefill [--model bench-200m] [--rounds 20] [--out FILE]
 
 One load of a cold adapter and one prefill of 32 tokens, over gRPC, both services as processes: one
 after the other, as it is now, and both begun at the same moment. Side by side neither waits for the
@@ -22,7 +22,7 @@ from typing import Any
 from bench.models import SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
 from bench.results import FOLDER, median, show, write
 from bench.services import Services
-from bench.w2 import NUM_IN, PAUSE_S, wanted_for
+from bench.ttft import NUM_IN, PAUSE_S, wanted_for
 
 WORTH_IT = 0.10
 """Gain of the cold first token from which on it would be kept."""
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=FOLDER / "layer_wise.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "layerwise_prefill.json")
     options = parser.parse_args()
     seconds = measure(prepare(options.model, 1), options.rounds)
     medians = {kind: median(values) for kind, values in seconds.items()}

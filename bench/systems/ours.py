@@ -10,11 +10,11 @@ import torch
 from bench.engine import BenchEngine
 from bench.memory_store import MemoryStore
 from bench.models import arena_bytes
-from bench.sides.protocol import Done, Job, Spec
+from bench.systems.protocol import Done, Job, Spec
 from inference_svc.config import EngineConfig
 
 
-class OursSide:
+class OursSystem:
     def load(self, spec: Spec) -> dict[str, str]:
         self._store = MemoryStore()
         self._digests = {n: self._store.register(Path(f)) for n, f in spec.adapters.items()}
@@ -63,5 +63,5 @@ class OursSide:
         self._engine.stop()
 
 
-def make_side() -> OursSide:
-    return OursSide()
+def make_system() -> OursSystem:
+    return OursSystem()

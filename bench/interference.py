@@ -1,7 +1,7 @@
 """W3: steady decoding of 16 requests while adapters that were never on this server are pulled.
 
-    python -m bench.w3 [--model bench-200m] [--rate 5] [--window 10] [--rounds 5] [--prefetch]
-                       [--out FILE]
+    python -m bench.interference [--model bench-200m] [--rate 5] [--window 10] [--rounds 5]
+                                 [--prefetch] [--out FILE]
 
 Over gRPC, from both services as processes. Sixteen requests, each with a resident adapter of its
 own (--steady 0: the base model), decode all the while; meanwhile one short request comes for
@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.floor import THREADS
 from bench.models import RANK, SHAPES, Prepared, make_variants, prepare, prompts
 from bench.plots import plot_lines
 from bench.results import FOLDER, median, percentile, show, write
+from bench.roofline import THREADS
 from bench.services import Services, Wanted
 from loadout.aio import AsyncClient
 from loadout.prometheus import Metrics
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prefetch", action="store_true")
-    parser.add_argument("--out", type=Path, default=FOLDER / "w3.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "interference.json")
     options = parser.parse_args()
     rounds = measure(prepare(options.model, NUM_STEADY), options)
     names = [name for name in rounds["cold"][0] if name != "gaps_s"]

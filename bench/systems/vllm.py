@@ -11,10 +11,10 @@ import vllm
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from bench.sides.protocol import Done, Job, Spec
+from bench.systems.protocol import Done, Job, Spec
 
 
-class VllmSide:
+class VllmSystem:
     """Options: `enforce_eager`, `enable_lora`."""
 
     def load(self, spec: Spec) -> dict[str, str]:
@@ -81,5 +81,5 @@ class VllmSide:
         """Nothing outlives the process."""
 
 
-def make_side() -> VllmSide:
-    return VllmSide()
+def make_system() -> VllmSystem:
+    return VllmSystem()

@@ -1,4 +1,4 @@
-"""What a side is told and what it answers: JSON lines, so that each has its own environment.
+"""What a system is told and what it answers: JSON lines, so that each has its own environment.
 
 Standard library only: peers' environments import it.
 """
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a side loads: the same folders and limits for all. `adapters` maps every name that may
-    be asked for to its PEFT folder; `options` are a side's own."""
+    """What a system loads: the same folders and limits for all. `adapters` maps every name that may
+    be asked for to its PEFT folder; `options` are a system's own."""
 
     model_dir: str
     base_model: str
@@ -44,13 +44,13 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Done:
     """`seconds` from before the first request was sent until the last token was there, by the
-    side's own clock."""
+    system's own clock."""
 
     seconds: float
     num_tokens: int
 
 
-class Side(Protocol):
+class System(Protocol):
     """Lives in a child process; its methods are called one after the other."""
 
     def load(self, spec: Spec) -> dict[str, str]:

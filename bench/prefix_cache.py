@@ -1,7 +1,7 @@
 """W5: a system prompt of 512 tokens that all requests to one adapter share: what of its prefill the
 prefix cache saves, per adapter version, and that it saves nothing across.
 
-    python -m bench.w5 [--model bench-200m] [--adapters 4] [--requests 8] [--out FILE]
+    python -m bench.prefix_cache [--model bench-200m] [--adapters 4] [--requests 8] [--out FILE]
 
 In-process, one request after the other: for the base model, for some adapters, and for a second
 version of the last one, the same system prompt and 32 tokens of the user's own.
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine import BenchEngine
+from bench.many_adapters import start_engine
 from bench.models import SHAPES, prepare, prompts
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
-from bench.w4 import start_engine
 
 NUM_SHARED, NUM_OWN, NUM_OUT = 512, 32, 4
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=FOLDER / "w5.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "prefix_cache.json")
     options = parser.parse_args()
     found = measure(options.model, options.adapters, options.requests)
     summary: list[dict[str, Any]] = [

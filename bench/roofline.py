@@ -1,11 +1,11 @@
 """The floors of this very machine: what a step cannot be faster than, measured as ours is.
 
-    python -m bench.floor [--model bench-200m] [--rounds 10] [--out bench/results/floor.json]
+    python -m bench.roofline [--model bench-200m] [--rounds 10] [--out bench/results/floor.json]
 
 Two of them, per number of tokens:
 
 * the floor, in `projections_seconds` and `head_seconds`, is what a kernel has achieved here: the
-  faster of oneDNN and ours, on a step's exact products one after the other (`bench.products`);
+  faster of oneDNN and ours, on a step's exact products one after the other (`bench.gemm_shapes`);
 * the bound, in `projections_bound_seconds` and `head_bound_seconds`, is arithmetic: per product
   max(bytes / read rate, flops / peak), at the best rates measured.
 
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from bench.gemm_shapes import Products, layer_shapes, seconds
 from bench.models import SHAPES, image_bytes, projections
-from bench.products import Products, layer_shapes, seconds
 from bench.results import FOLDER, median, show, write
 from bench.store_process import bench_store
 from bench.store_pull import read_raw
@@ -97,7 +97,7 @@ class ModelFloor:
             "read_bytes_per_second": read,
         }
 
-    def w1_rate(
+    def throughput_rate(
         self,
         measured: dict[str, Any],
         num_requests: int,

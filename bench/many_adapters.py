@@ -1,8 +1,8 @@
 """W4: many adapters. The S-LoRA generator at more than what the engine can do, n adapters of which
 the arena holds 32 and the host tier all; tokens in a fixed window, and time to the first token.
 
-    python -m bench.w4 [--model bench-200m] [--n 0 1 5 50 200 1000] [--alpha 0.3 0.6 1]
-                       [--cv 1] [--rounds 1] [--window 20] [--out bench/results/w4.json]
+    python -m bench.many_adapters [--model bench-200m] [--n 0 1 5 50 200 1000] [--alpha 0.3 0.6 1]
+                       [--cv 1] [--rounds 1] [--window 20] [--out bench/results/many_adapters.json]
 
 Arrivals come at 1.2 times the capacity measured with n = 5, in-process. Adapters are variants of
 one image, served by a store in memory (`bench.memory_store`): what is measured begins when the
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine import BenchEngine, Track
-from bench.floor import THREADS
 from bench.memory_store import MemoryStore
 from bench.models import (
     RANK,
@@ -37,6 +36,7 @@ from bench.models import (
 )
 from bench.plots import plot_lines
 from bench.results import FOLDER, median, percentile, show, write
+from bench.roofline import THREADS
 from bench.trace import Arrival, Traffic
 from inference_svc.config import EngineConfig
 from inference_svc.engine.status_types import EngineStatus
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--cv", type=float, default=1.0, help="of the time between arrivals")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--window", type=float, default=20.0)
-    parser.add_argument("--out", type=Path, default=FOLDER / "w4.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "many_adapters.json")
     options = parser.parse_args()
     prepared = prepare(options.model, 1)
     found = measure(prepared, options.n, options.alpha, options.cv, options.rounds, options.window)

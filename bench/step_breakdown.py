@@ -1,13 +1,13 @@
 """Where each millisecond of one decode step goes, beside the floor: base, and 16 adapters.
 
-    python -m bench.account [--model bench-200m] [--steps 30] [--out bench/results/account.json]
+    python -m bench.step_breakdown [--model bench-200m] [--steps 30] [--out FILE]
 
 Sixteen requests with 64 tokens in, in the middle of their output; the engine's steps are called one
 by one in this thread. First the steps are timed in their parts as they are; then as many are
 profiled: the native program says what each operation took, the torch path is read from torch's
 profiler. Their sum may differ from the computation measured whole by what measuring costs. Medians.
 Beside them the floor, which the best kernel has reached, and the bound of the hardware
-(`bench.floor`), at the steps' mean context.
+(`bench.roofline`), at the steps' mean context.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from bench.floor import THREADS, ModelFloor
 from bench.machine import best_kernels
 from bench.models import SHAPES, Prepared, kv_bytes, prepare
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
+from bench.roofline import THREADS, ModelFloor
 from bench.stepper import NUM_REQUESTS, Stepper
 from inference_svc.engine.runner import Runner, StepResult
 from inference_svc.engine.scheduler import Scheduler
@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=FOLDER / "account.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "step_breakdown.json")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     prepared = prepare(options.model, NUM_REQUESTS)

@@ -1,6 +1,6 @@
 """W2: time to the first token of one request of 32 tokens: base, resident adapter, cold adapter.
 
-    python -m bench.w2 [--model bench-200m] [--peers vllm] [--rounds 10] [--out FILE]
+    python -m bench.ttft [--model bench-200m] [--peers vllm] [--rounds 10] [--out FILE]
 
 Over gRPC, from both services as processes: cold means compiled in the store's memory and never
 before on this inference service; "registered and cold" begins with RegisterAdapter from a local
@@ -20,15 +20,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.floor import THREADS, hash_rate, stream_rate
 from bench.machine import best_kernels
 from bench.models import RANK, SHAPES, Prepared, image_bytes, make_variants, prepare, prompts
 from bench.plots import plot_bars
 from bench.results import FOLDER, median, show, write
+from bench.roofline import THREADS, hash_rate, stream_rate
 from bench.services import Services, Wanted
-from bench.sides.child import KINDS, Child
-from bench.sides.protocol import Ask, Job
-from bench.w1 import check_comparable, make_spec
+from bench.systems.child import KINDS, Child
+from bench.systems.protocol import Ask, Job
+from bench.throughput import check_comparable, make_spec
 
 NUM_IN = 32
 MAX_LEN = 512
@@ -102,7 +102,7 @@ class OverGrpc:
 
 
 class InChild:
-    """A side in its process: one token, timed there."""
+    """A system in its process: one token, timed there."""
 
     def __init__(self, prepared: Prepared, child: Child, folders: Iterator[Path]) -> None:
         self._child = child
@@ -167,10 +167,10 @@ def measure(prepared: Prepared, peers: list[str], rounds: int) -> dict[str, Any]
         spec = make_spec(prepared, MAX_RESIDENT)
         for peer in ["ours", *peers]:
             child = stack.enter_context(Child(peer, spec, folder / peer))
-            side = InChild(prepared, child, folders)
-            works |= {f"{peer} base": side.base, f"{peer} resident": side.resident}
+            system = InChild(prepared, child, folders)
+            works |= {f"{peer} base": system.base, f"{peer} resident": system.resident}
             if peer != "ours":  # its cold is measured over gRPC: in-process it has no store
-                works[f"{peer} cold"] = side.cold
+                works[f"{peer} cold"] = system.cold
         for round_index in range(rounds + 1):
             for what, work in _rotated(works, round_index):
                 found = work()
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--peers", default="", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--allow-torch", action="store_true")
-    parser.add_argument("--out", type=Path, default=FOLDER / "w2.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "ttft.json")
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
     check_comparable(best_kernels(), ["ours", *peers], options.allow_torch)
@@ -223,11 +223,11 @@ def main() -> None:
     print(f"cold: {cold:.2f} of the limit of {1e3 * summary['cold_limit_s']:.1f} ms")
     workload = {"model": options.model, "num_in": NUM_IN, "image_bytes": image_bytes(options.model)}
     write(options.out, "W2", {**workload, "summary": summary, **found})
-    sides = {what.partition(" ")[0] for what in summary["seconds"]}
+    systems = {what.partition(" ")[0] for what in summary["seconds"]}
     kinds = ("base", "resident", "cold", "registered and cold")
     series = {
-        side: [1e3 * summary["seconds"].get(f"{side} {kind}", float("nan")) for kind in kinds]
-        for side in sorted(sides)
+        system: [1e3 * summary["seconds"].get(f"{system} {kind}", float("nan")) for kind in kinds]
+        for system in sorted(systems)
     }
     plot = options.out.with_suffix(".png")
     plot_bars(plot, f"W2, {options.model}", "first token, ms", kinds, series)

@@ -1,11 +1,11 @@
 """W1: requests at once, 64 tokens in, 32 out, greedy; output tokens per second.
 
-    python -m bench.w1 [--model bench-200m] [--sides ours,ours-grpc,vllm,peft] [--rounds 5]
-                       [--num-out 32] [--requests 16] [--out FILE]
+    python -m bench.throughput [--model bench-200m] [--systems ours,ours-grpc,vllm,peft]
+                               [--rounds 5] [--num-out 32] [--requests 16] [--out FILE]
 
-Every side runs in a process of its own with two threads and times itself; they take turns within
+Every system runs in a process of its own with two threads and times itself; they take turns within
 a round, one computing at a time, on the same prompts, model folder and adapters. The floor and the
-bound of the hardware (`bench.floor`) are measured in every round as well. Prefix caches are off,
+bound of the hardware (`bench.roofline`) are measured in every round as well. Prefix caches are off,
 nobody stops at an end token. Medians over the rounds after a first that warms up, and ratios of
 medians.
 """
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from bench.floor import THREADS, ModelFloor
 from bench.machine import best_kernels
 from bench.models import RANK, SHAPES, Prepared, prepare, prompts
-from bench.plots import plot_w1
+from bench.plots import plot_throughput
 from bench.results import FOLDER, median, show, write
-from bench.sides.child import KINDS, Child
-from bench.sides.protocol import Ask, Job, Spec
+from bench.roofline import THREADS, ModelFloor
+from bench.systems.child import KINDS, Child
+from bench.systems.protocol import Ask, Job, Spec
 
 NUM_IN = 64
 MAX_LEN = 512
@@ -59,9 +59,9 @@ ROWS = (
 )
 
 
-def runs_row(side: str, row: Row) -> bool:
-    return (side.startswith("ours") or not row.only_ours) and (
-        not side.endswith("no-lora") or not row.asked
+def runs_row(system: str, row: Row) -> bool:
+    return (system.startswith("ours") or not row.only_ours) and (
+        not system.endswith("no-lora") or not row.asked
     )
 
 
@@ -85,9 +85,9 @@ def make_job(row: Row, vocab: int, num_out: int) -> Job:
 
 
 def measure(
-    prepared: Prepared, sides: list[str], rows: list[Row], rounds: int, num_out: int
+    prepared: Prepared, systems: list[str], rows: list[Row], rounds: int, num_out: int
 ) -> dict[str, Any]:
-    """Rates per row and side, and the floor's per row."""
+    """Rates per row and system, and the floor's per row."""
     torch.set_num_threads(THREADS)
     floor = ModelFloor(prepared.name)
     rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in rows}
@@ -95,7 +95,7 @@ def measure(
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         spec = make_spec(prepared, max(row.num_requests for row in rows))
-        children = [stack.enter_context(Child(side, spec, logs / side)) for side in sides]
+        children = [stack.enter_context(Child(system, spec, logs / system)) for system in systems]
         for round_index in range(rounds + 1):
             measured = floor.measure()
             for row in rows:
@@ -114,25 +114,25 @@ def measure(
                 for row in rows:
                     work = (row.num_requests, NUM_IN, num_out, row.asked)
                     for kind in ("floor", "bound"):
-                        rate = floor.w1_rate(measured, *work, is_bound=kind == "bound")
+                        rate = floor.throughput_rate(measured, *work, is_bound=kind == "bound")
                         rates[row.name].setdefault(kind, []).append(rate)
     facts = {child.name: child.facts for child in children}
-    return {"tokens_per_second": rates, "floors": floors, "sides": facts}
+    return {"tokens_per_second": rates, "floors": floors, "systems": facts}
 
 
 def summarize(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
     """Medians, of vLLM's ways the best one's; and ratios of ours."""
     summary: dict[str, dict[str, float]] = {}
     base = median(rates["base"]["ours"]) if "ours" in rates.get("base", {}) else None
-    for name, sides in rates.items():
-        found = {side: median(values) for side, values in sides.items()}
-        vllm = [rate for side, rate in found.items() if side.startswith("vllm")]
+    for name, systems in rates.items():
+        found = {system: median(values) for system, values in systems.items()}
+        vllm = [rate for system, rate in found.items() if system.startswith("vllm")]
         found |= {"vllm best": max(vllm)} if vllm else {}
         if ours := found.get("ours"):
             found |= {
-                f"ours / {side}": ours / found[side]
-                for side in ("vllm best", "peft", "floor", "bound")
-                if side in found
+                f"ours / {system}": ours / found[system]
+                for system in ("vllm best", "peft", "floor", "bound")
+                if system in found
             }
             if base and name in {row.name for row in ROWS if row.num_requests == 16}:
                 found["ours / our base"] = ours / base
@@ -152,9 +152,9 @@ def show_tables(summary: dict[str, dict[str, float]], title: str) -> None:
         show(f"{title}: {what}", ["", *columns], rows)
 
 
-def check_comparable(kernels: str, sides: Sequence[str], allow_torch: bool) -> None:
+def check_comparable(kernels: str, systems: Sequence[str], allow_torch: bool) -> None:
     """Ends with a message where ours would run on a path that no user should compare."""
-    peers = [side for side in sides if not side.startswith("ours")]
+    peers = [system for system in systems if not system.startswith("ours")]
     if peers and kernels == "torch" and not allow_torch:
         raise SystemExit(
             "the native kernels do not run here (is there a compiler?): ours would be measured on "
@@ -165,25 +165,25 @@ def check_comparable(kernels: str, sides: Sequence[str], allow_torch: bool) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="bench-200m")
-    parser.add_argument("--sides", default="ours,ours-grpc", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--systems", default="ours,ours-grpc", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--requests", type=int, nargs="*", help="only rows with so many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-out", type=int, default=32)
     parser.add_argument("--allow-torch", action="store_true")
-    parser.add_argument("--out", type=Path, default=FOLDER / "w1.json")
+    parser.add_argument("--out", type=Path, default=FOLDER / "throughput.json")
     options = parser.parse_args()
-    sides = options.sides.split(",")
-    check_comparable(best_kernels(), sides, options.allow_torch)
+    systems = options.systems.split(",")
+    check_comparable(best_kernels(), systems, options.allow_torch)
     rows = [row for row in ROWS if not options.requests or row.num_requests in options.requests]
     prepared = prepare(options.model, NUM_ADAPTERS)
-    found = measure(prepared, sides, rows, options.rounds, options.num_out)
-    for side in (side for side in sides if side.startswith("ours")):
-        check_comparable(found["sides"][side]["kernels"], sides, options.allow_torch)
+    found = measure(prepared, systems, rows, options.rounds, options.num_out)
+    for system in (system for system in systems if system.startswith("ours")):
+        check_comparable(found["systems"][system]["kernels"], systems, options.allow_torch)
     summary = summarize(found["tokens_per_second"])
     show_tables(summary, f"W1, {options.model}, {options.num_out} tokens out")
     workload = {"model": options.model, "num_in": NUM_IN, "num_out": options.num_out}
     write(options.out, "W1", {**workload, "summary": summary, **found})
-    plot_w1(summary, options.out.with_suffix(".png"), options.model)
+    plot_throughput(summary, options.out.with_suffix(".png"), options.model)
 
 
 if __name__ == "__main__":

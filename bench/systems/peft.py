@@ -9,10 +9,10 @@ import peft
 import torch
 import transformers
 
-from bench.sides.protocol import Done, Job, Spec
+from bench.systems.protocol import Done, Job, Spec
 
 
-class PeftSide:
+class PeftSystem:
     """`max_resident` and `max_len` do not bind it. Prompts of one job have one length. The base has
     a model of its own, which PEFT has not wrapped."""
 
@@ -76,5 +76,5 @@ class PeftSide:
         """Nothing outlives the process."""
 
 
-def make_side() -> PeftSide:
-    return PeftSide()
+def make_system() -> PeftSystem:
+    return PeftSystem()
