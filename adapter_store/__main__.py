@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.telemetry.logs import configure_logging
-from servicekit.telemetry.tracing import standard_endpoint
 
 NOISY_LOGGERS = (
     *("boto3", "botocore", "urllib3", "s3transfer"),
@@ -37,12 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)
-    if not settings.otlp_endpoint:
-        try:
-            endpoint = standard_endpoint(os.environ)
-        except ValueError as error:
-            return _fail(error, 2)
-        settings = settings.model_copy(update={"otlp_endpoint": endpoint})
     return _run(settings)
 
 

@@ -11,7 +11,6 @@ from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from servicekit.errors import InvalidSetting
 from servicekit.telemetry.logs import configure_logging
-from servicekit.telemetry.tracing import standard_endpoint
 
 SPIN_COUNT = 2000
 """How often a computing thread checks whether the others are done before it sleeps: less than a
@@ -26,12 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level)
-    if not settings.otlp_endpoint:
-        try:
-            endpoint = standard_endpoint(os.environ)
-        except ValueError as error:
-            return _fail(error, 2)
-        settings = settings.model_copy(update={"otlp_endpoint": endpoint})
     return _run(settings)
 
 

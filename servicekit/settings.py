@@ -29,6 +29,8 @@ from servicekit.errors import InvalidSetting
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
 _HELP_WIDTH = 100
+_OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_OTLP_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -76,6 +78,26 @@ def _check_addresses(value: str) -> str:
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+def standard_endpoint(environment: Mapping[str, str]) -> str:
+    """Returns the endpoint that OpenTelemetry's own variables name, or "". Raises
+    InvalidSetting naming the variable."""
+    is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if is_disabled or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return ""
+    variable = next((name for name in _OTLP_ENDPOINTS if environment.get(name)), "")
+    if not variable:
+        return ""
+    for name in _OTLP_PROTOCOLS:
+        if environment.get(name, "grpc") != "grpc":
+            raise InvalidSetting(
+                f"{name}: only grpc is supported; OTEL_TRACES_EXPORTER=none disables tracing"
+            )
+    try:
+        return check_endpoint(environment[variable])
+    except ValueError as error:
+        raise InvalidSetting(f"{variable}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +212,9 @@ class ServiceSettings(BaseSettings):
         path = flags.get("config") or variables.get("config")
         file = _read_file(Path(path), settings) if path else {}
         try:
-            return cls(**{**file, **variables, **flags})
+            loaded = cls(**{**file, **variables, **flags})
+            endpoint = "" if loaded.otlp_endpoint else standard_endpoint(os.environ)
+            return loaded.model_copy(update={"otlp_endpoint": endpoint}) if endpoint else loaded
         except ValidationError as error:
             problems = error.errors(include_url=False)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from servicekit.settings import check_endpoint
 from servicekit.telemetry.spans import CANCELLED, Headers, OpenSpan, Span, caller_of, set_current
-
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 FAULTS = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
@@ -51,26 +47,6 @@ def open_tracing(
             f"pip install 'loadout[otel]' ({error})"
         ) from error
     return OtlpTracing(endpoint, sample_ratio, service=service, version=version)
-
-
-def standard_endpoint(environment: Mapping[str, str]) -> str:
-    """Returns the endpoint that OpenTelemetry's own variables name, or "". Raises ValueError naming
-    the variable."""
-    is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if is_disabled or environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
-        return ""
-    variable = next((name for name in ENDPOINTS if environment.get(name)), "")
-    if not variable:
-        return ""
-    for name in PROTOCOLS:
-        if environment.get(name, "grpc") != "grpc":
-            raise ValueError(
-                f"{name}: only grpc is supported; OTEL_TRACES_EXPORTER=none disables tracing"
-            )
-    try:
-        return check_endpoint(environment[variable])
-    except ValueError as error:
-        raise ValueError(f"{variable}: {error}") from None
 
 
 def begin_call(

@@ -20,6 +20,7 @@ from servicekit.settings import (
     describe,
     help_text,
     split_address,
+    standard_endpoint,
 )
 
 SERVICES = [StoreSettings, InferenceSettings]
@@ -273,3 +274,28 @@ def test_endpoints() -> None:
     for wrong in ("h:4317", "http://h", "ftp://h:1"):
         with pytest.raises(ValueError, match="is not http"):
             check_endpoint(wrong)
+
+
+def test_standard_endpoint() -> None:
+    http, other = "http://collector:4317", "http://traces:4317"
+    plain = {"OTEL_EXPORTER_OTLP_ENDPOINT": http}
+    assert standard_endpoint({}) == ""
+    assert standard_endpoint(plain) == http
+    assert standard_endpoint(plain | {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": other}) == other
+    assert standard_endpoint(plain | {"OTEL_SDK_DISABLED": "true"}) == ""
+    assert standard_endpoint(plain | {"OTEL_TRACES_EXPORTER": "none"}) == ""
+    with pytest.raises(InvalidSetting, match="OTEL_EXPORTER_OTLP_PROTOCOL: only grpc"):
+        standard_endpoint(plain | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+    with pytest.raises(
+        InvalidSetting, match="OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317' is not"
+    ):
+        standard_endpoint({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"})
+
+
+def test_opentelemetry_names_the_endpoint(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in os.environ if each.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    assert load().otlp_endpoint == ""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317")
+    assert load().otlp_endpoint == "http://h:4317"
+    assert load("--otlp-endpoint", "http://h:1").otlp_endpoint == "http://h:1"

@@ -16,7 +16,6 @@ from servicekit.telemetry.tracing import (
     begin_call,
     end_call,
     open_tracing,
-    standard_endpoint,
 )
 from tests.support.otlp import Receiver
 
@@ -35,20 +34,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def receiver() -> Iterator[Receiver]:
     with Receiver() as made:
         yield made
-
-
-def test_the_environment_names_the_endpoint() -> None:
-    http, other = "http://collector:4317", "http://traces:4317"
-    plain = {"OTEL_EXPORTER_OTLP_ENDPOINT": http}
-    assert standard_endpoint({}) == ""
-    assert standard_endpoint(plain) == http
-    assert standard_endpoint(plain | {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": other}) == other
-    assert standard_endpoint(plain | {"OTEL_SDK_DISABLED": "true"}) == ""
-    assert standard_endpoint(plain | {"OTEL_TRACES_EXPORTER": "none"}) == ""
-    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL: only grpc"):
-        standard_endpoint(plain | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
-    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_ENDPOINT: 'collector:4317' is not"):
-        standard_endpoint({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"})
 
 
 @pytest.mark.parametrize(
