@@ -26,7 +26,7 @@ from servicekit.telemetry.spans import Span, SpanContext
 
 
 class Residency:
-    """From a digest to a slot and back.
+    """Takes adapters from a digest to a slot and back.
 
     `waiters` counts the requests, and operators, that wait for each digest.
     """

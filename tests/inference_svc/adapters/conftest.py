@@ -60,7 +60,7 @@ def reserve(slots: Slots, header: ImageHeader) -> Resident:
 
 @dataclass
 class MemoryStream:
-    """One pull; `cancel` wakes it wherever it waits."""
+    """One pull; `cancel` ends any wait of it."""
 
     messages: Callable[[MemoryStream], Iterator[PullMessage]]
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -78,7 +78,7 @@ class MemoryStream:
 
 @dataclass
 class MemoryStore:
-    """Speaks AdapterStore from memory. `lose_after` streams end early, once each, after so many
+    """Implements AdapterStore in memory. `lose_after` streams end early, once each, after so many
     chunks; `corrupt` streams are damaged; while `gate` is clear, streams wait after the header.
     """
 

@@ -1,4 +1,4 @@
-"""Replicas of a store as real servers of a few lines, which tests hold, break and kill."""
+"""Replicas of a store as small real servers, which tests block, break and kill."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Hook = Callable[[int, grpc.ServicerContext], None]
 
 @dataclass(eq=False)
 class Replica(pb_grpc.AdapterStoreServiceServicer):
-    """`hook` runs before each part is sent, with its number, and before the trailer; it may wait,
-    or abort. `pulls` are the digests and offsets requested."""
+    """A replica that streams `images`. `hook` runs before each part is sent, with its number, and
+    before the trailer; it may wait, or abort. `pulls` are the digests and offsets requested."""
 
     images: dict[str, TestImage]
     hook: Hook = lambda part, context: None
     pulls: list[tuple[str, int]] = field(default_factory=list)
     address: str = "127.0.0.1:0"
     claims: TestImage | None = None
-    """Whose hashes are sent, where the bytes are others."""
+    """The image whose hashes are sent, if not that of the bytes."""
 
     def start(self) -> None:
-        """The first time on a free port, later on the same."""
+        """Listens on a free port the first time, later on the same."""
         self.server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_AdapterStoreServiceServicer_to_server(self, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), self.server)
@@ -115,13 +115,13 @@ class Site:
         return self.images[digest]
 
     def order(self, digest: str) -> list[Replica]:
-        """The servers in the order in which `digest` asks them."""
+        """Returns the servers in the order in which pulls of `digest` try them."""
         by_address = {server.address: server for server in self.servers}
         return [by_address[address] for address in rank(by_address, digest)]
 
 
 class Stop:
-    """A hook that holds a stream before a part: `reached` says that it is there."""
+    """A hook that blocks a stream before a part; `reached` is set when it is there."""
 
     def __init__(self, part: int) -> None:
         self._part = part

@@ -49,7 +49,7 @@ def test_copy_is_visible_once_complete(store, layout, device_name) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copy_waits_for_earlier_steps(store, layout) -> None:
-    """What read the extent before is still at work when its bytes are given away."""
+    """A step may still read an extent whose bytes have been reserved for another image."""
     image = store.add("aaaa")
     host = HostTier(1 << 20, pin_memory=True)
     arena = Arena(layout, 16384, 4, 64, torch.device("cuda"), host.slab)

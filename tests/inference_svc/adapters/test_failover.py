@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def failure_of(loop: Loop, digest: str) -> ServiceError:
-    """What its load ends with; everything that it held is free again."""
+    """Returns the error of its load; everything that it held is free again."""
     before = used_bytes(loop)
     loop.residency.add_waiter(digest, time.monotonic())
     loop.until(lambda: loop.failures)
@@ -77,7 +77,7 @@ def test_dead_replica_moves_only_its_share(site: Site, layout: ModelLayout) -> N
     loop = Loop(site.client, layout, 16384, 0)
 
     def served() -> dict[str, str]:
-        """Digest -> address, of the last round."""
+        """Returns addresses by digest, in the last round."""
         load_all(loop, DIGESTS)
         found = {digest: s.address for s in site.servers for digest, _ in s.pulls}
         assert sum(len(server.pulls) for server in site.servers) == len(DIGESTS)
@@ -167,7 +167,7 @@ def test_corrupt_bytes_are_pulled_from_another_replica(site: Site, loop: Loop) -
 
 
 def test_unusable_adapter_fails_at_once(site: Site, loop: Loop) -> None:
-    """After its header, and after bytes of it: found while the store compiles it."""
+    """The store finds it while it compiles: after the header, or after some bytes."""
     for part, digest in enumerate(("aaaa", "bbbb")):
         site.add(digest)
         first, *others = site.order(digest)

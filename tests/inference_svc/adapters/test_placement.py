@@ -1,4 +1,4 @@
-"""Which adapters in use are given up for one that waited too long, and for how long."""
+"""Drains: the adapters in use that are chosen for one that waited too long, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def header(digest: str, kib: int) -> ImageHeader:
 
 
 def in_use(**users: int) -> Slots:
-    """Ten KiB with images of three, used by so many."""
+    """Returns ten KiB with images of three, each with that many users."""
     slots = Slots(10 * KIB, 4)
     for digest, count in users.items():
         reservation = slots.reserve(header(digest, 3))
@@ -51,7 +51,7 @@ def test_drains_neither_kept_nor_pinned() -> None:
 
 
 def test_choice_holds_until_drained() -> None:
-    """However the numbers of users change: or none would ever be given up."""
+    """Changing numbers of users do not change the choice: else none would ever be idle."""
     slots = in_use(a=2, b=1)
     drains = Drains(slots)
     drains.start("x", header("x", 5), keep=())

@@ -62,7 +62,7 @@ def test_only_eligible_are_found() -> None:
 
 
 def test_search_checks_only_leaders() -> None:
-    """Asking is what costs: a search is in the engine's thread, up to four times a second."""
+    """The check is what costs: a search runs in the engine's thread, up to four times a second."""
     popularity = Popularity(HALF_LIFE_S)
     for number in range(4000):
         popularity.record(str(number), number // 40 * 0.01)

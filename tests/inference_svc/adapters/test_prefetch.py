@@ -1,4 +1,4 @@
-"""The policy of prefetching, over any traffic and any sizes; no device, no store."""
+"""The prefetch policy, over any traffic and any sizes; no device, no store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nothing_is_here(digest: str) -> bool:
 
 
 def free_room() -> None:
-    """Nothing would have to leave."""
+    """Nothing would be evicted."""
 
 
 @given(
@@ -38,7 +38,7 @@ def free_room() -> None:
     st.floats(0.01, 1.0),
 )
 def test_budget_bounds_every_window(moments: list[tuple[float, int]], share: float) -> None:
-    """Whenever it may take, it takes; sizes are known afterwards only."""
+    """Takes whenever the budget allows; sizes are known only afterwards."""
     budget, now_s, rate = ByteBudget(share, rate=100.0 * MB), 5.0, 100.0 * MB
     taken: list[tuple[float, int]] = []
     for gap_s, num_bytes in moments:

@@ -1,4 +1,4 @@
-"""A store that breaks the protocol: nothing of it is ever computed with, and nothing hangs."""
+"""The puller against stores that break the protocol: no bytes are used, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUT_ID = "sha256:layout"
 
 
 class Scripted:
-    """A store that says what it is told to, to every pull."""
+    """A store that answers every pull with the same messages."""
 
     def __init__(self, messages: list[PullMessage]) -> None:
         self.messages = messages
@@ -60,7 +60,7 @@ class Scripted:
 
 
 def outcome(messages: list[PullMessage], layout: ModelLayout) -> PullEvent:
-    """How a pull of these messages ends; room is granted at once."""
+    """Returns the last event of a pull of these messages; memory is granted at once."""
     return outcome_of(Scripted(messages), layout)
 
 
@@ -182,7 +182,7 @@ def test_misfit_headers_are_corrupt(
 
 
 class Silent:
-    """A stream that is open, and of which nothing more comes."""
+    """An open stream that sends these messages and then nothing."""
 
     source = "silent"
 
@@ -239,8 +239,8 @@ def test_only_pull_threads_have_low_priority(store, layout) -> None:
 
 
 class TwoSources(MemoryStore):
-    """Two replicas; of "one" come the first `num_messages`, and nothing more: `silent` is the last
-    such stream. `tried` are the sources in order."""
+    """Two replicas, of which "one" falls silent after `num_messages`: `silent` is its last stream.
+    `tried` are the sources in order."""
 
     def __init__(self, num_messages: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From digest to table row: pulls that succeed, fail, are lost, cancelled, or wait for room."""
+"""Residency, from digest to table row: pulls that succeed, fail, are lost, cancelled, or wait."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_fragmented_image_computes_the_same(loop: Loop, store) -> None:
 
 
 def test_loads_short_of_memory_block_no_others(loop: Loop, store) -> None:
-    """As many of them as there are pull threads; more do not begin, but one that is due before
-    them does, and a load that needs no room ends."""
+    """No more pulls start than there are threads, except one that is due before them; and a load
+    that needs no memory ends."""
     for digest in ("aaaa", "bbbb", "cccc", "dddd", "eeee", "ffff", "gggg"):
         store.add(digest)
     for digest in ("aaaa", "bbbb"):
@@ -215,7 +215,7 @@ def test_loads_short_of_memory_block_no_others(loop: Loop, store) -> None:
 
 
 def test_pull_whose_waiters_expired_is_finished(loop: Loop, store) -> None:
-    """So that the next request finds it; one that stands still is given up."""
+    """The next request finds it; one that stalls is abandoned."""
     store.add("aaaa")
     store.gate.clear()
     loop.residency.add_waiter("aaaa", 0.0)

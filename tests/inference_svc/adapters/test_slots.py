@@ -168,12 +168,12 @@ def test_usage_figures() -> None:
 
 
 class Counting(Slots):
-    """Counts the images that are looked at."""
+    """Counts the images that are examined."""
 
-    num_looked_at = 0
+    num_examined = 0
 
     def can_evict(self, resident: Resident, keep: Collection[str]) -> bool:
-        self.num_looked_at += 1
+        self.num_examined += 1
         return super().can_evict(resident, keep)
 
 
@@ -182,7 +182,7 @@ def test_eviction_examines_few_images() -> None:
     slots = Counting(num_images * 2 * KIB, num_images)
     for number in range(num_images):
         ready(slots, f"d{number}", 2)
-    assert slots.num_looked_at == 0
+    assert slots.num_examined == 0
     assert slots.reserve(header("large", 5), waited_for={"d1"}) is not None
     assert [d for d in ("d0", "d1", "d2", "d3", "d4") if d not in slots] == ["d0", "d2", "d3"]
-    assert slots.num_looked_at == 3
+    assert slots.num_examined == 3

@@ -47,7 +47,7 @@ def test_evictions_are_returned_and_change_the_arena(has_host: bool) -> None:
 
 
 def test_burst_is_copied_over_several_steps(store, layout) -> None:
-    """So that none waits for more than a part of it, and each adapter may start before the rest."""
+    """No step waits for more than a part of it, and each adapter may start before the rest."""
     loop = Loop(store, layout, 16384, 1 << 20)
     residency, host = loop.residency, loop.residency.host
     assert host is not None

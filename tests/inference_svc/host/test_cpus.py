@@ -1,4 +1,4 @@
-"""What of a machine's processors is a process's, told from files as systems write them."""
+"""A process's processors, from files as systems write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine and its control groups leave, told from files as systems write them."""
+"""Available memory, from files as systems write them."""
 
 from pathlib import Path
 

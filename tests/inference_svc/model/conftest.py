@@ -1,4 +1,4 @@
-"""Small random models of transformers, and our decoder run over any way of cutting sequences."""
+"""Small random models of transformers, and our decoder, run over sequences in any chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The models are too small to share."""
+    """Runs with one thread: the models are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -86,7 +86,7 @@ Rows = Sequence[tuple[core.Sequence, int, int, bool]]
 
 @dataclass(eq=False)
 class Decoder:
-    """Our decoder with a cache, and sequences whose pages lie scattered in it."""
+    """Our decoder with a cache, and sequences whose pages are scattered in it."""
 
     cache: KVCache
     sequences: list[core.Sequence] = field(default_factory=list)

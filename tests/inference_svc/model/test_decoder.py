@@ -1,5 +1,5 @@
-"""How a sequence is cut into steps, and who runs beside it, changes nothing; adapters enter at
-the right places."""
+"""The decoder's logits depend neither on chunks nor on other rows; adapters enter where they
+should."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ MEMBERS = {
 
 
 def test_lora_equals_merged_weights(random_model, save_model, load_decoder, relative_rms):
-    """Every group's delta, put beside its columns, gives what transformers computes with the delta
-    merged into the weights of that name."""
+    """Every group's delta gives what transformers computes with the delta merged into the weights
+    of that name."""
     model = random_model("Qwen2")
     decoder = load_decoder(save_model(model))
     token_ids = tokens(30)

@@ -46,7 +46,7 @@ LLAMA_32 = {
     "use_cache": True,
     "vocab_size": 128256,
 }
-"""The file as published, in the form of transformers 4."""
+"""A published file, in the form of transformers 4."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which program of native operations computes a step."""
+"""The programs of native operations that compute a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_programs_are_few(random_model, save_model, load_decoder) -> None:
 
 
 def test_last_layer_computes_sampling_rows_only(random_model, save_model, load_decoder) -> None:
-    """Of the other tokens it makes keys and values, which is all that later steps read."""
+    """For the other tokens it computes keys and values, which is all that later steps read."""
     decoder = load_decoder(save_model(random_model("Llama", num_hidden_layers=1)), path="native")
     first, second, third = ([1, 2, 3], [4, 5, 6, 7], [8, 9])
     rows = [(decoder.add(tokens), 0, len(tokens), True) for tokens in (first, second, third)]

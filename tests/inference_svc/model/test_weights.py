@@ -1,4 +1,4 @@
-"""Weights land in their buffers however the files are cut; bad files are refused by name."""
+"""Weights are read into their buffers from any shards; bad files are refused by name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_cast(dtype, model_dir):
 
 
 def test_tied_head_shares_memory(random_model, save_model):
-    """An old file may hold the head all the same, and the rotary frequencies."""
+    """An old file may hold the head nevertheless, and the rotary frequencies."""
     folder = save_model(random_model("Llama", tie_word_embeddings=True))
     path = folder / "model.safetensors"
     saved = load_file(path)
