@@ -1,4 +1,4 @@
-"""Wires the store's parts together, without any transport, and takes them down in order."""
+"""Wires the store's parts together, without any transport, and stops them in order."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
 from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.builder import ImageBuilder
-from adapter_store.images.cache import Images
+from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
-from adapter_store.images.precompile import Ahead
+from adapter_store.images.precompile import Precompiler
 from adapter_store.images.shared_tier import SharedTier
-from adapter_store.images.worker_pool import Workers
+from adapter_store.images.worker_pool import WorkerPool
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.policy import StorePolicyFile, open_policy
 from adapter_store.registration.registrar import Registrar
 from adapter_store.replication.leases import Leases
-from adapter_store.replication.pin_refresh import Followed
-from adapter_store.service import Registry
+from adapter_store.replication.pin_refresh import PinRefresher
+from adapter_store.service import StoreService
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
@@ -47,13 +47,13 @@ from servicekit.errors import FailedPrecondition
 logger = logging.getLogger(__name__)
 
 CALL_THREADS = 8
-BESIDE_THREADS = 4
-"""For what compiling does on the side: hashing, recording that it began."""
+HELPER_THREADS = 4
+"""For small tasks concurrent to compiling: hashing, recording the start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """`images` is None where nothing is shared."""
+class Storage:
+    """Where blobs and images are stored. `images` is None unless they are shared."""
 
     blobs: Blobs
     collector: Collector
@@ -62,23 +62,23 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A store at work."""
+    """The parts of a running store."""
 
     catalog: Catalog
-    images: Images
-    ahead: Ahead
+    images: ImageCache
+    precompiler: Precompiler
     watch: Watch
-    registry: Registry
+    service: StoreService
     metrics: Metrics
     policies: StorePolicyFile
 
 
 @asynccontextmanager
 async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
-    """A store that works while the context lasts; then it finishes what it is writing.
+    """Opens a store that runs while the context lasts, and then finishes what it is writing.
 
     Raises FailedPrecondition if another process uses the data folder or the policy is not valid,
-    CorruptData if the catalog is of another schema.
+    CorruptData if the catalog has another schema.
     """
     folder = settings.data_dir.absolute()
     grace = timedelta(seconds=settings.delete_grace_seconds)
@@ -93,47 +93,49 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         disk = DiskTier(folder / "images", settings.disk_cache_bytes)
         if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
             disk.clear()
-        kept = open_kept(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
-        kept.collector.sweep()
+        storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
+        storage.collector.sweep()
 
         calls = _executor(stack, CALL_THREADS, "call")
         fetches = _executor(stack, settings.fetch_workers, "fetch")
-        beside = _executor(stack, BESIDE_THREADS, "beside")
-        workers = Workers(settings.compile_workers, "compile")
+        helpers = _executor(stack, HELPER_THREADS, "helpers")
+        workers = WorkerPool(settings.compile_workers, "compile")
         stack.callback(workers.close)
         verified = VerifiedCheckpoints()
         builder = ImageBuilder(
-            catalog, kept.blobs, disk, metrics, grace, beside, verified, kept.images
+            catalog, storage.blobs, disk, metrics, grace, helpers, verified, storage.images
         )
-        images = Images(builder, disk, workers, calls, settings.memory_bytes)
+        images = ImageCache(builder, disk, workers, calls, settings.memory_bytes)
         stack.push_async_callback(images.close)
-        ahead = Ahead(
+        precompiler = Precompiler(
             *(catalog, images, calls, settings.compile_workers),
             only_pinned=not settings.compile_ahead,
         )
-        stack.push_async_callback(ahead.close)
+        stack.push_async_callback(precompiler.close)
         watch = Watch(catalog, calls, settings.bookmark_seconds)
         sources, limits = _sources(settings), _limits(settings)
         registrar = Registrar(
-            catalog, kept.blobs, verified, sources, metrics, *limits, policies, stopping
+            catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping
         )
-        registry = Registry(
-            catalog, registrar, images, ahead, watch, metrics, policies, calls, fetches
+        service = StoreService(
+            catalog, registrar, images, precompiler, watch, metrics, policies, calls, fetches
         )
-        registry.shared_counts = None if kept.images is None else kept.images.counts
-        stack.push_async_callback(registry.layout_uses.settle)
+        service.shared_counts = None if storage.images is None else storage.images.counts
+        stack.push_async_callback(service.layout_usage.wait_idle)
 
-        await registry.compile_ahead()
-        work = _collect_for_ever(kept.collector, images, registry, calls, settings.collect_seconds)
+        await service.precompile_missing()
+        work = _collect_periodically(
+            storage.collector, images, service, calls, settings.collect_seconds
+        )
         stack.push_async_callback(_cancel, asyncio.create_task(work))
         if catalog.is_shared:
-            stack.callback(Followed(catalog, registry.refresh_pinned).close)
-        stack.callback(stopping.set)  # nobody waits any more for what is still being fetched
-        yield Store(catalog, images, ahead, watch, registry, metrics, policies)
+            stack.callback(PinRefresher(catalog, service.refresh_pinned).close)
+        stack.callback(stopping.set)  # callers no longer wait for fetches
+        yield Store(catalog, images, precompiler, watch, service, metrics, policies)
 
 
 def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Catalog:
-    """Raises CorruptData for one of another release, CatalogUnavailable."""
+    """Raises CorruptData for a catalog of a newer release, CatalogUnavailable."""
     dsn = settings.catalog_dsn
     return Catalog(
         folder / "catalog.sqlite3" if dsn is None else dsn.get_secret_value(),
@@ -143,21 +145,21 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
     )
 
 
-def open_kept(
+def open_storage(
     stack: ExitStack, settings: StoreSettings, folder: Path, catalog: Catalog, disk: DiskTier
-) -> Kept:
-    """`stack` ends what runs in the background for it."""
+) -> Storage:
+    """Opens local or shared storage. `stack` stops its background threads."""
     grace = timedelta(seconds=settings.delete_grace_seconds)
     local = LocalBlobs(folder)
     if not settings.shared_s3:
-        return Kept(local, Collector(catalog, local, disk, grace), None)
+        return Storage(local, Collector(catalog, local, disk, grace), None)
     endpoint = settings.shared_s3_endpoint_url or settings.s3_endpoint_url
     bucket = Bucket(settings.shared_s3, endpoint, settings.s3_region)
     leases = Leases(catalog, settings.lease_seconds)
     stack.callback(leases.close)
     blobs = SharedBlobs(local, bucket, catalog, leases, folder, settings.fetched_bytes)
     images = SharedTier(bucket, leases)
-    return Kept(blobs, SharedCollector(catalog, blobs, disk, grace, images, leases), images)
+    return Storage(blobs, SharedCollector(catalog, blobs, disk, grace, images, leases), images)
 
 
 def _sources(settings: StoreSettings) -> Sources:
@@ -176,7 +178,7 @@ def _limits(settings: StoreSettings) -> tuple[FetchLimits, CheckpointLimits]:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Makes this the only process that uses the folder, until the descriptor is closed."""
+    """Locks the folder against other processes until the returned descriptor is closed."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,10 +196,10 @@ def _executor(stack: AsyncExitStack, num_threads: int, name: str) -> ThreadPoolE
     return executor
 
 
-async def _collect_for_ever(
+async def _collect_periodically(
     collector: Collector,
-    images: Images,
-    registry: Registry,
+    images: ImageCache,
+    service: StoreService,
     executor: ThreadPoolExecutor,
     seconds: float,
 ) -> None:
@@ -206,15 +208,15 @@ async def _collect_for_ever(
     while True:
         await asyncio.sleep(seconds)
         try:
-            images.forget(await loop.run_in_executor(executor, collector.collect))
-            unused = await loop.run_in_executor(executor, collector.forget_layouts)
+            images.drop_digests(await loop.run_in_executor(executor, collector.collect))
+            unused = await loop.run_in_executor(executor, collector.drop_unused_layouts)
             if unused != known_unused:
-                await registry.refresh_pinned()
+                await service.refresh_pinned()
                 known_unused = unused
-            images.forget_layouts(unused)
-            await registry.follow_layouts()
+            images.drop_layouts(unused)
+            await service.queue_new_layouts()
         except Exception:
-            logger.exception("collecting failed; it will be tried again")
+            logger.exception("collecting failed; trying again")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,7 +1,4 @@
-"""Removes what no record points to any more, and what was compiled for layouts that nobody uses.
-
-A thread's work, once in a while.
-"""
+"""Removes blobs and images that no record points to, and images for unused layouts. Periodic."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ logger = logging.getLogger(__name__)
 BATCH_BLOBS = 1000
 LEASE = "collector"
 SWEEP_EVERY = 10
-"""Collections; a sweep lists everything that is shared."""
+"""The number of collections per sweep, which lists everything that is shared."""
 
 
 class Collector:
-    """Blocking. Records go first, then files: a crash in between leaves files to be swept."""
+    """Blocking. Removes records first, then files: a crash in between leaves files to be swept."""
 
     def __init__(
         self, catalog: Catalog, blobs: Blobs, disk: DiskTier, delete_grace: timedelta
@@ -36,13 +33,13 @@ class Collector:
         self._delete_grace = delete_grace
 
     def sweep(self) -> None:
-        """At start: removes what crashes left behind."""
+        """Removes what crashes left behind. Call it at start."""
         self._blobs.sweep(self._catalog.blob_digests())
-        self.forget_images()
-        self.forget_layouts()
+        self.drop_collected()
+        self.drop_unused_layouts()
 
-    def forget_images(self) -> list[str]:
-        """Drops images of digests that are gone from the disk tier; gives these digests."""
+    def drop_collected(self) -> list[str]:
+        """Removes the images of collected digests from the disk tier; returns these digests."""
         keys = self._disk.cached()
         gone = self._catalog.unknown_digests(sorted({key.digest for key in keys}))
         for key in keys:
@@ -50,8 +47,8 @@ class Collector:
                 self._disk.remove(key, Removal.DELETED)
         return sorted(gone)
 
-    def forget_layouts(self) -> frozenset[str]:
-        """Drops images for unused layouts from the disk tier; gives these layouts."""
+    def drop_unused_layouts(self) -> frozenset[str]:
+        """Removes the images for unused layouts from the disk tier; returns these layouts."""
         unused = self._catalog.unused_layouts()
         for key in self._disk.cached():
             if key.layout_id in unused:
@@ -59,11 +56,11 @@ class Collector:
         return unused
 
     def collect(self) -> list[str]:
-        """Ends the grace of what was deleted long enough ago; gives the digests that are gone.
-        Images for unused layouts are pending again: then `forget_layouts`."""
+        """Removes the versions whose grace has ended; returns the digests that are gone. Resets the
+        images for unused layouts: call `drop_unused_layouts` next."""
         num_forgotten = self._catalog.forget_unused_images()
         if num_forgotten:
-            logger.info("images for unused layouts go", extra={"images": num_forgotten})
+            logger.info("images for unused layouts are removed", extra={"images": num_forgotten})
         expired = self._catalog.expire_versions(self._delete_grace)
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):
@@ -90,7 +87,7 @@ class Collector:
 
 
 class SharedCollector(Collector):
-    """Of several replicas one collects at a time; each looks after its own disk tier."""
+    """One replica collects at a time; each cleans its own disk tier."""
 
     def __init__(
         self,
@@ -107,10 +104,11 @@ class SharedCollector(Collector):
         self._leases = leases
         self._num_collections = 0
         self._swept: frozenset[str] = frozenset()
-        """Layouts that were unused when this replica collected last: their images are gone."""
+        """Layouts that were unused when this replica last collected: their images are gone."""
 
     def collect(self) -> list[str]:
-        """As Collector.collect; gives the digests that are gone from here, whoever collected."""
+        """Collects if no other replica does; returns the digests that are gone from this replica,
+        whichever replica collected them."""
         if self._leases.acquire(LEASE):
             try:
                 unused = self._catalog.unused_layouts()
@@ -124,7 +122,7 @@ class SharedCollector(Collector):
                 self._leases.release(LEASE)
         else:
             gone = []
-        return sorted({*gone, *self.forget_images()})
+        return sorted({*gone, *self.drop_collected()})
 
     def _remove_image(self, key: ImageKey) -> None:
         super()._remove_image(key)

@@ -28,7 +28,7 @@ from adapter_store.debug.last_errors import LastErrors
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.plan import COMPILER_REVISION
 from adapter_store.reload import Reload
-from adapter_store.service import Registry
+from adapter_store.service import StoreService
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from adapter_store.tls import CertificateFiles, Certificates, check_exposure
 from loadout.adapter_store.v1 import adapter_store_pb2, adapter_store_pb2_grpc
@@ -121,9 +121,9 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         # Outermost what counts and drains.
         interceptors = [calls, TokenGuard(authenticator, audit.refuse)]
         server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
-        debug = DebugInfo(settings, store.registry, store.metrics, errors)
+        debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            store.registry, authenticator, audit, settings.pull_stall_seconds, debug
+            store.service, authenticator, audit, settings.pull_stall_seconds, debug
         )
         adapter_store_pb2_grpc.add_AdapterStoreServiceServicer_to_server(servicer, server)
         status = _add_health_and_reflection(server)
@@ -155,17 +155,17 @@ def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
     address = settings.metrics_listen
     host, port = split_address(address)
     registry = store.metrics.registry
-    registry.collect_samples(lambda: _read_samples(store.registry, settings.data_dir))
+    registry.collect_samples(lambda: _read_samples(store.service, settings.data_dir))
     with closing(MetricsServer(registry, host, port)) as server:
         yield _with_port(address, server.port)
 
 
-def _read_samples(registry: Registry, data_dir: Path) -> list[Sample]:
+def _read_samples(service: StoreService, data_dir: Path) -> list[Sample]:
     """Without the catalog's while its database does not answer: what tells of an outage must
     outlast it."""
-    found = [*work_samples(registry.read_work()), *volume_samples(data_dir)]
+    found = [*work_samples(service.read_work()), *volume_samples(data_dir)]
     with suppress(CatalogUnavailable):
-        found += catalog_samples(registry.read_catalog())
+        found += catalog_samples(service.read_catalog())
     return found
 
 

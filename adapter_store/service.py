@@ -1,7 +1,7 @@
 """The store's use cases, as the transport calls them. Knows no transport; never blocks the loop.
 
-The gate has let the caller in for what it asks; here `who` decides which tenants' adapters it is
-about. What others have is as if it were not there.
+The caller is authorized for the action already; here `caller` decides which tenants' adapters it
+sees. Other tenants' adapters appear not to exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.layout_usage import LayoutUses
+from adapter_store.catalog.layout_usage import LayoutUsage
 from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
@@ -33,14 +33,14 @@ from adapter_store.core import (
 )
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
-from adapter_store.images.cache import Images
+from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.plan import IMAGE_FORMATS
-from adapter_store.images.precompile import Ahead
+from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import PullMessage, Pulls
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.policy import StorePolicyFile
-from adapter_store.registration.rate_limit import Rates
+from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
 from adapter_store.sources.upload import FileChunk, Upload
@@ -54,18 +54,18 @@ T = TypeVar("T")
 
 MAX_UPLOADS = 64
 UPLOAD_STALL_SECONDS = 60.0
-"""Whoever sends nothing for longer makes room for another upload."""
+"""How long an upload may send nothing before it is aborted."""
 
 
-class Registry:
-    """`calls` runs short catalog work, `fetches` registrations; both are bounded."""
+class StoreService:
+    """Runs short catalog work in `calls` and registrations in `fetches`; both are bounded."""
 
     def __init__(
         self,
         catalog: Catalog,
         registrar: Registrar,
-        images: Images,
-        ahead: Ahead,
+        images: ImageCache,
+        precompiler: Precompiler,
         watch: Watch,
         metrics: Metrics,
         policies: StorePolicyFile,
@@ -75,17 +75,17 @@ class Registry:
         self._catalog = catalog
         self._registrar = registrar
         self._images = images
-        self.layout_uses = LayoutUses(catalog, calls, self._resume)
-        self._pulls = Pulls(images, metrics, self.layout_uses.note)
-        self._ahead = ahead
+        self.layout_usage = LayoutUsage(catalog, calls, self._resume)
+        self._pulls = Pulls(images, metrics, self.layout_usage.record)
+        self._precompiler = precompiler
         self._watch = watch
         self._metrics = metrics
         self._policies = policies
-        self._rates = Rates()
+        self._rate_limiter = RateLimiter()
         self._calls = calls
         self._fetches = fetches
         self.shared_counts: TierCounts | None = None
-        """Of the tier that replicas share, where there is one."""
+        """The counts of the tier that replicas share, if there is one."""
         self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
         self._num_uploads = 0
         self._live_layouts: frozenset[str] = frozenset()
@@ -93,66 +93,69 @@ class Registry:
     # Names
 
     async def register(
-        self, who: Principal, asked: Registration, source_uri: str, line: StoreAuditEntry
+        self, caller: Principal, request: Registration, source_uri: str, line: StoreAuditEntry
     ) -> tuple[AdapterRecord, int]:
-        """See Registrar.register. Goes on to its end when the caller goes away.
+        """Registers an adapter; see Registrar.register. Continues to its end if the caller leaves.
 
         Raises also PermissionDenied, and QuotaExceeded for a tenant that registers too often.
         """
-        asked = dataclasses.replace(asked, created_by=who.name)
-        async with self._registering(who, asked):
-            job = self._fetch(self._registrar.register, asked, source_uri)
+        request = dataclasses.replace(request, created_by=caller.name)
+        async with self._registering(caller, request):
+            job = self._fetch(self._registrar.register, request, source_uri)
             return await self._finish(job, line)
 
     async def upload(
         self,
-        who: Principal,
-        asked: Registration,
+        caller: Principal,
+        request: Registration,
         chunks: AsyncIterator[FileChunk],
         line: StoreAuditEntry,
     ) -> tuple[AdapterRecord, int]:
-        """The same for files that arrive in chunks; once all are there, it goes on to its end."""
-        asked = dataclasses.replace(asked, created_by=who.name)
-        async with self._registering(who, asked):
+        """Registers files that arrive in chunks; once all are there, continues to its end."""
+        request = dataclasses.replace(request, created_by=caller.name)
+        async with self._registering(caller, request):
             if self._num_uploads >= MAX_UPLOADS:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
                 with spans.child_span("receive"):
                     upload = await self._receive(chunks)
-                job = self._fetch(self._registrar.finish_upload, asked, upload)
+                job = self._fetch(self._registrar.finish_upload, request, upload)
                 return await self._finish(job, line)
             finally:
                 self._num_uploads -= 1
 
-    async def get(self, who: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
-        return await self._call(self._catalog.get, ref, who.tenants)
+    async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
+        return await self._call(self._catalog.get, ref, caller.tenants)
 
     async def page(
-        self, who: Principal, page_size: int, page_token: str, filter_text: str
+        self, caller: Principal, page_size: int, page_token: str, filter_text: str
     ) -> tuple[list[AdapterRecord], str, int]:
-        return await self._call(self._catalog.page, page_size, page_token, filter_text, who.tenants)
+        return await self._call(
+            self._catalog.page, page_size, page_token, filter_text, caller.tenants
+        )
 
-    async def delete(self, who: Principal, name: AdapterName, version: int) -> tuple[str, int]:
-        """Gives the digest that is gone, and the revision."""
-        found = await self._call(self._catalog.remove, name, version, who.tenants)
+    async def delete(self, caller: Principal, name: AdapterName, version: int) -> tuple[str, int]:
+        """Returns the digest that is gone, and the revision."""
+        found = await self._call(self._catalog.remove, name, version, caller.tenants)
         await self.refresh_pinned()
         return found
 
     async def versions(
-        self, who: Principal, name: AdapterName, page_size: int, page_token: str
+        self, caller: Principal, name: AdapterName, page_size: int, page_token: str
     ) -> VersionsPage:
-        return await self._call(self._catalog.versions, name, page_size, page_token, who.tenants)
+        return await self._call(self._catalog.versions, name, page_size, page_token, caller.tenants)
 
     async def rollback(
         self,
-        who: Principal,
+        caller: Principal,
         name: AdapterName,
         version: int,
         if_current_digest: str,
         line: StoreAuditEntry,
     ) -> tuple[AdapterRecord, int]:
-        """See Catalog.rollback. Goes on to its end when the caller goes away."""
+        """Points a name to an earlier version; see Catalog.rollback. Continues to its end if the
+        caller leaves."""
         policy = self._policies.policy
 
         def accept(record: AdapterRecord) -> None:
@@ -165,27 +168,27 @@ class Registry:
             name,
             version,
             if_current_digest,
-            who.tenants,
+            caller.tenants,
             policy.tenant(name.tenant).quota,
             accept,
         )
         return await self._finish(job, line)
 
     async def set_pinned(
-        self, who: Principal, ref: AdapterRef, pinned: bool
+        self, caller: Principal, ref: AdapterRef, pinned: bool
     ) -> tuple[AdapterRecord, int]:
         capacity = self._images.memory_counts.capacity_bytes
-        found = await self._call(self._catalog.set_pinned, ref, pinned, capacity, who.tenants)
+        found = await self._call(self._catalog.set_pinned, ref, pinned, capacity, caller.tenants)
         await self.refresh_pinned()
         return found
 
-    def watch(self, who: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        return self._watch.follow(since_revision, who.tenants)
+    def watch(self, caller: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
+        return self._watch.stream(since_revision, caller.tenants)
 
     # Layouts and images
 
     async def register_layout(self, layout: Layout, image_formats: list[int]) -> tuple[str, int]:
-        """Gives the layout's id and the newest image format common to both sides."""
+        """Returns the layout's id and the newest image format common to both sides."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
             raise FailedPrecondition(
@@ -201,37 +204,38 @@ class Registry:
         return layout_id, layout.image_format
 
     def pull(
-        self, who: Principal, digest: str, layout_id: str, offset: int, image_id: str
+        self, caller: Principal, digest: str, layout_id: str, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        return self._pulls.stream(ImageKey(digest, layout_id), offset, image_id, who.tenants)
+        return self._pulls.stream(ImageKey(digest, layout_id), offset, image_id, caller.tenants)
 
-    async def compile_ahead(self) -> None:
-        """At start: what live layouts miss."""
+    async def precompile_missing(self) -> None:
+        """Queues the images that live layouts miss. Call it at start."""
         await self.refresh_pinned()
-        await self.follow_layouts()
+        await self.queue_new_layouts()
 
-    async def follow_layouts(self) -> None:
-        """Wants what live layouts miss that this replica has not heard of: others were told of
-        them, which may leave compiling ahead to this one."""
+    async def queue_new_layouts(self) -> None:
+        """Queues the images of live layouts that were registered with other replicas, which may
+        leave precompilation to this one."""
         live = frozenset(await self._call(self._catalog.live_layouts))
         for layout_id in sorted(live - self._live_layouts):
-            self._ahead.want_layout(layout_id)
+            self._precompiler.queue_layout(layout_id)
         self._live_layouts = live
 
     async def refresh_pinned(self) -> None:
-        """Brings the memory tier in line with the catalog's pins, and warms what is missing."""
+        """Applies the catalog's pins to the memory tier, and queues missing images."""
         pinned = await self._call(self._catalog.pinned_keys)
-        self._ahead.want_pinned(self._images.refresh_pinned(pinned))
+        self._precompiler.queue_pinned(self._images.set_pinned(pinned))
 
     async def status(self) -> StoreStatus:
         return StoreStatus(await self._call(self.read_catalog), self.read_work())
 
     def read_catalog(self) -> CatalogCounts:
-        """Blocking; from any thread. Raises CatalogUnavailable."""
+        """Returns the catalog's totals. Blocks; may be called from any thread. Raises
+        CatalogUnavailable."""
         return self._catalog.counts()
 
     def read_work(self) -> Work:
-        """From any thread."""
+        """Returns the state of this replica. May be called from any thread."""
         return Work(
             dataclasses.replace(self._images.memory_counts),
             dataclasses.replace(self._images.disk_counts),
@@ -243,23 +247,23 @@ class Registry:
         )
 
     def work_details(self) -> WorkDetails:
-        """On the event loop."""
+        """Returns what is in progress. Call it on the event loop."""
         return WorkDetails(
             len(self._registrations),
             self._num_uploads,
-            self._ahead.num_queued,
+            self._precompiler.num_queued,
             self._images.in_progress(),
             list(self._pulls.active),
         )
 
     @asynccontextmanager
-    async def _registering(self, who: Principal, asked: Registration) -> AsyncIterator[None]:
-        """Checks first what can be checked first; counts and times the registration."""
+    async def _registering(self, caller: Principal, request: Registration) -> AsyncIterator[None]:
+        """Checks what can be checked at once; counts and times the registration."""
         start = time.monotonic()
         result = "failed"
         try:
-            self._authorise(who, asked)
-            await self._call(self._registrar.check, asked)
+            self._authorize(caller, request)
+            await self._call(self._registrar.check, request)
             yield
             result = "ok"
         except ServiceError as error:
@@ -269,22 +273,22 @@ class Registry:
             self._metrics.registrations.labels(result).inc()
             self._metrics.registration_seconds.observe(time.monotonic() - start)
 
-    def _authorise(self, who: Principal, asked: Registration) -> None:
-        """Before anything is looked up."""
-        who.require_tenant(asked.name.tenant, "name")
-        if asked.pinned:
-            who.require(Action.PIN, "pinned")
-        limits = self._policies.policy.tenant(asked.name.tenant)
-        self._rates.take(asked.name.tenant, limits.registrations_per_minute)
+    def _authorize(self, caller: Principal, request: Registration) -> None:
+        """Checks the caller's rights and rate before the catalog is read."""
+        caller.require_tenant(request.name.tenant, "name")
+        if request.pinned:
+            caller.require(Action.PIN, "pinned")
+        limits = self._policies.policy.tenant(request.name.tenant)
+        self._rate_limiter.acquire(request.name.tenant, limits.registrations_per_minute)
 
     async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
         opening = self._call(self._registrar.open_upload)
         try:
             upload = await asyncio.shield(opening)
-            async for chunk in _unless_stalled(chunks):
+            async for chunk in _with_stall_timeout(chunks):
                 await self._fetch(self._registrar.write_upload, upload, chunk)
         except BaseException:
-            # The caller may have gone while its folder was being made: it is removed once there.
+            # The caller may leave while its folder is being created: remove it once it is there.
             opening.add_done_callback(self._abandon)
             raise
         return upload
@@ -296,8 +300,8 @@ class Registry:
     async def _finish(
         self, job: asyncio.Future[tuple[AdapterRecord, int]], line: StoreAuditEntry
     ) -> tuple[AdapterRecord, int]:
-        """Waits for a change. It is not interrupted: its folder may become a blob at any
-        moment, and what follows from it must follow."""
+        """Waits for a change, which is not interrupted: its folder may become a blob at any moment,
+        and its follow-up must run."""
         line.pending = job
         task = asyncio.create_task(self._follow_up(job))
         self._registrations.add(task)
@@ -307,10 +311,10 @@ class Registry:
     async def _follow_up(
         self, job: asyncio.Future[tuple[AdapterRecord, int]]
     ) -> tuple[AdapterRecord, int]:
-        """What follows from a new current version: its images, and the pin that may have moved."""
+        """Queues the images of a new current version, and applies a pin that may have moved."""
         record, revision = await job
         live = frozenset(await self._call(self._catalog.live_layouts))
-        self._ahead.want_current(
+        self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
             if verdict.state is ImageState.PENDING and verdict.layout_id in live
@@ -321,12 +325,12 @@ class Registry:
     def _forget_registration(self, task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
         self._registrations.discard(task)
         if not task.cancelled():
-            task.exception()  # marks it as seen: the caller may have gone
+            task.exception()  # marks it as retrieved: the caller may have left
 
     async def _resume(self, layout_id: str) -> None:
-        """For a layout that is new, or live again."""
+        """Queues the images of a layout that is new, or live again."""
         self._live_layouts |= {layout_id}
-        self._ahead.want_layout(layout_id)
+        self._precompiler.queue_layout(layout_id)
         await self.refresh_pinned()
 
     def _add_layout(self, layout: Layout) -> tuple[str, bool]:
@@ -346,13 +350,13 @@ class Registry:
     ) -> asyncio.Future[T]:
         assert not kwargs
         work = partial(function, *args)
-        if spans.current_sampled() is not None:  # of which the thread is to know
+        if spans.current_sampled() is not None:  # the thread continues the span
             work = partial(contextvars.copy_context().run, work)
         return asyncio.get_running_loop().run_in_executor(self._fetches, work)
 
 
-async def _unless_stalled(chunks: AsyncIterator[FileChunk]) -> AsyncGenerator[FileChunk]:
-    """Raises UploadStalled."""
+async def _with_stall_timeout(chunks: AsyncIterator[FileChunk]) -> AsyncGenerator[FileChunk]:
+    """Yields the chunks. Raises UploadStalled if the next one does not come in time."""
     while True:
         try:
             async with asyncio.timeout(UPLOAD_STALL_SECONDS):

@@ -1,4 +1,4 @@
-"""How the store stands, for operators and for Prometheus."""
+"""The state of the store, for operators and for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from servicekit.telemetry.metrics import Sample
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What this replica has and does: known also while the catalog is not."""
+    """What this replica stores and does: available even if the catalog is not."""
 
     memory: TierCounts
     disk: TierCounts
     active_pulls: int
     active_watches: int
     shared: TierCounts | None = None
-    """What this replica found in the tier shared with others; its size is not known here."""
+    """This replica's hits in the tier that replicas share; the size of that tier is not known."""
     images_in_progress: int = 0
     images_waiting_for_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDetails:
-    """What the store is doing, one by one."""
+    """What this replica is doing, in detail."""
 
     num_registrations: int
     num_uploads: int
-    num_queued_ahead: int
+    num_queued: int
     images: list[ImageInProgress]
     pulls: list[ActivePull]
 
@@ -45,7 +45,7 @@ class StoreStatus:
 
 
 def catalog_samples(counts: CatalogCounts) -> list[Sample]:
-    """The catalog as metrics."""
+    """Returns the catalog's totals as metrics."""
     return [
         Sample("revision", counts.revision),
         Sample("adapters", counts.adapters),
@@ -55,7 +55,7 @@ def catalog_samples(counts: CatalogCounts) -> list[Sample]:
 
 
 def work_samples(work: Work) -> list[Sample]:
-    """The rest as metrics; `tier` is memory, disk or, where there is one, shared."""
+    """Returns a replica's state as metrics; `tier` is memory, disk or, if there is one, shared."""
     found = [
         Sample("active_pulls", work.active_pulls),
         Sample("active_watches", work.active_watches),
@@ -70,7 +70,7 @@ def work_samples(work: Work) -> list[Sample]:
 
 
 def volume_samples(folder: Path) -> list[Sample]:
-    """Room on the file system that `folder` is on; nothing while that does not answer."""
+    """Returns the free space of the file system of `folder`; nothing if that does not answer."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -94,7 +94,7 @@ def _lookups(tier: str, counts: TierCounts) -> list[Sample]:
 
 
 def _evictions(tier: str, counts: TierCounts) -> list[Sample]:
-    left = {"room": counts.evictions} | {
+    by_reason = {"room": counts.evictions} | {
         reason.value: count for reason, count in counts.removals.items()
     }
-    return [Sample("tier_evictions", count, (tier, reason)) for reason, count in left.items()]
+    return [Sample("tier_evictions", count, (tier, reason)) for reason, count in by_reason.items()]

@@ -163,7 +163,7 @@ async def watch_milliseconds(catalog: Catalog, repeats: int) -> float:
         since = catalog.revision() - 100
         for _ in range(repeats):
             start = time.perf_counter()
-            events = watch.follow(since)
+            events = watch.stream(since)
             await anext(events)
             times.append(time.perf_counter() - start)
             await events.aclose()

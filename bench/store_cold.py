@@ -77,7 +77,7 @@ def measure_phases(sources: Sources, uri: str, folder: Path, layers: int) -> dic
             parts = compile_parts(checkpoint, layout, plan, buffer, threads=threads)
             image = Image(plan, buffer, tuple(parts))
         with phases.timed("keep the source"):
-            blobs.keep(staging.folder, checkpoint.digest)
+            blobs.put(staging.folder, checkpoint.digest)
         with phases.timed("store"):
             write_image(folder / "image.safetensors", image)
     return phases.found

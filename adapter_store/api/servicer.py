@@ -14,7 +14,7 @@ from adapter_store.api import call_context, convert
 from adapter_store.core import Action, Principal, StoreAuditEntry
 from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled, RevisionTooOld
-from adapter_store.service import Registry
+from adapter_store.service import StoreService
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
@@ -41,13 +41,13 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
 
     def __init__(
         self,
-        registry: Registry,
+        service: StoreService,
         authenticator: Authenticator[Action],
         audit: Audit[StoreAuditEntry],
         pull_stall_seconds: float,
         debug: DebugInfo,
     ) -> None:
-        self._registry = registry
+        self._service = service
         self._debug = debug
         self._authenticator = authenticator
         self._audit = audit
@@ -61,7 +61,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             entry,
         ):
             asked = convert.from_registration(request, caller.home_tenant)
-            record, revision = await self._registry.register(
+            record, revision = await self._service.register(
                 caller, asked, request.source_uri, entry
             )
         return pb.RegisterAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
@@ -72,7 +72,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         with self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry):
             asked, chunks = await convert.from_upload(requests, caller.home_tenant)
             entry.name = str(asked.name)
-            record, revision = await self._registry.upload(caller, asked, chunks, entry)
+            record, revision = await self._service.upload(caller, asked, chunks, entry)
         return pb.UploadAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def GetAdapter(  # noqa: N802
@@ -81,7 +81,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
         call_context.note(adapter=request.ref)
         ref = parse_ref(request.ref, home=caller.home_tenant)
-        record, revision = await self._registry.get(caller, ref)
+        record, revision = await self._service.get(caller, ref)
         call_context.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -89,7 +89,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
-        records, token, revision = await self._registry.page(
+        records, token, revision = await self._service.page(
             caller, request.page_size, request.page_token, request.filter
         )
         return pb.ListAdaptersResponse(
@@ -105,9 +105,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name = parse_name(request.name, home=caller.home_tenant)
             entry.name, entry.version = str(name), request.version
-            entry.digest, entry.revision = await self._registry.delete(
-                caller, name, request.version
-            )
+            entry.digest, entry.revision = await self._service.delete(caller, name, request.version)
         return pb.DeleteAdapterResponse(revision=entry.revision)
 
     async def ListVersions(  # noqa: N802
@@ -116,7 +114,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         caller = self._authorize(context, Action.READ)
         call_context.note(adapter=request.name)
         name = parse_name(request.name, home=caller.home_tenant)
-        page = await self._registry.versions(caller, name, request.page_size, request.page_token)
+        page = await self._service.versions(caller, name, request.page_size, request.page_token)
         return pb.ListVersionsResponse(
             adapters=map(convert.to_adapter, page.records),
             next_page_token=page.next_page_token,
@@ -133,7 +131,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name, version, required = convert.from_rollback(request, caller.home_tenant)
             entry.name, entry.version = str(name), version
-            record, revision = await self._registry.rollback(caller, name, version, required, entry)
+            record, revision = await self._service.rollback(caller, name, version, required, entry)
         return pb.RollbackAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def PinAdapter(  # noqa: N802
@@ -141,7 +139,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.PinAdapterResponse:
         with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (caller, entry):
             ref = parse_ref(request.ref, home=caller.home_tenant)
-            record, revision = await self._registry.set_pinned(caller, ref, True)
+            record, revision = await self._service.set_pinned(caller, ref, True)
             entry.describe(record, revision)
         return pb.PinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -150,7 +148,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.UnpinAdapterResponse:
         with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (caller, entry):
             ref = parse_ref(request.ref, home=caller.home_tenant)
-            record, revision = await self._registry.set_pinned(caller, ref, False)
+            record, revision = await self._service.set_pinned(caller, ref, False)
             entry.describe(record, revision)
         return pb.UnpinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -162,7 +160,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             _,
             entry,
         ):
-            entry.digest, image_format = await self._registry.register_layout(
+            entry.digest, image_format = await self._service.register_layout(
                 convert.from_layout(request.layout), list(request.layout.image_formats)
             )
         return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
@@ -175,7 +173,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         digest = parse_sha256(request.digest, "digest")
         layout_id = parse_sha256(request.layout_id, "layout_id")
-        pull = self._registry.pull(caller, digest, layout_id, request.offset, request.image_id)
+        pull = self._service.pull(caller, digest, layout_id, request.offset, request.image_id)
         async with aclosing(pull) as messages:
             async for message in messages:
                 response = convert.to_pull_response(message)
@@ -193,7 +191,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
         call = self._authenticator.long_lived(context.invocation_metadata(), Action.READ)
         call_context.note_caller(call.caller)
-        async with aclosing(self._registry.watch(call.caller, request.since_revision)) as events:
+        async with aclosing(self._service.watch(call.caller, request.since_revision)) as events:
             async for event in events:
                 if not call.revalidate():  # what was passed over until now is found by a list only
                     raise RevisionTooOld(
@@ -206,7 +204,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.GetStoreStatusRequest, context: Context
     ) -> pb.GetStoreStatusResponse:
         self._authorize(context, Action.STATUS)
-        status = await self._registry.status()
+        status = await self._service.status()
         catalog, work = status.catalog, status.work
         return pb.GetStoreStatusResponse(
             version=version("loadout"),

@@ -1,4 +1,4 @@
-"""Making files and folders survive a power cut, one step at a time."""
+"""Makes files and folders survive a power cut, one step at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder with its parents, durably. It may exist."""
+    """Creates a folder with its parents, durably, unless it exists."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -26,7 +26,8 @@ def make_folder(folder: Path) -> None:
 
 
 def move_folder(source: Path, target: Path) -> bool:
-    """Renames a folder whose files are durable, atomically and durably. False: `target` exists."""
+    """Renames a folder whose files are durable, atomically and durably. Returns False if `target`
+    exists."""
     sync_folder(source)
     try:
         os.rename(source, target)
@@ -39,9 +40,9 @@ def move_folder(source: Path, target: Path) -> bool:
 
 
 def remove_folder(folder: Path, trash: Path) -> None:
-    """Removes a folder so that it is never seen half-empty under its name. It may be absent.
+    """Removes a folder, which may be absent, without ever exposing it half-empty.
 
-    `trash` is a name in the same filesystem; what a crash leaves there can be removed any time.
+    `trash` is a path in the same filesystem; what a crash leaves there can be removed any time.
     """
     try:
         os.rename(folder, trash)

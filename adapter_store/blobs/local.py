@@ -1,7 +1,7 @@
-"""Blobs: the kept source of every adapter, immutable, by digest. Here: in a store's own folder.
+"""Blobs: the source files of every adapter, immutable, by digest; here, in the store's own folder.
 
-    blobs/<hex>/     complete and durable, or not there
-    staging/<id>/    on its way in     trash/<id>/   on its way out     damaged/<id>/   set aside
+    blobs/<hex>/     complete and durable, or absent
+    staging/<id>/    being written     trash/<id>/   being removed     damaged/<id>/   quarantined
 
 A blob appears by one rename of a folder whose files are durable, before the catalog points to it.
 """
@@ -29,35 +29,35 @@ class Blobs(Protocol):
     """Blocking and thread-safe."""
 
     def sweep(self, known: Container[str]) -> None:
-        """Removes what a crash left: only at start, before anything is staged."""
+        """Removes what a crash left. Call it at start only, before anything is staged."""
 
     def stage(self) -> Path:
-        """A new empty folder. Its user removes it in the end, unless it became a blob."""
+        """Creates an empty folder. The caller removes it in the end, unless it became a blob."""
 
     def guard(self, digest: str) -> AbstractContextManager[None]:
-        """Keeps others from removing the blob, between `keep` and the commit that points to it."""
+        """Prevents the removal of the blob between `put` and the commit that points to it."""
 
     def path(self, digest: str) -> Path:
-        """Where the blob's files are, if it exists."""
+        """Returns the folder of the blob's files, if it exists."""
 
-    def keep(
+    def put(
         self,
         staged: Path,
         digest: str,
         files: tuple[SourceFile, ...] = (),
         is_intact: Callable[[Path], bool] | None = None,
     ) -> BlobPlace:
-        """Makes a staged folder, its files durable, the blob, or finds it kept already. One that
-        is there but damaged, as `is_intact` finds, is replaced."""
+        """Stores a staged folder, whose files are durable, as the blob, unless it is stored
+        already. An existing blob that `is_intact` rejects is replaced."""
 
-    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
-        """Called after the commit that follows `keep`, also if it was refused."""
+    def finish_put(self, digest: str, stored: BlobPlace, staged: Path) -> None:
+        """Cleans up after the commit that follows `put`, also if it was refused."""
 
-    def leave(self, kept: BlobPlace) -> None:
-        """Instead of `settle`, where nobody knows whether the commit was made."""
+    def abandon_put(self, stored: BlobPlace) -> None:
+        """Cleans up instead of `finish_put` when it is not known whether the commit was made."""
 
     def remove(self, digest: str, place: str = "") -> None:
-        """It may be absent. Whoever has its files open goes on reading."""
+        """Removes the blob, which may be absent. Open files stay readable."""
 
 
 class LocalBlobs:
@@ -73,8 +73,8 @@ class LocalBlobs:
             make_folder(folder)
 
     def sweep(self, known: Container[str]) -> None:
-        """Removes what a crash left, and blobs of no `known` digest: only at start, before anything
-        is staged."""
+        """Removes what a crash left, and blobs of no `known` digest. Call it at start only, before
+        anything is staged."""
         self.sweep_leftovers()
         for folder in self._folder.iterdir():
             digest = f"sha256:{folder.name}"
@@ -83,57 +83,58 @@ class LocalBlobs:
                 self.remove(digest)
 
     def sweep_leftovers(self) -> None:
-        """Removes what was on its way in or out: only at start."""
+        """Removes what was being written or removed. Call it at start only."""
         for folder in (self._staging, self._trash):
             for leftover in folder.iterdir():
                 shutil.rmtree(leftover)
 
     def path(self, digest: str) -> Path:
-        """Where the blob's files are, if it exists."""
+        """Returns the folder of the blob's files, if it exists."""
         return self._folder / digest.removeprefix("sha256:")
 
     def stage(self) -> Path:
-        """A new empty folder. Its user removes it in the end, unless it became a blob."""
+        """Creates an empty folder. The caller removes it in the end, unless it became a blob."""
         folder = self._staging / uuid.uuid4().hex
         folder.mkdir()
         return folder
 
     @contextmanager
     def guard(self, digest: str) -> Iterator[None]:
-        """Keeps others from removing the blob, between `keep` and the commit that points to it."""
+        """Prevents the removal of the blob between `put` and the commit that points to it."""
         with self._locks[int(digest[-8:], 16) % _STRIPES]:
             yield
 
-    def keep(
+    def put(
         self,
         staged: Path,
         digest: str,
         files: tuple[SourceFile, ...] = (),
         is_intact: Callable[[Path], bool] | None = None,
     ) -> BlobPlace:
-        """Makes a staged folder, its files durable, the blob `digest`, or finds it kept already."""
-        kept = self.path(digest)
-        if is_intact is not None and kept.is_dir() and not is_intact(kept):
+        """Stores a staged folder, whose files are durable, as the blob, unless it is stored
+        already. An existing blob that `is_intact` rejects is replaced."""
+        folder = self.path(digest)
+        if is_intact is not None and folder.is_dir() and not is_intact(folder):
             logger.warning("replacing a damaged blob", extra={"digest": digest})
-            self.set_aside(digest)
-        move_folder(staged, kept)
+            self.quarantine(digest)
+        move_folder(staged, folder)
         return BlobPlace()
 
-    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
-        """There is nothing to do: the folder's name alone makes it the blob."""
+    def finish_put(self, digest: str, stored: BlobPlace, staged: Path) -> None:
+        """Does nothing: the folder's name alone makes it the blob."""
 
-    def leave(self, kept: BlobPlace) -> None:
-        """The next start sweeps what has no record."""
+    def abandon_put(self, stored: BlobPlace) -> None:
+        """Does nothing: the next start sweeps blobs without a record."""
 
     def remove(self, digest: str, place: str = "") -> None:
-        """It may be absent. Whoever has its files open goes on reading."""
+        """Removes the blob, which may be absent. Open files stay readable."""
         remove_folder(self.path(digest), self.trash())
 
     def trash(self) -> Path:
-        """A name to move a folder to that is being removed."""
+        """Returns a path to move a folder to before it is removed."""
         return self._trash / uuid.uuid4().hex
 
-    def set_aside(self, digest: str) -> None:
-        """Takes a damaged blob out of the way, so that a good one can be kept. Needs its guard."""
-        aside = self._damaged / f"{self.path(digest).name}-{uuid.uuid4().hex[:8]}"
-        move_folder(self.path(digest), aside)
+    def quarantine(self, digest: str) -> None:
+        """Moves a damaged blob away, so that an intact one can be stored. Needs its guard."""
+        target = self._damaged / f"{self.path(digest).name}-{uuid.uuid4().hex[:8]}"
+        move_folder(self.path(digest), target)

@@ -1,5 +1,7 @@
-"""The S3 prefix that a store's replicas share. Every method blocks, is thread-safe, and raises
-OSError when the service does not answer or refuses."""
+"""The S3 prefix that a store's replicas share.
+
+Every method blocks, is thread-safe, and raises OSError when the service refuses or does not answer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ READ_SECONDS = 30
 MAX_ATTEMPTS = 4
 MAX_CONNECTIONS = 32
 MAX_PUT_BYTES = 5 << 30
-"""What S3 takes in one request, which is what can be conditional."""
+"""What S3 accepts in one request; only single requests can be conditional."""
 
 DELETE_BATCH = 1000
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
@@ -30,7 +32,7 @@ class ObjectStream:
 
     def readinto(self, buffer: memoryview, /) -> int:
         """Reads some of the following bytes; 0 at the end."""
-        with _translated():
+        with _translate_errors():
             data = self._body.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -52,15 +54,16 @@ class Bucket:
         self._made: Any = None
 
     def put(self, key: str, path: Path) -> None:
-        """Stores a file of any size under a key that nobody else writes."""
-        with _translated():
+        """Stores a file of any size under a key that has one writer."""
+        with _translate_errors():
             self._client().upload_file(str(path), self._bucket, self._prefix + key)
 
     def put_if_absent(self, key: str, path: Path) -> bool:
-        """Stores a file of at most MAX_PUT_BYTES. False: there is an object of this key already."""
+        """Stores a file of at most MAX_PUT_BYTES. Returns False if there is an object of this
+        key."""
         from botocore.exceptions import ClientError
 
-        with _translated(), open(path, "rb") as body:
+        with _translate_errors(), open(path, "rb") as body:
             try:
                 self._client().put_object(
                     Bucket=self._bucket, Key=self._prefix + key, Body=body, IfNoneMatch="*"
@@ -72,10 +75,10 @@ class Bucket:
         return True
 
     def open(self, key: str) -> ObjectStream | None:
-        """None: there is no such object."""
+        """Opens an object for reading. Returns None if there is none."""
         from botocore.exceptions import ClientError
 
-        with _translated():
+        with _translate_errors():
             try:
                 answer = self._client().get_object(Bucket=self._bucket, Key=self._prefix + key)
             except ClientError as error:
@@ -85,10 +88,10 @@ class Bucket:
         return ObjectStream(answer)
 
     def size(self, key: str) -> int | None:
-        """In bytes; None: there is no such object."""
+        """Returns the size of an object in bytes, or None if there is none."""
         from botocore.exceptions import ClientError
 
-        with _translated():
+        with _translate_errors():
             try:
                 answer = self._client().head_object(Bucket=self._bucket, Key=self._prefix + key)
             except ClientError as error:
@@ -98,16 +101,16 @@ class Bucket:
         return int(answer["ContentLength"])
 
     def keys(self, under: str) -> Iterator[list[str]]:
-        """The keys that start with `under`, in order, a thousand at a time."""
-        with _translated():
+        """Yields the keys that start with `under`, in order, a thousand at a time."""
+        with _translate_errors():
             pages = self._client().get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + under):
                 found = page.get("Contents", ())
                 yield [entry["Key"].removeprefix(self._prefix) for entry in found]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """They may be absent."""
-        with _translated():
+        """Deletes objects, which may be absent."""
+        with _translate_errors():
             for start in range(0, len(keys), DELETE_BATCH):
                 batch = [{"Key": self._prefix + key} for key in keys[start : start + DELETE_BATCH]]
                 answer = self._client().delete_objects(
@@ -117,8 +120,8 @@ class Bucket:
                     raise OSError(f"the shared store: {answer['Errors'][0].get('Code')} at delete")
 
     def unfinished(self, under: str) -> Iterator[dict[str, list[str]]]:
-        """Uploads in parts that have not ended: ids by keys that start with `under`."""
-        with _translated():
+        """Yields the multipart uploads in progress: ids by keys that start with `under`."""
+        with _translate_errors():
             pages = self._client().get_paginator("list_multipart_uploads")
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + under):
                 found: dict[str, list[str]] = {}
@@ -128,10 +131,10 @@ class Bucket:
                 yield found
 
     def abort(self, key: str, upload_ids: Sequence[str]) -> None:
-        """Ends uploads of which nothing is to be kept; they may have ended."""
+        """Aborts multipart uploads, which may have ended."""
         from botocore.exceptions import ClientError
 
-        with _translated():
+        with _translate_errors():
             for upload_id in upload_ids:
                 try:
                     self._client().abort_multipart_upload(
@@ -178,8 +181,9 @@ def _code(error: Any) -> str:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
-    """No message carries more than a code: others hold addresses and requests."""
+def _translate_errors() -> Iterator[None]:
+    """Turns the client's errors into OSError. Messages contain only a code: the client's own hold
+    addresses and requests."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError

@@ -1,10 +1,10 @@
 """Blobs that all replicas of a store share: objects under an S3 prefix.
 
     blobs/<hex>/<place>/<file>     written under a lease, then pointed to by the catalog
-    fetched/<hex>-<place>/         in the data folder: copies for compiling, least used leave first
+    fetched/<hex>-<place>/         in the data folder: copies to compile from, evicted by last use
 
-Every upload has a place of its own, and only the place in the catalog's row is the blob. So what is
-removed with one row can never be what a later registration of the same digest has stored.
+Every upload has a place of its own, and only the place in the catalog's row is the blob. So
+removing one row's objects can never remove those that a later registration of the digest stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDER = "blobs"
 READ_BYTES = 1 << 20
 STRIPES = 64
 IN_USE_SECONDS = 600
-"""A copy asked for within this time may still be read, and stays."""
+"""A copy that was used within this time may still be read, and is not evicted."""
 
 
 class SharedBlobs:
@@ -61,8 +61,8 @@ class SharedBlobs:
         make_folder(self._folder)
 
     def sweep(self, known: Container[str]) -> None:
-        """At start: copies are made anew when they are needed. Blobs that this store kept before it
-        shared them stay where they are."""
+        """Removes all copies at start; they are fetched again when they are needed. Blobs that this
+        store had before it shared them stay where they are."""
         self._local.sweep_leftovers()
         for folder in self._folder.iterdir():
             remove_folder(folder, self._local.trash())
@@ -76,89 +76,90 @@ class SharedBlobs:
             yield
 
     def path(self, digest: str) -> Path:
-        """A folder with the blob's files, fetched if need be; one that does not exist if there is
-        no such blob. Raises CorruptData if its objects are gone or altered."""
-        kept = self._catalog.blob(digest)
-        if kept is None:
+        """Returns a folder with the blob's files, fetched if need be; one that does not exist if
+        there is no such blob. Raises CorruptData if its objects are gone or altered."""
+        stored = self._catalog.blob(digest)
+        if stored is None:
             return self._folder / "none"
-        if not kept.place:
+        if not stored.place:
             return self._local.path(digest)
-        folder = self._copy_of(digest, kept.place)
-        with self._making_copy(digest):
+        folder = self._copy_path(digest, stored.place)
+        with self._copy_lock(digest):
             if folder.is_dir():
                 os.utime(folder)
             else:
-                self._fetch(digest, kept, folder)
+                self._fetch(digest, stored, folder)
         return folder
 
-    def keep(
+    def put(
         self,
         staged: Path,
         digest: str,
         files: tuple[SourceFile, ...] = (),
         is_intact: Callable[[Path], bool] | None = None,
     ) -> BlobPlace:
-        """Stores a staged folder, or finds it stored. The catalog has to be pointed to what is
-        given; then call `settle`."""
-        kept = self._catalog.blob(digest)
-        if kept is not None and self._is_whole(digest, kept):
-            return kept
+        """Uploads a staged folder, unless the blob is stored already. Point the catalog to the
+        returned place, then call `finish_put`."""
+        known = self._catalog.blob(digest)
+        if known is not None and self._is_complete(digest, known):
+            return known
         place = uuid.uuid4().hex
         lease = _lease_name(digest, place)
         self._leases.acquire(lease)
-        found = BlobPlace(
-            place, files, lease, self._leases.owner, None if kept is None else kept.place
+        stored = BlobPlace(
+            place, files, lease, self._leases.owner, None if known is None else known.place
         )
         try:
-            with _unavailable_translated():
+            with _translate_errors():
                 for file in files:
                     self._bucket.put(f"{_prefix(digest, place)}{file.name}", staged / file.name)
         except BaseException:
-            self.settle(digest, found, staged)
+            self.finish_put(digest, stored, staged)
             raise
-        return found
+        return stored
 
-    def settle(self, digest: str, kept: BlobPlace, staged: Path) -> None:
-        """After the catalog was, or was not, pointed to what `keep` gave: removes what nobody
-        points to. What cannot be removed now is swept once its lease has ended."""
-        if not kept.lease:
+    def finish_put(self, digest: str, stored: BlobPlace, staged: Path) -> None:
+        """Removes the objects that the catalog does not point to: those just stored, or those that
+        they replace. Objects that cannot be removed now are swept once their lease has ended."""
+        if not stored.lease:
             return
-        self._leases.forget(kept.lease)
+        self._leases.forget(stored.lease)
         now = self._catalog.blob(digest)
         try:
-            if now is None or now.place != kept.place:
-                self._bucket.delete_under(_prefix(digest, kept.place))
-                self._leases.release(kept.lease)
+            if now is None or now.place != stored.place:
+                self._bucket.delete_under(_prefix(digest, stored.place))
+                self._leases.release(stored.lease)
                 return
-            if kept.replaces:
-                self._bucket.delete_under(_prefix(digest, kept.replaces))
+            if stored.replaces:
+                self._bucket.delete_under(_prefix(digest, stored.replaces))
         except OSError as error:
             logger.warning("an unused blob was left to be swept", extra={"why": str(error)})
         self._damaged.discard(digest)
-        # A pull may have come since the commit, and have fetched a copy.
-        copy = self._copy_of(digest, kept.place)
-        with self._making_copy(digest):
+        # A pull may have fetched a copy since the commit.
+        copy = self._copy_path(digest, stored.place)
+        with self._copy_lock(digest):
             is_new = staged.is_dir() and not copy.is_dir()
             if is_new:
                 os.rename(staged, copy)
         if is_new:
-            self._make_room()
+            self._evict()
 
-    def leave(self, kept: BlobPlace) -> None:
-        """It is swept once its lease has ended, unless the catalog points to it."""
-        self._leases.forget(kept.lease)
+    def abandon_put(self, stored: BlobPlace) -> None:
+        """Leaves the objects to be swept once their lease has ended, unless the catalog points to
+        them."""
+        self._leases.forget(stored.lease)
 
     def remove(self, digest: str, place: str = "") -> None:
         """Removes what the catalog's row, now gone, pointed to."""
-        with self._lock:  # not while somebody looks how much there is
-            remove_folder(self._copy_of(digest, place), self._local.trash())
+        with self._lock:  # not while `_evict` lists the copies
+            remove_folder(self._copy_path(digest, place), self._local.trash())
         if place:
-            with _unavailable_translated():
+            with _translate_errors():
                 self._bucket.delete_under(_prefix(digest, place))
 
     def sweep_shared(self) -> None:
-        """Removes what uploads that died left behind."""
-        with _unavailable_translated():
+        """Removes what interrupted uploads left behind."""
+        with _translate_errors():
             for keys in self._bucket.keys(f"{FOLDER}/"):
                 self._bucket.delete(self._orphans(keys))
             for uploads in self._bucket.unfinished(f"{FOLDER}/"):
@@ -170,29 +171,29 @@ class SharedBlobs:
         found = self._catalog.orphans({place: _lease_name(*place) for place in places.values()})
         return [key for key, place in places.items() if place in found]
 
-    def _is_whole(self, digest: str, kept: BlobPlace) -> bool:
-        """Whether every object is there with its size, and none was found altered here."""
-        if not kept.place or digest in self._damaged:
+    def _is_complete(self, digest: str, stored: BlobPlace) -> bool:
+        """Returns whether every object is there with its size, and none was found altered here."""
+        if not stored.place or digest in self._damaged:
             return False
-        prefix = _prefix(digest, kept.place)
-        with _unavailable_translated():
+        prefix = _prefix(digest, stored.place)
+        with _translate_errors():
             return all(
-                self._bucket.size(prefix + file.name) == file.size_bytes for file in kept.files
+                self._bucket.size(prefix + file.name) == file.size_bytes for file in stored.files
             )
 
-    def _fetch(self, digest: str, kept: BlobPlace, folder: Path) -> None:
-        arriving = self._local.stage()
+    def _fetch(self, digest: str, stored: BlobPlace, folder: Path) -> None:
+        partial = self._local.stage()
         try:
-            for file in kept.files:
-                self._fetch_file(digest, kept.place, file, arriving / file.name)
-            os.rename(arriving, folder)
+            for file in stored.files:
+                self._fetch_file(digest, stored.place, file, partial / file.name)
+            os.rename(partial, folder)
         finally:
-            shutil.rmtree(arriving, ignore_errors=True)
-        self._make_room()
+            shutil.rmtree(partial, ignore_errors=True)
+        self._evict()
 
     def _fetch_file(self, digest: str, place: str, file: SourceFile, path: Path) -> None:
         sha256 = hashlib.sha256()
-        with _unavailable_translated():
+        with _translate_errors():
             stream = self._bucket.open(f"{_prefix(digest, place)}{file.name}")
         if stream is not None:
             buffer = bytearray(READ_BYTES)
@@ -211,10 +212,10 @@ class SharedBlobs:
 
     @staticmethod
     def _read(readinto: Callable[[memoryview], int], buffer: bytearray) -> int:
-        with _unavailable_translated():
+        with _translate_errors():
             return readinto(memoryview(buffer))
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         with self._lock:
             found = sorted(
                 (folder.stat().st_mtime, folder, _folder_bytes(folder))
@@ -227,10 +228,10 @@ class SharedBlobs:
                 remove_folder(folder, self._local.trash())
                 excess -= num_bytes
 
-    def _making_copy(self, digest: str) -> threading.Lock:
+    def _copy_lock(self, digest: str) -> threading.Lock:
         return self._copying[int(digest[-8:], 16) % STRIPES]
 
-    def _copy_of(self, digest: str, place: str) -> Path:
+    def _copy_path(self, digest: str, place: str) -> Path:
         return self._folder / f"{digest.removeprefix('sha256:')}-{place}"
 
 
@@ -252,10 +253,10 @@ def _folder_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def _unavailable_translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        if exc.errno is not None:  # of this machine: a full disk, say
+        if exc.errno is not None:  # of this machine, such as a full disk
             raise
         raise SourceUnavailable(str(exc), reason="SHARED_STORE_UNAVAILABLE") from exc

@@ -1,14 +1,8 @@
-"""The catalog: which names exist, what they point to, and everything that ever changed.
+"""The Catalog: the transactions around the package's modules.
 
-    schema    the tables             records   reading names     filters  lists and their pages
-    names     changing names         events    the history       layouts  and their use
-    rows      behind a name          leftovers what nothing points to   verdicts on images
-    usage     what tenants have      leases    whose turn it is
-    database  transactions           follower  others' changes      migrations  of the tables
-
-Here are the transactions around them. Where a method takes `tenants`, what others have is as if it
-were not there; None: nothing is hidden. All methods block and may be called from any thread. What a
-method returns is durable. Writers run one after the other; `on_change` is called in commit order.
+A method that takes `tenants` sees only their adapters, and others' as if they did not exist; with
+None it sees all. All methods block and may be called from any thread. What a method returns is
+durable. Writers run one after the other; listeners are called in commit order.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ from adapter_store.catalog.migrations import migrate
 from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.usage import CatalogCounts
-from adapter_store.catalog.verdicts import Standing
+from adapter_store.catalog.verdicts import ImageAccess
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
@@ -74,8 +68,8 @@ def _utc_now() -> datetime:
 class Catalog:
     """Opens, or creates, the catalog at `place`, a file or the address of a PostgreSQL database.
 
-    `event_retention` events are kept at least. What is deleted can come back for `delete_grace`.
-    A layout unused for longer than `layout_ttl` is not live; 0: all are.
+    At least `event_retention` events are kept. Deleted versions can be restored for `delete_grace`.
+    A layout unused for longer than `layout_ttl` is not live; with 0 all are.
     """
 
     def __init__(
@@ -93,24 +87,24 @@ class Catalog:
         self._clock = clock
         self._layout_uses: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._database = open_database(place)
         migrate(self._database)
         with self._database.write() as conn:
             verdicts.forget_unfinished(conn)
         self._follower: Follower | None = None
         if isinstance(self._database, PostgresDatabase):
-            self._follower = Follower(self._database, self.revision(), self._tell)
+            self._follower = Follower(self._database, self.revision(), self._notify)
 
     @property
     def is_shared(self) -> bool:
-        """Other replicas may change it too."""
+        """Whether other replicas may change it too."""
         return self._follower is not None
 
     @property
     def is_current(self) -> bool:
-        """Whether the listeners have been told of all commits but the last seconds'. False: the
-        database does not answer, or is cut off, and others may have changed it."""
+        """Whether the listeners were called for all commits except those of the last seconds. If
+        not, the database does not answer, and other replicas may have changed it."""
         return self._follower is None or self._follower.is_current
 
     def close(self) -> None:
@@ -119,10 +113,8 @@ class Catalog:
         self._database.close()
 
     def on_change(self, listener: Callable[[list[AdapterEvent]], None]) -> None:
-        """Calls `listener` with the events of each commit, in commit order, from some thread.
-
-        In a shared catalog that is every replica's commits, a moment after they were made.
-        """
+        """Calls `listener` with the events of each commit, in commit order, from some thread; in a
+        shared catalog also of other replicas' commits, a moment later."""
         self._listeners.append(listener)
 
     # Names
@@ -130,8 +122,8 @@ class Catalog:
     def register(
         self, new: NewVersion, if_current_digest: str = "", quota: Quota = _UNLIMITED
     ) -> tuple[AdapterRecord, int]:
-        """See names.register and usage.check_quota. Gives the record and the revision at which it
-        is current."""
+        """Returns the record and the revision at which it is current. See names.register and
+        usage.check_quota."""
         with self._change() as (conn, made):
             usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
             new_events, revision = names.register(conn, new, if_current_digest, self._clock())
@@ -147,9 +139,9 @@ class Catalog:
         quota: Quota = _UNLIMITED,
         accept: Callable[[AdapterRecord], None] = lambda record: None,
     ) -> tuple[AdapterRecord, int]:
-        """See names.rollback. Gives the record and the revision at which it is current. Raises
-        also QuotaExceeded for a name that was gone, and is one too many now, and what `accept`
-        raises about the record that would be current."""
+        """Returns the record and the revision at which it is current; see names.rollback. Raises
+        also QuotaExceeded if a deleted name would exceed the quota by coming back, and what
+        `accept` raises about the record that would be current."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
@@ -163,15 +155,15 @@ class Catalog:
             made += new_events
             return record, revision
 
-    def check_room(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
-        """See usage.check_room."""
+    def check_capacity(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
+        """See usage.check_capacity."""
         with self._database.read() as conn:
-            usage.check_room(conn, name, expected_digest, quota)
+            usage.check_capacity(conn, name, expected_digest, quota)
 
     def remove(
         self, name: AdapterName, version: int = 0, tenants: Tenants = None
     ) -> tuple[str, int]:
-        """See names.remove. Gives the digest, and the revision at which it is gone."""
+        """Returns the digest, and the revision at which it is deleted; see names.remove."""
         with self._change() as (conn, made):
             digest, event = names.remove(conn, name, version, self._clock(), tenants)
             made.append(event)
@@ -192,7 +184,7 @@ class Catalog:
             return records.find(conn, found), events.revision(conn)
 
     def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
-        """The record and the revision it reflects. Raises NotFound."""
+        """Returns the record and the revision it reflects. Raises NotFound."""
         with self._database.read() as conn:
             return records.find(conn, ref, tenants), events.revision(conn)
 
@@ -203,7 +195,8 @@ class Catalog:
         filter_text: str = "",
         tenants: Tenants = None,
     ) -> tuple[list[AdapterRecord], str, int]:
-        """A page, the token of the next one ("": it was the last), and the revision it reflects."""
+        """Returns a page, the token of the next one ("" for the last), and the revision that the
+        page reflects."""
         terms = parse_filter(filter_text)
         after = decode_page_token(page_token, filter_text)
         limit = page_limit(page_size)
@@ -217,7 +210,8 @@ class Catalog:
     def versions(
         self, name: AdapterName, page_size: int = 0, page_token: str = "", tenants: Tenants = None
     ) -> VersionsPage:
-        """A name's versions, newest first, with those that can come back. Raises NotFound."""
+        """Returns a name's versions, newest first, with those that can be restored. Raises
+        NotFound."""
         before = decode_version_token(page_token, name)
         limit = page_limit(page_size)
         deleted_after = self._clock() - self._delete_grace
@@ -232,7 +226,7 @@ class Catalog:
         return VersionsPage(found[:limit], token, current, revision)
 
     def pinned_keys(self) -> list[ImageKey]:
-        """Every image of every pinned version, for live layouts."""
+        """Returns every image of every pinned version, for live layouts."""
         with self._database.read() as conn:
             return verdicts.pinned_keys(conn, self._live_since())
 
@@ -256,7 +250,7 @@ class Catalog:
             return layouts.add(conn, layout_id, base_models, body, now, self._layout_ttl)
 
     def is_use_due(self, layout_id: str) -> bool:
-        """Whether a use has to be recorded again. Does not block."""
+        """Returns whether a use has to be recorded again. Does not block."""
         last = self._layout_uses.get(layout_id)
         return last is None or self._clock() - last >= layouts.precision(self._layout_ttl)
 
@@ -281,9 +275,9 @@ class Catalog:
             return layouts.unused(conn, self._live_since())
 
     def forget_unused_images(self) -> int:
-        """See layouts.forget_images."""
+        """See layouts.forget_unused_images."""
         with self._database.write() as conn:
-            return layouts.forget_images(conn, self._live_since())
+            return layouts.forget_unused_images(conn, self._live_since())
 
     def layout_ids(self) -> list[str]:
         with self._database.read() as conn:
@@ -293,18 +287,18 @@ class Catalog:
         with self._database.write() as conn:
             return verdicts.set_verdict(conn, digest, verdict)
 
-    def unsettled(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
-        """Digests to be compiled ahead under this layout, in order, after `after_digest`."""
+    def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
+        """Returns the digests to precompile under this layout, in order, after `after_digest`."""
         with self._database.read() as conn:
-            return verdicts.unsettled(conn, layout_id, after_digest, limit)
+            return verdicts.unfinished(conn, layout_id, after_digest, limit)
 
-    def standing(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> Standing:
-        """What stands in these tenants' way of pulling an image, from one snapshot."""
+    def image_access(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> ImageAccess:
+        """Returns what decides whether these tenants may pull an image, from one snapshot."""
         with self._database.read() as conn:
-            return verdicts.standing(conn, key, self._clock() - grace, tenants)
+            return verdicts.image_access(conn, key, self._clock() - grace, tenants)
 
     def adopt_compiler(self, compiler: str) -> bool:
-        """Forgets every verdict that another compiler gave. True: there was another."""
+        """Forgets every verdict that another compiler gave. Returns whether there was another."""
         key = schema.meta.c.key == "compiler"
         with self._database.write() as conn:
             if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
@@ -334,7 +328,7 @@ class Catalog:
             return leftovers.take_blob(conn, digest)
 
     def blob(self, digest: str) -> BlobPlace | None:
-        """Where a blob is kept. None: there is none."""
+        """Returns where a blob is stored, or None if there is none."""
         with self._database.read() as conn:
             return rows.find_blob(conn, digest)
 
@@ -344,7 +338,7 @@ class Catalog:
             return leftovers.orphans(conn, leases_by_place)
 
     def unknown_digests(self, digests: Sequence[str]) -> set[str]:
-        """Those that no blob has."""
+        """Returns the digests that no blob has."""
         with self._database.read() as conn:
             return leftovers.unknown(conn, digests)
 
@@ -377,18 +371,19 @@ class Catalog:
 
     @contextmanager
     def _change(self) -> Iterator[tuple[Connection, list[AdapterEvent]]]:
-        """A write that tells the listeners of the events put into its list, once committed."""
+        """Opens a write transaction. The listeners are called with the events put into its list,
+        once it is committed."""
         made: list[AdapterEvent] = []
-        with self._telling:
+        with self._notifying:
             with self._database.write() as conn:
                 yield conn, made
                 self._trim_history(conn, made)
                 if made and self._follower is not None:
                     notify(conn)
             if made and self._follower is None:
-                self._tell(made)
+                self._notify(made)
 
-    def _tell(self, events: list[AdapterEvent]) -> None:
+    def _notify(self, events: list[AdapterEvent]) -> None:
         for listener in self._listeners:
             listener(events)
 

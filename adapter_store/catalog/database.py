@@ -1,8 +1,8 @@
 """The database under the catalog: SQLite in a file, or PostgreSQL that several replicas share.
 
-`read` is one snapshot. `write` runs alone: SQLite begins it IMMEDIATE, PostgreSQL locks the one row
-of `history` first. So what a write reads stays true until it commits, in either database and
-whatever other threads and replicas do.
+`read` is one snapshot. Writes run one at a time: SQLite begins them IMMEDIATE, PostgreSQL locks the
+one row of `history` first. So what a write has read cannot change before it commits, in either
+database, whatever other threads and replicas do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONNECT_SECONDS = 5
 LOCK_WAIT_SECONDS = 10
 STATEMENT_SECONDS = 30
 SILENCE_SECONDS = 10
-"""A database whose machine is gone without a word is noticed after about this time."""
+"""A database whose machine has failed is noticed after about this time."""
 POOL_SIZE = 16
 _READ_ONLY = "25006"
 _MIGRATION_LOCK = 0x10AD007
@@ -43,14 +43,14 @@ class Database(Protocol):
 
     engine: Engine
     is_shared: bool
-    """Other processes may change it."""
+    """Whether other processes may change it."""
 
     def read(self) -> AbstractContextManager[Connection]: ...
 
     def write(self) -> AbstractContextManager[Connection]: ...
 
     def migrating(self) -> AbstractContextManager[Connection]:
-        """A transaction that changes tables, alone among all processes."""
+        """Opens a transaction that changes tables, exclusive among all processes."""
 
     def close(self) -> None: ...
 
@@ -60,7 +60,7 @@ def open_database(place: Place) -> Database:
 
 
 def upsert(conn: Connection, table: Any) -> Any:
-    """An insert that can say what happens on conflict."""
+    """Returns an insert that can handle a conflict."""
     return postgresql.insert(table) if is_postgres(conn) else sqlite.insert(table)
 
 
@@ -69,7 +69,7 @@ def is_postgres(conn: Connection) -> bool:
 
 
 class SqliteDatabase:
-    """Durable (`synchronous=FULL`), with readers beside one writer (WAL)."""
+    """A durable database (`synchronous=FULL`) with one writer and concurrent readers (WAL)."""
 
     is_shared = False
 
@@ -102,7 +102,7 @@ class SqliteDatabase:
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # the begin event below says which BEGIN
+    connection.isolation_level = None  # the begin event below issues BEGIN
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
@@ -113,8 +113,8 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 class PostgresDatabase:
-    """`dsn`: postgresql+psycopg://user:password@host/database. Connections that broke are replaced:
-    after a restart of the database the next call works again."""
+    """The database at `dsn`, postgresql+psycopg://user:password@host/database. Broken connections
+    are replaced: after a restart of the database the next call works again."""
 
     is_shared = True
 
@@ -146,27 +146,25 @@ class PostgresDatabase:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with _unavailable_translated(), self._reader.begin() as conn:
+        with _translate_errors(), self._reader.begin() as conn:
             yield conn
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        with _unavailable_translated(), self.engine.begin() as conn:
+        with _translate_errors(), self.engine.begin() as conn:
             conn.execute(select(history.c.revision).with_for_update())
             yield conn
 
     @contextmanager
     def listen(self, channel: str) -> Iterator[Callable[[float], bool]]:
-        """Listens to a channel. What is given waits so many seconds, and says if it was notified.
-
-        A connection of its own, that no pool gives to others.
-        """
-        with _unavailable_translated():
+        """Listens to a channel, on a connection of its own. The yielded function waits for a number
+        of seconds and returns whether there was a notification."""
+        with _translate_errors():
             pooled = self.engine.raw_connection()
             connection = cast(Any, pooled.driver_connection)
             pooled.detach()
         try:
-            with _driver_errors_translated():
+            with _translate_driver_errors():
                 connection.autocommit = True
                 connection.execute(f"LISTEN {channel}")
                 yield lambda seconds: any(
@@ -177,7 +175,7 @@ class PostgresDatabase:
 
     @contextmanager
     def migrating(self) -> Iterator[Connection]:
-        with _unavailable_translated(), self.engine.begin() as conn:
+        with _translate_errors(), self.engine.begin() as conn:
             conn.exec_driver_sql("SET LOCAL lock_timeout = 0")
             conn.exec_driver_sql("SET LOCAL statement_timeout = 0")
             conn.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
@@ -189,7 +187,7 @@ class PostgresDatabase:
 
 _CONNECTION = {
     "connect_timeout": CONNECT_SECONDS,
-    # The limits below are the server's; these two are for one that cannot tell us any more.
+    # The limits below are enforced by the server; these are for a server that is gone.
     "tcp_user_timeout": SILENCE_SECONDS * 1000,
     "keepalives_idle": SILENCE_SECONDS // 2,
     "keepalives_interval": 1,
@@ -198,13 +196,13 @@ _CONNECTION = {
 
 
 def _see_standby(context: ExceptionContext) -> None:
-    """A server that has become read-only is no longer the one to talk to: connect anew."""
+    """Disconnects from a server that has become read-only: it is no longer the primary."""
     if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
         context.is_disconnect = True
 
 
 def _session_options() -> str:
-    """A replica that hangs loses its locks; nobody waits for ever."""
+    """Returns limits by which a replica that hangs loses its locks."""
     limits = {
         "lock_timeout": LOCK_WAIT_SECONDS,
         "statement_timeout": STATEMENT_SECONDS,
@@ -214,7 +212,7 @@ def _session_options() -> str:
 
 
 @contextmanager
-def _unavailable_translated() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (OperationalError, InterfaceError, PoolTimeout) as exc:
@@ -226,9 +224,9 @@ def _unavailable_translated() -> Iterator[None]:
 
 
 @contextmanager
-def _driver_errors_translated() -> Iterator[None]:
-    """For a connection that is used without SQLAlchemy."""
-    import psycopg  # an optional dependency: only those have it who need it
+def _translate_driver_errors() -> Iterator[None]:
+    """Translates errors of a connection that is used without SQLAlchemy."""
+    import psycopg  # an optional dependency
 
     try:
         yield
@@ -242,7 +240,7 @@ def _unavailable(error: Exception) -> CatalogUnavailable:
 
 
 def now_micros(conn: Connection) -> int:
-    """The clock that leases go by: the same one for all replicas."""
+    """Returns the time of the clock that leases use, which all replicas share."""
     if is_postgres(conn):
         seconds = conn.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one()
         return int(seconds * 1_000_000)

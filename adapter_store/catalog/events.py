@@ -14,7 +14,7 @@ from servicekit.refs import AdapterName
 
 
 def revision(conn: Connection) -> int:
-    """The newest revision, 0 for an empty catalog."""
+    """Returns the newest revision, 0 for an empty catalog."""
     return conn.execute(select(history.c.revision)).scalar_one()
 
 
@@ -26,7 +26,7 @@ def append(
     digest: str,
     time: datetime,
 ) -> AdapterEvent:
-    """Gives the change the next revision. Needs a write transaction."""
+    """Records a change under the next revision. Needs a write transaction."""
     event = AdapterEvent(revision(conn) + 1, kind, str(name), version, digest, time)
     conn.execute(update(history).values(revision=event.revision))
     conn.execute(
@@ -43,19 +43,19 @@ def append(
 
 
 def forget_before(conn: Connection, oldest: int) -> None:
-    """Drops events older than `oldest`; the newest always stays."""
+    """Drops events older than `oldest`, but never the newest."""
     conn.execute(delete(events).where(events.c.revision < min(oldest, revision(conn))))
 
 
 def oldest(conn: Connection) -> int:
-    """The oldest revision that is kept; 1 if there is none."""
+    """Returns the oldest revision that is kept; 1 if there is none."""
     return conn.scalar(select(func.min(events.c.revision))) or 1
 
 
 def since(conn: Connection, since_revision: int, limit: int) -> list[AdapterEvent]:
-    """Up to `limit` events after a revision.
+    """Returns up to `limit` events after a revision.
 
-    Raises RevisionTooOld if some of them are forgotten, or if the revision is not of this history.
+    Raises RevisionTooOld if some of them are dropped, or if the revision is not of this history.
     """
     newest = revision(conn)
     if since_revision == newest:

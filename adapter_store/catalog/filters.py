@@ -1,4 +1,4 @@
-"""What `ListAdapters` may be asked: filters and page tokens, checked before they reach SQL."""
+"""Filters and page tokens of `ListAdapters`, checked before they reach SQL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LABEL_VALUE = re.compile(r"[\x21-\x7e]{0,255}")
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """All of the given terms must hold."""
+    """The terms that an adapter must match, all of those given."""
 
     tenant: str | None = None
     base_model: str | None = None
@@ -64,7 +64,7 @@ def parse_filter(text: str) -> Filter:
                 subject="filter",
             )
         if into.setdefault(key, value) != value:
-            raise InvalidArgument(f"filter: {key!r} is asked for twice", subject="filter")
+            raise InvalidArgument(f"filter: {key!r} is given twice", subject="filter")
     return Filter(simple.get("tenant"), simple.get("base_model"), simple.get("name"), labels=labels)
 
 
@@ -76,7 +76,7 @@ def encode_page_token(last: AdapterName, filter_text: str) -> str:
 
 
 def decode_page_token(token: str, filter_text: str) -> AdapterName | None:
-    """Where the last page ended. Raises InvalidArgument for a token of another list."""
+    """Returns where the last page ended. Raises InvalidArgument for a token of another list."""
     if not token:
         return None
     tenant, name, filter_of_token = _decode(token, (str, str, str))
@@ -94,7 +94,8 @@ def encode_version_token(name: AdapterName, last_version: int) -> str:
 
 
 def decode_version_token(token: str, name: AdapterName) -> int | None:
-    """The version that the last page ended with. Raises InvalidArgument for another list's."""
+    """Returns the version that the last page ended with. Raises InvalidArgument for a token of
+    another list."""
     if not token:
         return None
     name_of_token, version = _decode(token, (str, int))
@@ -126,7 +127,8 @@ def _not_a_token() -> InvalidArgument:
 
 
 def page_limit(page_size: int) -> int:
-    """Rows of a page: what was asked for, within the contract's default and maximum."""
+    """Returns the number of rows of a page: the requested one, within the contract's default and
+    maximum."""
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
@@ -151,17 +153,18 @@ def apply_filter(
 
 
 def within(tenants: Tenants) -> ColumnElement[bool]:
-    """Holds for the adapters of these tenants; the same statement whoever asks."""
+    """Returns a condition that holds for the adapters of these tenants."""
     return true() if tenants is None else adapters.c.tenant.in_(sorted(tenants))
 
 
 def _label(key: str, dialect: str) -> ColumnElement[str]:
-    """The label's value. Keys are checked: they hold nothing that means something in a path."""
+    """Returns the label's value. Keys are checked: they hold no character that is special in a
+    path."""
     if dialect == "postgresql":
         return func.json_extract_path_text(cast(versions.c.labels, JSON), key)
     return func.json_extract(versions.c.labels, f'$."{key}"')
 
 
 def _prefix(prefix: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-    """Names are ASCII, so all that start with `prefix` lie between it and this bound."""
+    """Returns bounds for names that start with `prefix`. Names are ASCII."""
     return adapters.c.name >= prefix, adapters.c.name < prefix + "\U0010ffff"

@@ -1,4 +1,4 @@
-"""Hears of what other replicas committed: notified at once, and by looking from time to time."""
+"""Receives the events of other replicas' commits: by notification, and by polling."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from adapter_store.errors import CatalogUnavailable, RevisionTooOld
 logger = logging.getLogger(__name__)
 
 CHANNEL = "loadout_changes"
-LOOK_SECONDS = 1.0
-BEHIND_SECONDS = 3.0
-"""It looks every second: after this long without an answer it does not know what was committed."""
+POLL_SECONDS = 1.0
+STALE_SECONDS = 3.0
+"""After this long without an answer to a poll, it is not known what was committed."""
 STOP_SECONDS = 0.2
 RETRY_SECONDS = 0.2
 BATCH_EVENTS = 256
@@ -32,29 +32,29 @@ def notify(conn: Connection) -> None:
 
 
 class Follower:
-    """A thread that calls `tell` with every event after `since_revision`, in commit order.
+    """A thread that calls `on_events` with every event after `since_revision`, in commit order.
 
-    While the database does not answer it tries again; then it goes on where it was.
+    While the database does not answer it retries, and then continues where it was.
     """
 
     def __init__(
         self,
         database: PostgresDatabase,
         since_revision: int,
-        tell: Callable[[list[AdapterEvent]], None],
+        on_events: Callable[[list[AdapterEvent]], None],
     ) -> None:
         self._database = database
         self._position = since_revision
-        self._tell = tell
-        self._known_s = time.monotonic()
+        self._on_events = on_events
+        self._current_s = time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
-        """Whether all that had been committed BEHIND_SECONDS ago has been told."""
-        return time.monotonic() - self._known_s < BEHIND_SECONDS
+        """Whether all events committed STALE_SECONDS ago have been received."""
+        return time.monotonic() - self._current_s < STALE_SECONDS
 
     def close(self) -> None:
         self._stopping.set()
@@ -73,7 +73,7 @@ class Follower:
                 is_down = True
                 self._stopping.wait(RETRY_SECONDS)
             except Exception:
-                logger.exception("following the catalog failed; it goes on")
+                logger.exception("following the catalog failed; trying again")
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self, wait: Callable[[float], bool]) -> None:
@@ -82,22 +82,22 @@ class Follower:
         while not self._stopping.is_set():
             was_notified = wait(STOP_SECONDS)
             waited += STOP_SECONDS
-            if was_notified or waited >= LOOK_SECONDS:
+            if was_notified or waited >= POLL_SECONDS:
                 self._catch_up()
                 waited = 0.0
 
     def _catch_up(self) -> None:
-        asked_s = time.monotonic()
+        polled_s = time.monotonic()
         while found := self._read():
-            self._tell(found)
+            self._on_events(found)
             self._position = found[-1].revision
-            asked_s = time.monotonic()
-        self._known_s = asked_s
+            polled_s = time.monotonic()
+        self._current_s = polled_s
 
     def _read(self) -> list[AdapterEvent]:
         with self._database.read() as conn:
             try:
                 return events.since(conn, self._position, BATCH_EVENTS)
-            except RevisionTooOld:  # away for longer than events are kept
+            except RevisionTooOld:  # disconnected for longer than events are kept
                 self._position = events.oldest(conn) - 1
                 return events.since(conn, self._position, BATCH_EVENTS)

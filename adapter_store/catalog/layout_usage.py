@@ -1,4 +1,4 @@
-"""Records that layouts are used, beside the pulls that use them."""
+"""Records that layouts are used, without delaying the pulls that use them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from adapter_store.catalog.catalog import Catalog
 logger = logging.getLogger(__name__)
 
 
-class LayoutUses:
-    """Lives on the event loop. Calls `resume` for a layout that comes back after its pause."""
+class LayoutUsage:
+    """Records uses in the background. Calls `resume` for a layout that is live again. Lives on the
+    event loop."""
 
     def __init__(
         self, catalog: Catalog, executor: Executor, resume: Callable[[str], Awaitable[None]]
@@ -23,16 +24,16 @@ class LayoutUses:
         self._resume = resume
         self._recording: dict[str, asyncio.Task[None]] = {}
 
-    def note(self, layout_id: str) -> None:
-        """For every pull: it waits for nothing, and most find the use recorded already."""
+    def record(self, layout_id: str) -> None:
+        """Starts recording a use, unless a recent one is recorded. Does not block."""
         if layout_id not in self._recording and self._catalog.is_use_due(layout_id):
-            self._recording[layout_id] = asyncio.create_task(self._record(layout_id))
+            self._recording[layout_id] = asyncio.create_task(self._write(layout_id))
 
-    async def settle(self) -> None:
-        """Returns when the uses noted so far are recorded, or could not be."""
+    async def wait_idle(self) -> None:
+        """Returns when the uses so far are recorded, or have failed to be."""
         await asyncio.gather(*self._recording.values())
 
-    async def _record(self, layout_id: str) -> None:
+    async def _write(self, layout_id: str) -> None:
         loop = asyncio.get_running_loop()
         try:
             if await loop.run_in_executor(self._executor, self._catalog.use_layout, layout_id):

@@ -1,6 +1,6 @@
-"""Layouts, and which of them are live: a server registered them, or pulled for them, lately.
+"""Layouts, and which of them are live: a server has recently registered or pulled for them.
 
-A layout is never forgotten: a server that comes back after a long pause simply goes on.
+A layout is never deleted: a server that comes back after a long pause continues with it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from adapter_store.catalog.schema import images, layout_bases, layouts
 from adapter_store.core import ImageState
 
 USE_PRECISION = timedelta(hours=1)
-"""A use so soon after the recorded one is not recorded."""
+"""A use within this time of the last recorded one is not recorded."""
 
 
 def precision(ttl: timedelta) -> timedelta:
-    """How exactly the last use is known: to the hour, or to a tenth of a short `ttl`."""
+    """Returns how exactly the last use is known: to the hour, or to a tenth of a short `ttl`."""
     return min(USE_PRECISION, ttl / 10) if ttl else USE_PRECISION
 
 
 def live_since(time: datetime, ttl: timedelta) -> int:
-    """Layouts are live whose last use, in microseconds, is not before; without a `ttl`, all."""
+    """Returns the earliest last use, in microseconds, of a live layout; 0 without a `ttl`."""
     return max(0, to_micros(time) - ttl // timedelta(microseconds=1)) if ttl else 0
 
 
@@ -42,7 +42,7 @@ def add(
     time: datetime,
     ttl: timedelta,
 ) -> bool:
-    """Records a layout for its base model and aliases, or its use. False: it was live."""
+    """Records a layout for its base model and aliases, or its use. Returns False if it was live."""
     query = select(layouts.c.layout_id).where(layouts.c.layout_id == layout_id)
     if conn.execute(query).first():
         return use(conn, layout_id, time, ttl)
@@ -60,7 +60,8 @@ def add(
 
 
 def use(conn: Connection, layout_id: str, time: datetime, ttl: timedelta) -> bool:
-    """Records the use of a known layout, unless one has been lately. False: it was live."""
+    """Records the use of a known layout, unless a recent one is recorded. Returns False if the
+    layout was live."""
     query = select(layouts.c.last_use_time).where(layouts.c.layout_id == layout_id)
     last = conn.execute(query).scalar_one()
     now = to_micros(time)
@@ -80,13 +81,13 @@ def live(conn: Connection, since: int) -> list[str]:
 
 
 def unused(conn: Connection, since: int) -> frozenset[str]:
-    """Those that are not live."""
+    """Returns the layouts that are not live."""
     return frozenset(conn.scalars(select(layouts.c.layout_id).where(~is_live(since))))
 
 
-def forget_images(conn: Connection, since: int) -> int:
-    """Images of unused layouts are pending again; gives their number. What cannot be compiled
-    stays known."""
+def forget_unused_images(conn: Connection, since: int) -> int:
+    """Resets the images of unused layouts to pending; returns their number. INCOMPATIBLE verdicts
+    stay."""
     gone = select(layouts.c.layout_id).where(~is_live(since))
     where = (images.c.state != ImageState.INCOMPATIBLE.value, images.c.layout_id.in_(gone))
     return conn.execute(delete(images).where(*where)).rowcount

@@ -1,6 +1,6 @@
-"""Leases: what only one replica may do at a time, until it says that it is done, or is silent.
+"""Leases: what only one replica may do at a time, until it releases the lease or stops renewing it.
 
-By the database's clock, so replicas need not agree about the time.
+They expire by the database's clock, so replicas need not agree about the time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from adapter_store.catalog.database import now_micros
 from adapter_store.catalog.schema import leases
 
 FORGET_MICROS = 3600 * 1_000_000
-"""Rows of owners that have been silent for so long are of no use to anybody."""
+"""Rows that expired this long ago are deleted."""
 
 
 def acquire(conn: Connection, key: str, owner: str, seconds: float) -> bool:
-    """False: somebody has it, and was not silent for longer than it gave."""
+    """Returns False if an owner has the lease and it has not expired."""
     now = now_micros(conn)
     holder = conn.scalar(select(leases.c.expire_time).where(leases.c.key == key))
     if holder is not None and holder > now:
@@ -35,20 +35,22 @@ def is_held(conn: Connection, key: str) -> bool:
 
 
 def renew(conn: Connection, keys: Sequence[str], owner: str, seconds: float) -> None:
-    """Those of the keys that are the owner's; what expired and nobody took is had again."""
+    """Renews those of the leases that are the owner's, also expired ones that no other owner
+    took."""
     expire_time = now_micros(conn) + int(seconds * 1e6)
     where = (leases.c.key.in_(keys), leases.c.owner == owner)
     conn.execute(update(leases).where(*where).values(expire_time=expire_time))
 
 
 def release(conn: Connection, key: str, owner: str) -> bool:
-    """False: it was no longer this owner's."""
+    """Returns False if the lease was no longer this owner's."""
     where = (leases.c.key == key, leases.c.owner == owner)
     return conn.execute(delete(leases).where(*where)).rowcount > 0
 
 
 def end_expired(conn: Connection, keys: Sequence[str]) -> set[str]:
-    """Those of the keys that nobody holds. Who had one and was silent cannot have it again."""
+    """Returns those of the keys that no owner holds. Expired leases are deleted: they cannot be
+    renewed."""
     now = now_micros(conn)
     conn.execute(delete(leases).where(leases.c.key.in_(keys), leases.c.expire_time <= now))
     return set(keys) - set(conn.scalars(select(leases.c.key).where(leases.c.key.in_(keys))))

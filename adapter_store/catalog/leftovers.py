@@ -1,4 +1,4 @@
-"""What no live record points to any more."""
+"""Versions and blobs that no live record points to any more."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ BlobKey = tuple[str, str]
 
 
 def expire_versions(conn: Connection, deleted_before: datetime) -> int:
-    """Drops the deleted versions whose grace is over; gives their number."""
+    """Drops the deleted versions whose grace is over; returns their number."""
     where = versions.c.delete_time <= to_micros(deleted_before)
     return conn.execute(delete(versions).where(where)).rowcount
 
 
 def unreferenced(conn: Connection, limit: int) -> list[str]:
-    """Digests of blobs that no version has."""
+    """Returns digests of blobs that no version has."""
     query = select(blobs.c.digest).where(~exists().where(versions.c.digest == blobs.c.digest))
     return list(conn.scalars(query.limit(limit)))
 
 
 def take_blob(conn: Connection, digest: str) -> str | None:
-    """Drops the rows of an unreferenced blob; gives its place. None: a version points to it."""
+    """Drops the rows of an unreferenced blob and returns its place, or None if a version points to
+    the blob."""
     if conn.execute(select(versions.c.version).where(versions.c.digest == digest)).first():
         return None
     conn.execute(delete(images).where(images.c.digest == digest))
@@ -40,7 +41,8 @@ def take_blob(conn: Connection, digest: str) -> str | None:
 
 
 def unknown(conn: Connection, digests: Sequence[str]) -> set[str]:
-    """Those that no blob has. Any number: a statement takes so many, and no more."""
+    """Returns the digests that no blob has. Queries in batches: the parameters of a statement are
+    limited."""
     gone = set(digests)
     for start in range(0, len(digests), BATCH_DIGESTS):
         batch = blobs.c.digest.in_(digests[start : start + BATCH_DIGESTS])
@@ -49,7 +51,7 @@ def unknown(conn: Connection, digests: Sequence[str]) -> set[str]:
 
 
 def orphans(conn: Connection, leases_by_place: Mapping[BlobKey, str]) -> set[BlobKey]:
-    """Of places by their leases: those that no blob is at, and that nobody is storing to."""
+    """Returns the places that no blob is at, and whose lease no replica holds."""
     digests = {digest for digest, _ in leases_by_place}
     query = select(blobs.c.digest, blobs.c.place).where(blobs.c.digest.in_(digests))
     known = {(row.digest, row.place) for row in conn.execute(query)}

@@ -1,4 +1,4 @@
-"""Changing what names point to. Every function needs a write transaction."""
+"""Changes what names point to. Every function needs a write transaction."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from servicekit.refs import AdapterName, AdapterRef
 def register(
     conn: Connection, new: NewVersion, if_current_digest: str, time: datetime
 ) -> tuple[list[AdapterEvent], int]:
-    """Points the name to this content; gives the events and the revision at which it is current.
+    """Points the name to this content; returns the events and the revision at which it is current.
 
-    Content is a digest for a base model: a name's version of it never changes. The pin moves with
-    the name. For content already recorded, labels, description and signature replace the version's
-    where they are given.
+    Content is a digest for a base model, and the content of a version never changes. The pin moves
+    with the name. For content that is recorded already, given labels, description and signature
+    replace those of the version.
     Raises Conflict if the name does not point to `if_current_digest`.
     """
     adapter = rows.find_adapter(conn, new.name)
     current = rows.find_version(conn, adapter.id, adapter.current_version) if adapter else None
     _check_current(new.name, current, if_current_digest)
-    rows.keep_blob(conn, new, time)
+    rows.put_blob(conn, new, time)
     if adapter is None:
         adapter = rows.add_adapter(conn, new.name, time)
     if current is not None and _is_of(current, new):
@@ -40,8 +40,8 @@ def register(
         rows.add_version(conn, adapter.id, version, new, time)
     else:
         version = known.version
-        _describe_anew(conn, known, new)
-    event = _point_elsewhere(conn, adapter, current, version, new.digest, new.pinned, time)
+        _update_description(conn, known, new)
+    event = _repoint(conn, adapter, current, version, new.digest, new.pinned, time)
     return [event], event.revision
 
 
@@ -56,12 +56,12 @@ def rollback(
 ) -> tuple[list[AdapterEvent], int]:
     """Points the name to one of its versions, as `register` with that version's content would.
 
-    A version deleted since `deleted_after` comes back with it. Raises NotFound, also for a name of
-    a tenant that is none of these, and Conflict.
+    A version deleted after `deleted_after` is restored. Raises NotFound, also for a name of another
+    tenant, and Conflict.
     """
     adapter = rows.find_adapter(conn, name, tenants)
-    wanted = rows.find_version(conn, adapter.id, version) if adapter else None
-    if adapter is None or wanted is None or _is_over(wanted, deleted_after):
+    target = rows.find_version(conn, adapter.id, version) if adapter else None
+    if adapter is None or target is None or _is_expired(target, deleted_after):
         what = str(AdapterRef(name, version))
         raise NotFound(f"no adapter {what}", subject=what)
     current = rows.find_version(conn, adapter.id, adapter.current_version)
@@ -69,39 +69,39 @@ def rollback(
     if current is not None and current.version == version:
         return [], adapter.revision
     rows.change(conn, adapter.id, version, delete_time=None)
-    event = _point_elsewhere(conn, adapter, current, version, wanted.digest, wanted.pinned, time)
+    event = _repoint(conn, adapter, current, version, target.digest, target.pinned, time)
     return [event], event.revision
 
 
 def remove(
     conn: Connection, name: AdapterName, version: int, time: datetime, tenants: Tenants = None
 ) -> tuple[str, AdapterEvent]:
-    """Deletes a version, or with 0 the whole name; gives the digest that it, or the name, had.
+    """Deletes a version, or with 0 the name; returns the digest that the version, or the name, had.
 
     A name that loses its current version points to its newest remaining one. Raises NotFound, also
-    for a name of a tenant that is none of these.
+    for a name of another tenant.
     """
     adapter = rows.find_adapter(conn, name, tenants)
     live = rows.live_versions(conn, adapter.id) if adapter else {}
     if adapter is None or not live or (version and version not in live):
         what = str(AdapterRef(name, version or None))
         raise NotFound(f"no adapter {what}", subject=what)
-    leaving = [version] if version else list(live)
-    for number in leaving:
+    deleted = [version] if version else list(live)
+    for number in deleted:
         rows.change(conn, adapter.id, number, pinned=False, delete_time=to_micros(time))
-    staying = {number: digest for number, digest in live.items() if number not in leaving}
+    remaining = {number: digest for number, digest in live.items() if number not in deleted}
     gone = live[version or adapter.current_version]
-    if not staying:
+    if not remaining:
         last = live[adapter.current_version]
         return gone, rows.point(conn, adapter, 0, last, EventKind.DELETED, time)
-    current = adapter.current_version if adapter.current_version in staying else max(staying)
-    return gone, rows.point(conn, adapter, current, staying[current], EventKind.UPDATED, time)
+    current = adapter.current_version if adapter.current_version in remaining else max(remaining)
+    return gone, rows.point(conn, adapter, current, remaining[current], EventKind.UPDATED, time)
 
 
 def set_pinned(
     conn: Connection, record: AdapterRecord, pinned: bool, time: datetime
 ) -> AdapterEvent | None:
-    """Pins or unpins one version. None: it was so already."""
+    """Pins or unpins one version. Returns None if nothing changes."""
     if record.pinned == pinned:
         return None
     adapter = rows.find_adapter(conn, record.name)
@@ -116,9 +116,10 @@ def set_pinned(
 def _register_again(
     conn: Connection, adapter: Row[Any], current: Row[Any], new: NewVersion, time: datetime
 ) -> tuple[list[AdapterEvent], int]:
-    """The name already points to this content: only what describes it and the pin can change."""
+    """Registers the content that the name points to already: only its description and its pin can
+    change."""
     changes: list[EventKind] = []
-    if _describe_anew(conn, current, new):
+    if _update_description(conn, current, new):
         changes.append(EventKind.UPDATED)
     if new.pinned and not current.pinned:
         rows.change(conn, adapter.id, current.version, pinned=True)
@@ -127,8 +128,8 @@ def _register_again(
     return made, made[-1].revision if made else adapter.revision
 
 
-def _describe_anew(conn: Connection, known: Row[Any], new: NewVersion) -> bool:
-    """Takes over what was given and differs. False: there was nothing of the kind."""
+def _update_description(conn: Connection, known: Row[Any], new: NewVersion) -> bool:
+    """Replaces what was given and differs. Returns whether anything did."""
     given = {
         "labels": rows.dump_labels(new.labels) if new.labels else "",
         "description": new.description,
@@ -141,7 +142,7 @@ def _describe_anew(conn: Connection, known: Row[Any], new: NewVersion) -> bool:
     return bool(changes)
 
 
-def _point_elsewhere(
+def _repoint(
     conn: Connection,
     adapter: Row[Any],
     current: Row[Any] | None,
@@ -150,7 +151,7 @@ def _point_elsewhere(
     pinned: bool,
     time: datetime,
 ) -> AdapterEvent:
-    """Points the name to another version; the pin moves with it."""
+    """Points the name to another version, and moves the pin to it."""
     if current is not None:
         rows.change(conn, adapter.id, current.version, pinned=False)
     if pinned or (current is not None and current.pinned):
@@ -163,8 +164,8 @@ def _is_of(current: Row[Any], new: NewVersion) -> bool:
     return bool(current.digest == new.digest and current.base_model == new.base_model)
 
 
-def _is_over(version: Row[Any], deleted_after: datetime) -> bool:
-    """Whether it is deleted, and its grace has ended."""
+def _is_expired(version: Row[Any], deleted_after: datetime) -> bool:
+    """Returns whether the version is deleted and its grace has ended."""
     return version.delete_time is not None and version.delete_time <= to_micros(deleted_after)
 
 

@@ -1,4 +1,5 @@
-"""Reading names: one adapter, a page of them, their verdicts. No statement runs per row."""
+"""Reads names: one adapter, a page of them, all versions, with verdicts. No statement runs per
+row."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from servicekit.refs import AdapterName, AdapterRef
 
 @dataclass(frozen=True, slots=True)
 class VersionsPage:
-    """`next_page_token` "": it was the last. `current_version` 0: the name is deleted."""
+    """A page of a name's versions. `next_page_token` is "" for the last page, `current_version` 0
+    for a deleted name."""
 
     records: list[AdapterRecord]
     next_page_token: str
@@ -40,8 +42,8 @@ def from_micros(micros: int) -> datetime:
 
 
 def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterRecord:
-    """The one record of these tenants that a reference means. Raises NotFound, also for what is
-    deleted, and for what another tenant has: nothing tells the one from the other.
+    """Returns the record of these tenants that a reference means. Raises NotFound, for a deleted
+    record and for another tenant's alike.
 
     A digest means its first current record by tenant and name, else any older one.
     """
@@ -68,7 +70,7 @@ def find(conn: Connection, ref: AdapterRef, tenants: Tenants = None) -> AdapterR
 def page(
     conn: Connection, terms: Filter, after: AdapterName | None, limit: int, tenants: Tenants
 ) -> list[AdapterRecord]:
-    """Current versions in order of tenant and name, those after `after` first."""
+    """Returns current versions in order of tenant and name, from the first after `after`."""
     query = _record_query().where(
         adapters.c.current_version > 0,
         versions.c.version == adapters.c.current_version,
@@ -86,7 +88,7 @@ def versions_page(
     deleted_after: datetime,
     tenants: Tenants,
 ) -> list[AdapterRecord]:
-    """A name's versions, newest first, with those deleted since `deleted_after`."""
+    """Returns a name's versions, newest first, with those deleted after `deleted_after`."""
     query = (
         _record_query()
         .where(
@@ -106,7 +108,7 @@ def versions_page(
 
 
 def current_version(conn: Connection, name: AdapterName, tenants: Tenants) -> int:
-    """What the name points to; 0: it is gone, or of none of these tenants."""
+    """Returns the version that the name points to; 0 if it is deleted, or another tenant's."""
     query = select(adapters.c.current_version).where(
         adapters.c.tenant == name.tenant, adapters.c.name == name.name, within(tenants)
     )

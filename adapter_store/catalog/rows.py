@@ -22,7 +22,7 @@ from servicekit.refs import AdapterName
 class NewVersion:
     """Content to be recorded under a name. `targets` are distinct module names, sorted.
 
-    `signed_by`: the trusted key that `signature` has been verified with, "" for none.
+    `signed_by` is the trusted key that verified `signature`, "" for none.
     """
 
     name: AdapterName
@@ -75,7 +75,7 @@ def find_version(conn: Connection, adapter_id: int, version: int) -> Row[Any] | 
 
 
 def same_content(conn: Connection, adapter_id: int, new: NewVersion) -> Row[Any] | None:
-    """The newest live version of this content."""
+    """Returns the newest live version of this content."""
     query = select(versions).where(
         versions.c.adapter_id == adapter_id,
         versions.c.digest == new.digest,
@@ -97,8 +97,8 @@ def find_blob(conn: Connection, digest: str) -> BlobPlace | None:
     return None if row is None else BlobPlace(row.place, load_files(row.files))
 
 
-def keep_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
-    """Makes what was stored the blob, unless another is already. Raises BlobLost."""
+def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
+    """Records the stored files as the blob, unless there is one. Raises BlobLost."""
     blob = new.blob
     if blob.lease and not leases.release(conn, blob.lease, blob.owner):
         raise BlobLost(f"{new.digest}: storing it took longer than its lease lasted")
@@ -158,7 +158,7 @@ def point(
     kind: EventKind,
     time: datetime,
 ) -> AdapterEvent:
-    """Lets the name point to a version, and writes the change down."""
+    """Points the name to a version, and appends the event."""
     name = AdapterName(adapter.tenant, adapter.name)
     event = events.append(conn, kind, name, version, digest, time)
     conn.execute(

@@ -1,7 +1,7 @@
-"""Tables of the catalog, in words that SQLite and PostgreSQL both understand.
+"""The tables of the catalog, in types that SQLite and PostgreSQL share.
 
-Times are microseconds since the epoch, UTC. A name is never forgotten, so that a version number
-never comes back with other content. Migrations make these tables: what is changed here needs one.
+Times are microseconds since the epoch, UTC. A name is never deleted, so that a version number is
+never used again for other content. Migrations create these tables: a change here needs one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Plain = Text().with_variant(Text(collation="C"), "postgresql")
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text))
 
-# One row. Who changes the catalog holds it locked: so revisions have no gaps and come in order.
+# One row, which every writer locks: so revisions have no gaps and are committed in order.
 history = Table(
     "history",
     metadata,
@@ -38,7 +38,7 @@ history = Table(
     Column("revision", Big, nullable=False),
 )
 
-# What a digest's content is, whoever registered it.
+# The content of a digest, for all names that point to it.
 blobs = Table(
     "blobs",
     metadata,

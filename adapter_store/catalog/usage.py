@@ -1,7 +1,7 @@
-"""What there is, and what tenants have, against what they may have.
+"""What tenants use, against their quotas, and the totals.
 
-Checked within the transaction that records, quotas hold whatever runs beside it, also in other
-replicas. The sums go over the tenant's own rows only, and only where a quota asks for them.
+Quotas are checked within the transaction that records, so they hold whatever runs concurrently,
+also in other replicas. Sums cover the tenant's own rows only, and only if there is a quota.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from servicekit.refs import AdapterName
 
 @dataclass(frozen=True, slots=True)
 class CatalogCounts:
-    """`layouts`: those that are live."""
+    """The totals of the catalog. `layouts` counts the live ones."""
 
     revision: int
     adapters: int
@@ -42,26 +42,26 @@ def check_quota(
 ) -> None:
     """Raises QuotaExceeded if recording this content under the name would go over the quota.
 
-    What takes no more than is taken already passes, also over a quota that has been lowered.
+    Content that adds nothing passes, also above a quota that has been lowered.
     """
     if quota.max_adapters is not None and not _is_live(conn, name):
         check_num_adapters(conn, name.tenant, 1, quota)
-    if quota.max_bytes is not None and not _is_kept(conn, name.tenant, digest):
-        kept_bytes = _kept_bytes(conn, name.tenant)
-        if kept_bytes + source_bytes > quota.max_bytes:
-            raise _too_many_bytes(name.tenant, kept_bytes, f"{source_bytes} more are over", quota)
+    if quota.max_bytes is not None and not _has_digest(conn, name.tenant, digest):
+        stored_bytes = _stored_bytes(conn, name.tenant)
+        if stored_bytes + source_bytes > quota.max_bytes:
+            raise _too_many_bytes(name.tenant, stored_bytes, f"{source_bytes} more are over", quota)
 
 
-def check_room(conn: Connection, name: AdapterName, expected_digest: str, quota: Quota) -> None:
+def check_capacity(conn: Connection, name: AdapterName, expected_digest: str, quota: Quota) -> None:
     """Raises QuotaExceeded if nothing could be recorded under the name, before its content is
-    known: at the most content that is kept already, and that `expected_digest` names."""
+    known. Content that is stored already, and that `expected_digest` names, always fits."""
     if quota.max_adapters is not None and not _is_live(conn, name):
         check_num_adapters(conn, name.tenant, 1, quota)
-    if quota.max_bytes is not None and not _is_kept(conn, name.tenant, expected_digest):
-        kept_bytes = _kept_bytes(conn, name.tenant)
-        if kept_bytes >= quota.max_bytes:
+    if quota.max_bytes is not None and not _has_digest(conn, name.tenant, expected_digest):
+        stored_bytes = _stored_bytes(conn, name.tenant)
+        if stored_bytes >= quota.max_bytes:
             what = "nothing but content named by expected_digest that it keeps fits"
-            raise _too_many_bytes(name.tenant, kept_bytes, what, quota)
+            raise _too_many_bytes(name.tenant, stored_bytes, what, quota)
 
 
 def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quota) -> None:
@@ -79,10 +79,10 @@ def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quot
         )
 
 
-def _too_many_bytes(tenant: str, kept_bytes: int, what: str, quota: Quota) -> QuotaExceeded:
+def _too_many_bytes(tenant: str, stored_bytes: int, what: str, quota: Quota) -> QuotaExceeded:
     return QuotaExceeded(
-        f"max_bytes: tenant {tenant!r} keeps {kept_bytes} bytes of adapters, those deleted within "
-        f"the grace included; {what} its quota of {quota.max_bytes}",
+        f"max_bytes: tenant {tenant!r} keeps {stored_bytes} bytes of adapters, those deleted "
+        f"within the grace included; {what} its quota of {quota.max_bytes}",
         subject="max_bytes",
     )
 
@@ -96,7 +96,7 @@ def _is_live(conn: Connection, name: AdapterName) -> bool:
     return conn.execute(query).first() is not None
 
 
-def _is_kept(conn: Connection, tenant: str, digest: str) -> bool:
+def _has_digest(conn: Connection, tenant: str, digest: str) -> bool:
     query = (
         select(versions.c.version)
         .join(adapters, adapters.c.id == versions.c.adapter_id)
@@ -105,11 +105,11 @@ def _is_kept(conn: Connection, tenant: str, digest: str) -> bool:
     return conn.execute(query.limit(1)).first() is not None
 
 
-def _kept_bytes(conn: Connection, tenant: str) -> int:
-    kept = (
+def _stored_bytes(conn: Connection, tenant: str) -> int:
+    stored = (
         select(versions.c.digest)
         .join(adapters, adapters.c.id == versions.c.adapter_id)
         .where(adapters.c.tenant == tenant)
     )
-    used = conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(kept)))
+    used = conn.scalar(select(func.sum(blobs.c.source_bytes)).where(blobs.c.digest.in_(stored)))
     return int(used or 0)  # PostgreSQL sums into a decimal number

@@ -1,4 +1,4 @@
-"""How far each (digest, layout) has come on its way to an image, and who may pull it."""
+"""The state of the image of each (digest, layout), and who may pull it."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from adapter_store.catalog.schema import (
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict, Tenants
 from adapter_store.errors import LimitExceeded
 
-_SETTLED = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
+_FINAL = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Of an image: a record of its digest exists, live or deleted within the grace; one of them is
-    for a base model of its layout; and how far its compilation has come."""
+class ImageAccess:
+    """What decides whether an image may be pulled: a record of its digest exists, live or deleted
+    within the grace; one such record is for a base model of its layout; and its verdict."""
 
     has_record: bool
     serves_base: bool
     verdict: LayoutVerdict
 
 
-def standing(
+def image_access(
     conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants
-) -> Standing:
-    """What stands in these tenants' way of pulling an image."""
-    return Standing(
+) -> ImageAccess:
+    """Returns what decides whether these tenants may pull an image."""
+    return ImageAccess(
         has_record(conn, key.digest, deleted_after, tenants),
         has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
         verdict(conn, key),
@@ -56,7 +56,7 @@ def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
 
 
 def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
-    """Records how an image stands. False: its blob has been collected meanwhile."""
+    """Records the state of an image. Returns False if its blob has been collected meanwhile."""
     if conn.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).first() is None:
         return False
     values = {
@@ -72,8 +72,8 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
     return True
 
 
-def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -> list[str]:
-    """Digests that names point to now and that have no verdict under this layout yet."""
+def unfinished(conn: Connection, layout_id: str, after_digest: str, limit: int) -> list[str]:
+    """Returns the digests of current versions that have no final verdict under this layout."""
     query = (
         _current_digests()
         .join(
@@ -89,7 +89,7 @@ def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -
         )
         .where(
             versions.c.digest > after_digest,
-            or_(images.c.state.is_(None), images.c.state.not_in(_SETTLED)),
+            or_(images.c.state.is_(None), images.c.state.not_in(_FINAL)),
         )
         .order_by(versions.c.digest)
         .limit(limit)
@@ -98,7 +98,7 @@ def unsettled(conn: Connection, layout_id: str, after_digest: str, limit: int) -
 
 
 def pinned_keys(conn: Connection, live_since: int) -> list[ImageKey]:
-    """Every image of every pinned version, for live layouts."""
+    """Returns every image of every pinned version, for live layouts."""
     query = (
         select(versions.c.digest, layout_bases.c.layout_id)
         .distinct()
@@ -110,7 +110,7 @@ def pinned_keys(conn: Connection, live_since: int) -> list[ImageKey]:
 
 
 def check_pinned_bytes(conn: Connection, max_bytes: int) -> None:
-    """Raises LimitExceeded if the pinned images that have been compiled are more than this."""
+    """Raises LimitExceeded if the compiled pinned images have more bytes than this."""
     pinned = select(versions.c.digest).where(versions.c.pinned.is_(True))
     query = select(func.sum(images.c.image_bytes)).where(images.c.digest.in_(pinned))
     num_bytes = int(conn.scalar(query) or 0)
@@ -129,8 +129,8 @@ def has_record(
     tenants: Tenants = None,
     layout_id: str = "",
 ) -> bool:
-    """Whether a record of these tenants, live or deleted since, has this digest; with a layout:
-    for its base."""
+    """Returns whether a record of these tenants, live or deleted after this time, has this digest;
+    with a layout, whether such a record is for its base model."""
     query = (
         select(versions.c.version)
         .join(adapters, adapters.c.id == versions.c.adapter_id)
@@ -150,15 +150,15 @@ def has_record(
 
 
 def forget_unfinished(conn: Connection) -> None:
-    """What was being compiled when a process ended is pending again; not what another replica is
-    compiling now, and has a lease for."""
+    """Resets the images that were being compiled when a process ended to pending, except those that
+    another replica compiles now, and has a lease for."""
     lease = literal("image:") + images.c.digest + ":" + images.c.layout_id
     alive = exists().where(leases.c.key == lease, leases.c.expire_time > now_micros(conn))
-    conn.execute(delete(images).where(images.c.state.not_in(_SETTLED), ~alive))
+    conn.execute(delete(images).where(images.c.state.not_in(_FINAL), ~alive))
 
 
 def forget_all(conn: Connection) -> None:
-    """Another compiler has to judge everything anew."""
+    """Forgets all verdicts: another compiler has to give its own."""
     conn.execute(delete(images))
 
 

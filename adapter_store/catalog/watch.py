@@ -1,8 +1,8 @@
-"""The live tail of the catalog's history, for any number of watchers.
+"""Streams the catalog's history, as it grows, to any number of watchers.
 
-Nothing is queued per watcher: each holds only its position, and reads on from the recent events in
+Nothing is queued per watcher: each has only a position, and reads on from the recent events in
 memory, or from the catalog when it has fallen behind. So a slow watcher costs nothing, and one that
-falls behind the retention is told to list again.
+falls behind the retention gets RevisionTooOld and has to list again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH_EVENTS = 256
 
 
 class Watch:
-    """Lives on one event loop. `catalog` tells it of changes from any thread."""
+    """Lives on one event loop. The catalog calls it with changes from any thread."""
 
     def __init__(self, catalog: Catalog, executor: Executor, bookmark_seconds: float) -> None:
         self._catalog = catalog
@@ -30,11 +30,11 @@ class Watch:
         self._bookmark_seconds = bookmark_seconds
         self._loop = asyncio.get_running_loop()
         self._recent: deque[AdapterEvent] = deque(maxlen=RECENT_EVENTS)
-        self._told = 0
+        self._last_received = 0
         self._changed = asyncio.Event()
         self._closed = False
         self.num_watchers = 0
-        catalog.on_change(self._tell)
+        catalog.on_change(self._on_change)
         self._revision = catalog.revision()
 
     def close(self) -> None:
@@ -42,12 +42,13 @@ class Watch:
         self._closed = True
         self._wake()
 
-    async def follow(
+    async def stream(
         self, since_revision: int, tenants: Tenants = None
     ) -> AsyncGenerator[AdapterEvent]:
-        """Events of these tenants after `since_revision`, then each as it happens, with bookmarks
-        in silence, and where others' events were passed over: the caller is never behind. While we
-        do not know what others change there are none: the caller is not to believe us.
+        """Yields these tenants' events after `since_revision`, then each as it happens. Bookmarks
+        are sent when there are no events for a while, and where other tenants' events were left
+        out, so that the caller's revision stays current. While it is not known what other replicas
+        change there are no bookmarks: the caller's revision may not be current.
 
         Raises RevisionTooOld, at the start or when the caller is too slow, and Draining.
         """
@@ -55,19 +56,19 @@ class Watch:
         try:
             position = since_revision
             while True:
-                told = position
+                yielded = position
                 for event in await self._read(position):
                     position = event.revision
                     if tenants is None or event.tenant in tenants:
                         yield event
-                        told = position
-                if told != position:
+                        yielded = position
+                if yielded != position:
                     yield _bookmark(position)
                 if self._closed:
                     raise Draining("this store is shutting down")
-                # A caller may know of a change in another replica before it is known here.
-                is_silence = position >= self._revision and not await self._change_from(position)
-                if is_silence and self._catalog.is_current:
+                # A caller may know of another replica's change before it is known here.
+                is_idle = position >= self._revision and not await self._change_from(position)
+                if is_idle and self._catalog.is_current:
                     yield _bookmark(position)
         finally:
             self.num_watchers -= 1
@@ -85,7 +86,8 @@ class Watch:
         )
 
     async def _change_from(self, position: int) -> bool:
-        """Waits until there is something after `position`; False: not within the bookmark time."""
+        """Waits for an event after `position`. Returns False if none comes within the bookmark
+        time."""
         changed = self._changed
         if self._closed or self._revision > position:
             return True
@@ -96,19 +98,19 @@ class Watch:
             return False
         return True
 
-    def _tell(self, events: list[AdapterEvent]) -> None:
-        """Called by the catalog in commit order, from the writer's thread."""
+    def _on_change(self, events: list[AdapterEvent]) -> None:
+        """Receives events in commit order, from the writer's thread."""
         try:
             self._loop.call_soon_threadsafe(self._add, events)
         except RuntimeError:
-            # The loop has ended; nobody watches any more.
+            # The loop has ended, and with it all watchers.
             assert self._loop.is_closed()
 
     def _add(self, events: list[AdapterEvent]) -> None:
-        is_restored = events[0].revision <= self._told
-        self._told = events[-1].revision
+        is_restored = events[0].revision <= self._last_received
+        self._last_received = events[-1].revision
         if is_restored:
-            # The database has been put back to an earlier state: whoever is ahead lists again.
+            # The database was restored to an earlier state: watchers ahead of it list again.
             self._recent.clear()
         elif events[-1].revision <= self._revision:
             return  # known from the start

@@ -25,7 +25,7 @@ from adapter_store.debug.config import secrets_of, shown_settings
 from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.service import Registry
+from adapter_store.service import StoreService
 from servicekit.telemetry.metrics import exposition
 from servicekit.telemetry.redact import Redactor
 
@@ -50,7 +50,7 @@ class DebugInfo:
     """Lives on the event loop."""
 
     settings: StoreSettings
-    registry: Registry
+    service: StoreService
     metrics: Metrics
     errors: LastErrors
 
@@ -75,15 +75,15 @@ class DebugInfo:
 
     async def _catalog(self) -> dict[str, Any]:
         """Counts, of whatever size it is, and the tiers."""
-        return asdict(await self.registry.status())
+        return asdict(await self.service.status())
 
     async def _work(self) -> dict[str, Any]:
-        work, now_s = self.registry.work_details(), time.monotonic()
-        pulls = sorted(work.pulls, key=lambda pull: pull.began_s)
+        work, now_s = self.service.work_details(), time.monotonic()
+        pulls = sorted(work.pulls, key=lambda pull: pull.start_s)
         return {
             "num_registrations": work.num_registrations,
             "num_uploads": work.num_uploads,
-            "num_queued_ahead": work.num_queued_ahead,
+            "num_queued_ahead": work.num_queued,
             "num_images": len(work.images),
             "images": [image._asdict() for image in work.images[:MAX_ROWS]],
             "num_pulls": len(pulls),
@@ -91,7 +91,7 @@ class DebugInfo:
                 {
                     "digest": pull.digest,
                     "layout_id": pull.layout_id,
-                    "age_s": now_s - pull.began_s,
+                    "age_s": now_s - pull.start_s,
                     "sent_bytes": pull.sent_bytes,
                 }
                 for pull in pulls[:MAX_ROWS]

@@ -1,4 +1,4 @@
-"""Buffers for images. Some that came free are kept: their pages need not be faulted in again."""
+"""Buffers for images, and a pool of spare ones, whose pages need not be faulted in again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def allocate_buffer(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], not initialised; pinned where CUDA is, so that devices copy from it.
+    """Returns uint8 [num_bytes], not initialised; pinned where there is CUDA, so that devices can
+    copy from it.
 
-    Without CUDA a mapping of its own: freed, it goes back to the system at once.
+    Without CUDA it is a mapping of its own, which goes back to the system as soon as it is freed.
     """
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -21,12 +22,12 @@ def allocate_buffer(num_bytes: int) -> torch.Tensor:
 
 
 def resident_buffer(num_bytes: int) -> torch.Tensor:
-    """As `allocate_buffer`, and all of it is there: nobody waits for its pages any more."""
+    """Returns a buffer as `allocate_buffer`, with all its pages faulted in."""
     return allocate_buffer(num_bytes).zero_()
 
 
 class BufferPool:
-    """Spare buffers, the oldest first out. Used from one thread; its owner accounts for them."""
+    """Spare buffers, the oldest freed first. Used from one thread; its owner accounts for them."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.spare_bytes = 0
@@ -34,11 +35,11 @@ class BufferPool:
         self._spares: deque[torch.Tensor] = deque()
 
     def has(self, num_bytes: int) -> bool:
-        """Whether there is a spare buffer of exactly this size."""
+        """Returns whether there is a spare buffer of exactly this size."""
         return any(spare.numel() == num_bytes for spare in self._spares)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of exactly this size: a spare one, else a new one."""
+        """Returns a buffer of exactly this size: a spare one, else a new one."""
         for index, spare in enumerate(self._spares):
             if spare.numel() == num_bytes:
                 del self._spares[index]
@@ -46,8 +47,8 @@ class BufferPool:
                 return spare
         return allocate_buffer(num_bytes)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Keeps a buffer that nobody reads or writes any more, if it fits."""
+    def put(self, buffer: torch.Tensor) -> None:
+        """Adds a buffer that is no longer read or written, if it fits."""
         self._spares.append(buffer)
         self.spare_bytes += buffer.numel()
         self.shrink(self._capacity_bytes)

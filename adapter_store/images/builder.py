@@ -1,6 +1,6 @@
-"""Makes one image: from the disk tier, else from the shared tier, else from the blob.
+"""Builds one image: from the disk tier, else from the shared tier, else from the blob.
 
-Blocking; run it in a worker. `plan`, then `fill` into a buffer of the plan's size, then `keep`.
+Blocking; run it in a worker. `plan`, then `fill` into a buffer of the plan's size, then `store`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.file import open_image, read_parts, write_image
 from adapter_store.images.layout import from_json
-from adapter_store.images.partial_image import GrowingImage
+from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.shared_tier import Claim, SharedImages
-from adapter_store.images.worker_pool import Turn
+from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import NotFound
 
 logger = logging.getLogger(__name__)
 
-CLAIM_PATIENCE_SECONDS = 4.0
-"""How long another replica is waited for. It may be alive and yet not come to it: it makes way for
-pulls that wait for images which we, making way for this one, have claimed."""
+CLAIM_WAIT_SECONDS = 4.0
+"""How long to wait for another replica. It may be alive and yet make no progress: its job yields to
+pulls that wait for images which this replica has claimed in jobs that yield to this one."""
 
-# What was taken in stays servable when the limits for new adapters become tighter.
+# Registered adapters stay servable when the limits for new ones become tighter.
 _NO_LIMITS = CheckpointLimits(
     max_config_bytes=1 << 30,
     max_header_bytes=1 << 30,
@@ -49,20 +49,20 @@ _NO_LIMITS = CheckpointLimits(
 )
 
 
-class NotAhead(Exception):
-    """This image is not to be compiled ahead now: it would take the place of others on the disk,
-    or another replica has made it, or is at it."""
+class NotPrecompiled(Exception):
+    """The image is not precompiled now: it would evict others from the disk, or another replica
+    has compiled it, or is doing so."""
 
 
 @dataclass(eq=False, slots=True)
 class Build:
-    """One image on its way: what to make, and what has become of it."""
+    """One image being built: what to build, and how far it has come."""
 
     key: ImageKey
     layout: Layout
     checkpoint: Checkpoint
     plan: ImagePlan
-    is_ahead: bool
+    is_precompile: bool
     image: Image | None = None
     is_on_disk: bool = False
     is_compiled: bool = False
@@ -71,18 +71,18 @@ class Build:
 
     @property
     def source(self) -> str:
-        """Where its bytes came from."""
+        """Where its bytes came from: disk, blob or shared."""
         return "disk" if self.is_on_disk else "blob" if self.is_compiled else "shared"
 
-    def settle_compiling(self) -> None:
-        """Returns when the verdict COMPILING, recorded beside the work, is in the catalog."""
+    def wait_compiling_recorded(self) -> None:
+        """Returns when the verdict COMPILING, recorded concurrently, is in the catalog."""
         if self.compiling is not None:
             self.compiling.result()
 
 
 class ImageBuilder:
     """Reads blobs, writes the disk tier and the catalog's verdicts. Blocking; several threads may
-    work on different images. `threads` does small things beside."""
+    build different images. `threads` runs small concurrent tasks."""
 
     def __init__(
         self,
@@ -105,79 +105,79 @@ class ImageBuilder:
         self._shared = shared
         self._layouts: dict[str, Layout] = {}
 
-    def plan(self, key: ImageKey, *, ahead: bool = False) -> Build:
-        """What is known about an image before its bytes.
+    def plan(self, key: ImageKey, *, precompile: bool = False) -> Build:
+        """Plans an image; none of its bytes are read yet.
 
         Raises NotFound (unknown layout; no record of the digest within the grace),
         IncompatibleAdapter (the recorded or new verdict), CorruptData (the blob is damaged), and
-        with `ahead` NotAhead.
+        with `precompile` NotPrecompiled.
         """
         layout = self.check(key)
         checkpoint = self._open(key)
-        with self._incompatible_settled(key):
+        with self._record_incompatible(key):
             plan = plan_image(checkpoint, layout, base_model=layout.base_model)
-        build = Build(key, layout, checkpoint, plan, ahead)
-        if ahead:
-            self._check_ahead(build)
+        build = Build(key, layout, checkpoint, plan, precompile)
+        if precompile:
+            self._claim_precompile(build)
         return build
 
-    def fill(self, build: Build, image: GrowingImage, turn: Turn) -> None:
-        """Makes the image part by part: from the disk tier, else from the shared tier, else from
-        the blob. Whoever follows it reads each part at once.
+    def fill(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
+        """Fills the image part by part: from the disk tier, else from the shared tier, else from
+        the blob. Readers get each part at once.
 
-        Raises IncompatibleAdapter and CorruptData; what was final before stays so.
+        Raises IncompatibleAdapter and CorruptData; parts that were final stay so.
         """
-        if not build.is_ahead and self._read_disk(build, image):
+        if not build.is_precompile and self._read_disk(build, image):
             build.is_on_disk = True
         elif not self._read_shared(build, image):
-            self._compile(build, image, turn)
+            self._compile(build, image, yield_point)
         build.image = image.complete()
 
-    def keep(self, build: Build) -> None:
-        """Puts a filled image into the disk tier and the shared tier, and settles its verdict.
+    def store(self, build: Build) -> None:
+        """Writes a filled image to the disk tier and the shared tier, and records its verdict.
 
-        They are caches: that a disk is full or another service is gone fails nothing.
+        The tiers are caches: a full disk or an unavailable service is logged, not raised.
         """
         assert build.image is not None
         path = self._disk.path(build.key) if build.is_on_disk else self._write(build)
         if build.is_compiled:
             if self._shared is not None and path is not None:
-                with _tolerated("image not shared"):
+                with _log_os_errors("image not shared"):
                     self._shared.publish(build.key, path)
-            build.settle_compiling()
-            if not self._settle(
+            build.wait_compiling_recorded()
+            if not self._set_verdict(
                 build.key, ImageState.READY, image_bytes=build.plan.total_bytes
-            ):  # collected meanwhile: whoever did it may have looked before it was here
+            ):  # collected meanwhile, maybe before these files were there
                 self._disk.remove(build.key, Removal.DELETED)
                 if self._shared is not None:
-                    with _tolerated("shared image left to be swept"):
+                    with _log_os_errors("shared image left to be swept"):
                         self._shared.remove(build.key)
 
-    def abandon(self, build: Build) -> None:
-        """Whatever became of it: another replica may compile it now."""
+    def release_claim(self, build: Build) -> None:
+        """Lets other replicas compile the image."""
         claim, build.claim = build.claim, None
         if claim is not None:
-            with _tolerated("claim not released"):
+            with _log_os_errors("claim not released"):
                 claim.release()
 
     def check(self, key: ImageKey, tenants: Tenants = None) -> Layout:
-        """Whether the image may be pulled now, for one of these tenants; gives its layout.
+        """Checks that one of these tenants may pull the image now; returns its layout.
 
-        Raises NotFound, and IncompatibleAdapter for what is known to be so already.
+        Raises NotFound, and IncompatibleAdapter if that is recorded already.
         """
         digest, layout_id = key
         layout = self._layout(layout_id)
-        standing = self._catalog.standing(key, self._delete_grace, tenants)
-        if not standing.has_record:
+        access = self._catalog.image_access(key, self._delete_grace, tenants)
+        if not access.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
-        if not standing.serves_base:
+        if not access.serves_base:
             raise IncompatibleAdapter(
                 f"{digest} is not registered for base model {layout.base_model!r}",
                 subject="base_model",
                 reason="WRONG_BASE",
             )
-        if standing.verdict.state is ImageState.INCOMPATIBLE:
-            raise IncompatibleAdapter(standing.verdict.reason, subject=digest)
+        if access.verdict.state is ImageState.INCOMPATIBLE:
+            raise IncompatibleAdapter(access.verdict.reason, subject=digest)
         return layout
 
     def _layout(self, layout_id: str) -> Layout:
@@ -197,28 +197,29 @@ class ImageBuilder:
             return checkpoint
         try:
             return open_checkpoint(folder, _NO_LIMITS, digest=digest)
-        except InvalidAdapter as error:  # it was valid when it was kept
+        except InvalidAdapter as error:  # it was valid when it was stored
             self.check(key)  # unless it has been collected meanwhile
             raise self._damaged_blob(digest, str(error)) from error
 
-    def _check_ahead(self, build: Build) -> None:
-        """Raises NotAhead; otherwise it is ours to compile."""
-        if not self._disk.has_room(build.plan.total_bytes):
-            raise NotAhead
+    def _claim_precompile(self, build: Build) -> None:
+        """Claims the image for this replica. Raises NotPrecompiled."""
+        if not self._disk.has_space(build.plan.total_bytes):
+            raise NotPrecompiled
         if self._shared is not None:
-            with _tolerated("the shared tier does not answer"):
+            with _log_os_errors("the shared tier does not answer"):
                 stream = self._shared.find(build.key, build.plan)
                 if stream is not None:
                     stream.close()
                     image_bytes = build.plan.total_bytes
-                    self._settle(build.key, ImageState.READY, image_bytes=image_bytes)
-                    raise NotAhead
+                    self._set_verdict(build.key, ImageState.READY, image_bytes=image_bytes)
+                    raise NotPrecompiled
                 build.claim = self._shared.claim(build.key, wait=False)
                 if build.claim is None:
-                    raise NotAhead
+                    raise NotPrecompiled
 
-    def _read_disk(self, build: Build, image: GrowingImage) -> bool:
-        """Whether the image is complete now. A damaged file is dropped, to be made anew."""
+    def _read_disk(self, build: Build, image: PartialImage) -> bool:
+        """Reads the image from the disk tier; returns whether it is complete. A damaged file is
+        removed."""
         path = self._disk.find(build.key)
         is_read = False
         if path is not None:
@@ -226,7 +227,7 @@ class ImageBuilder:
                 with open_image(path) as file:
                     known = self._disk.is_verified(build.key, file.fileno())
                     plan, buffer = build.plan, image.buffer
-                    image.follow(read_parts(file, plan, buffer, path.name, is_verified=known))
+                    image.extend(read_parts(file, plan, buffer, path.name, is_verified=known))
                     if not known:
                         self._disk.note_verified(build.key, file.fileno())
                 is_read = True
@@ -238,13 +239,13 @@ class ImageBuilder:
         self._disk.count(is_read)
         return is_read
 
-    def _read_shared(self, build: Build, image: GrowingImage) -> bool:
-        """Whether the image is complete now, as another replica made it. If not, the claim to
-        compile it here is ours, or there is nobody to share with, or to wait for any longer."""
+    def _read_shared(self, build: Build, image: PartialImage) -> bool:
+        """Reads the image as another replica compiled it; returns whether it is complete. If not,
+        this replica holds the claim, or nothing is shared, or waiting any longer is no use."""
         if self._shared is None:
             return False
-        deadline = time.monotonic() + CLAIM_PATIENCE_SECONDS
-        with _tolerated("the shared tier does not answer"):
+        deadline = time.monotonic() + CLAIM_WAIT_SECONDS
+        with _log_os_errors("the shared tier does not answer"):
             while build.claim is None and time.monotonic() < deadline:
                 stream = self._shared.find(build.key, build.plan)
                 if stream is not None:
@@ -254,7 +255,7 @@ class ImageBuilder:
                             stream, build.plan, image.buffer, name, num_final=len(image.parts)
                         )
                         try:
-                            image.follow(parts)
+                            image.extend(parts)
                             return True
                         except CorruptData as error:
                             self._report_damage(error)
@@ -262,10 +263,10 @@ class ImageBuilder:
                 build.claim = self._shared.claim(build.key, wait=True)
         return False
 
-    def _compile(self, build: Build, image: GrowingImage, turn: Turn) -> None:
+    def _compile(self, build: Build, image: PartialImage, yield_point: YieldPoint) -> None:
         start = time.monotonic()
         build.is_compiled = True
-        build.compiling = self._threads.submit(self._settle, build.key, ImageState.COMPILING)
+        build.compiling = self._threads.submit(self._set_verdict, build.key, ImageState.COMPILING)
         parts = compile_parts(
             build.checkpoint,
             build.layout,
@@ -275,16 +276,16 @@ class ImageBuilder:
             threads=self._threads,
         )
         try:
-            with self._incompatible_settled(build.key, build), closing(parts):
+            with self._record_incompatible(build.key, build), closing(parts):
                 for part in parts:
-                    image.add(part)
-                    turn.give_way()
+                    image.append(part)
+                    yield_point.wait()
         except IncompatibleAdapter:
             raise
         except BaseException as error:
             self._metrics.compiles.labels("failed").inc()
-            build.settle_compiling()
-            self._settle(build.key, ImageState.PENDING)
+            build.wait_compiling_recorded()
+            self._set_verdict(build.key, ImageState.PENDING)
             if isinstance(error, CorruptData):
                 raise self._damaged_blob(build.key.digest, str(error)) from error
             raise
@@ -292,10 +293,10 @@ class ImageBuilder:
         self._metrics.compile_seconds.observe(time.monotonic() - start)
 
     def _write(self, build: Build) -> Path | None:
-        """Into the disk tier. Gives the file, if it is there now."""
+        """Writes the image to the disk tier. Returns the file, if it is there now."""
         assert build.image is not None
         written = None
-        with _tolerated("image not written to disk"):
+        with _log_os_errors("image not written to disk"):
             path = self._disk.prepare(build.key, build.plan.total_bytes)
             if path is not None:
                 write_image(path, build.image)
@@ -304,24 +305,24 @@ class ImageBuilder:
         return written
 
     @contextmanager
-    def _incompatible_settled(self, key: ImageKey, build: Build | None = None) -> Iterator[None]:
+    def _record_incompatible(self, key: ImageKey, build: Build | None = None) -> Iterator[None]:
         try:
             yield
         except IncompatibleAdapter as error:
             self._metrics.compiles.labels("incompatible").inc()
             if build is not None:
-                build.settle_compiling()
-            self._settle(key, ImageState.INCOMPATIBLE, str(error))
+                build.wait_compiling_recorded()
+            self._set_verdict(key, ImageState.INCOMPATIBLE, str(error))
             raise
 
     def _report_damage(self, error: CorruptData) -> None:
-        logger.warning("damaged image; building it anew", extra={"why": str(error)})
+        logger.warning("damaged image; it is built again", extra={"why": str(error)})
         self._metrics.damaged_files.labels("image").inc()
 
-    def _settle(
+    def _set_verdict(
         self, key: ImageKey, state: ImageState, reason: str = "", image_bytes: int = 0
     ) -> bool:
-        """False: the adapter has been collected meanwhile."""
+        """Returns False if the adapter has been collected meanwhile."""
         return self._catalog.set_verdict(
             key.digest, LayoutVerdict(key.layout_id, state, reason, image_bytes)
         )
@@ -335,7 +336,7 @@ class ImageBuilder:
 
 
 @contextmanager
-def _tolerated(what: str) -> Iterator[None]:
+def _log_os_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

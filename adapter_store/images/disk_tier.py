@@ -96,7 +96,7 @@ class DiskTier:
             self.counts.hits += was_hit
             self.counts.misses += not was_hit
 
-    def has_room(self, num_bytes: int) -> bool:
+    def has_space(self, num_bytes: int) -> bool:
         with self._lock:
             return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
 

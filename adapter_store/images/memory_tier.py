@@ -1,8 +1,9 @@
-"""The memory tier: images by bytes, the least recently used first out, and room for new ones.
+"""The memory tier: images within a number of bytes, evicted by least recent use.
 
-Every buffer is accounted from the moment it is allocated until it is freed. What cannot leave
-(being made, read by a stream, pinned) may exceed the capacity by a margin and no more: whoever
-wants to make a further image waits for room, pulls before work ahead.
+Every buffer is accounted from the moment it is allocated until it is freed. Images that cannot be
+evicted (being built, read by a stream, pinned) may exceed the capacity by a margin and no more: to
+build a further image its bytes are reserved first, which may have to wait, pulls before
+precompilation.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ import torch
 from adapter_store.core import ImageKey
 from adapter_store.images.buffers import BufferPool
 from adapter_store.images.disk_tier import Removal, TierCounts
-from adapter_store.images.partial_image import GrowingImage
+from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan
 from adapter_store.images.worker_pool import Priority
 
 MARGIN_BYTES = 32 << 20
 SPARE_BYTES = 256 << 20
-"""Kept of what came free: an image that takes the place of one of its size finds it all there."""
+"""How much freed memory is kept for images of the same size, its pages faulted in."""
 
 
 @dataclass(eq=False, slots=True)
 class MemoryEntry:
-    """An image in memory. `holds` counts its maker and the streams that read it: as long, it
-    takes its bytes."""
+    """An image in memory. `holds` counts its builder and the streams that read it: as long as there
+    is one, its bytes stay allocated."""
 
     key: ImageKey
-    image: GrowingImage
+    image: PartialImage
     holds: int = 0
     is_cached: bool = False
     is_freed: bool = False
-    """Its buffer is another image's: look for the image anew."""
+    """Its buffer belongs to another image now: find the image again."""
 
     @property
     def num_bytes(self) -> int:
         return self.image.plan.total_bytes
 
 
-class Room:
-    """A wish for the buffer of a new image; `granted` gives it."""
+class Reservation:
+    """A request for the buffer of a new image, which `granted` returns."""
 
     def __init__(self, num_bytes: int, priority: Priority) -> None:
         self.num_bytes = num_bytes
@@ -56,7 +57,7 @@ class Room:
 
 
 class MemoryTier:
-    """Used from one thread. Held and pinned images never leave."""
+    """Used from one thread. Held and pinned images are never evicted."""
 
     def __init__(self, capacity_bytes: int, is_pinned: Callable[[ImageKey], bool]) -> None:
         self.counts = TierCounts(capacity_bytes)
@@ -65,15 +66,15 @@ class MemoryTier:
         self._entries: OrderedDict[ImageKey, MemoryEntry] = OrderedDict()
         self._pool = BufferPool(min(SPARE_BYTES, capacity_bytes))
         self._held_bytes = 0
-        """Of entries with holds, and of room granted and not taken yet."""
-        self._rooms: list[tuple[Priority, int, Room]] = []
+        """The bytes of entries with holds, and of reservations granted and not used yet."""
+        self._reservations: list[tuple[Priority, int, Reservation]] = []
         self._order = itertools.count()
 
     def __contains__(self, key: ImageKey) -> bool:
         return key in self._entries
 
     def find(self, key: ImageKey) -> MemoryEntry | None:
-        """The image, now the most recently used; counts a hit or a miss."""
+        """Returns the image, which becomes the most recently used; counts a hit or a miss."""
         entry = self._entries.get(key)
         if entry is None:
             self.counts.misses += 1
@@ -82,66 +83,67 @@ class MemoryTier:
         self._entries.move_to_end(key)
         return entry
 
-    # Making images
+    # Building images
 
-    def ask_room(self, num_bytes: int, priority: Priority) -> Room:
-        """Asks for the bytes of a new image. When `granted`, they are accounted: go on to `start`,
-        or `return_room`."""
-        room = Room(num_bytes, priority)
-        self._push(room)
+    def reserve(self, num_bytes: int, priority: Priority) -> Reservation:
+        """Requests the bytes of a new image. Once `granted` they are accounted: call `start` or
+        `cancel_reservation` next."""
+        reservation = Reservation(num_bytes, priority)
+        self._push(reservation)
         self._grant()
-        return room
+        return reservation
 
-    def hurry(self, room: Room) -> None:
-        """A pull waits for this room now."""
-        if not room.granted.done() and room.priority is not Priority.PULL:
-            room.priority = Priority.PULL
-            self._push(room)
+    def promote(self, reservation: Reservation) -> None:
+        """Raises a reservation to the priority of a pull."""
+        if not reservation.granted.done() and reservation.priority is not Priority.PULL:
+            reservation.priority = Priority.PULL
+            self._push(reservation)
             self._grant()
 
-    def return_room(self, room: Room) -> None:
-        """The room is not wanted any more, granted or not."""
-        if not room.granted.cancel() and not room.granted.cancelled():
-            self._held_bytes -= room.num_bytes
-            self._release(room.granted.result())
+    def cancel_reservation(self, reservation: Reservation) -> None:
+        """Gives up a reservation, granted or not."""
+        if not reservation.granted.cancel() and not reservation.granted.cancelled():
+            self._held_bytes -= reservation.num_bytes
+            self._recycle(reservation.granted.result())
         self._grant()
 
-    def start(self, key: ImageKey, plan: ImagePlan, room: Room) -> MemoryEntry:
-        """The entry of an image about to be made in granted room, held by its maker."""
-        assert room.num_bytes == plan.total_bytes
+    def start(self, key: ImageKey, plan: ImagePlan, reservation: Reservation) -> MemoryEntry:
+        """Returns the entry of an image about to be built in reserved bytes, held by its
+        builder."""
+        assert reservation.num_bytes == plan.total_bytes
         self.counts.images += 1
-        return MemoryEntry(key, GrowingImage(plan, room.granted.result()), holds=1)
+        return MemoryEntry(key, PartialImage(plan, reservation.granted.result()), holds=1)
 
     def put(self, entry: MemoryEntry) -> None:
-        """Keeps an image that somebody holds also afterwards."""
+        """Adds a held image to the tier, where it stays after its holds."""
         assert entry.holds
         self.drop(entry.key)
         self._entries[entry.key] = entry
         entry.is_cached = True
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the image fits without another one leaving."""
+    def has_space(self, num_bytes: int) -> bool:
+        """Returns whether an image fits without an eviction."""
         return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
 
     def lacks_spare(self, num_bytes: int) -> bool:
-        """Whether the next image of this size would have to wait for new pages, although there is
-        room for them."""
+        """Returns whether the next image of this size would have to wait for new pages, although
+        there is space for them."""
         return (
             num_bytes <= SPARE_BYTES // 4
             and not self._pool.has(num_bytes)
-            and self.has_room(self._pool.spare_bytes + num_bytes)
+            and self.has_space(self._pool.spare_bytes + num_bytes)
         )
 
     def add_spare(self, buffer: torch.Tensor) -> None:
-        """Keeps a buffer for the next image of its size, if there still is room for it."""
-        self._pool.give(buffer)
+        """Keeps a buffer for the next image of its size, if there still is space for it."""
+        self._pool.put(buffer)
         self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
 
     # Reading images
 
     @contextmanager
     def hold(self, entry: MemoryEntry) -> Iterator[MemoryEntry]:
-        """Keeps the image's bytes while the context lasts, whatever happens to the tier."""
+        """Keeps the image's bytes allocated while the context lasts, even if it is evicted."""
         assert not entry.is_freed
         if entry.holds == 0:
             self._held_bytes += entry.num_bytes
@@ -149,9 +151,9 @@ class MemoryTier:
         try:
             yield entry
         finally:
-            self.let_go(entry)
+            self.release(entry)
 
-    def let_go(self, entry: MemoryEntry) -> None:
+    def release(self, entry: MemoryEntry) -> None:
         """Ends a hold."""
         entry.holds -= 1
         if entry.holds == 0:
@@ -161,7 +163,7 @@ class MemoryTier:
         self.shrink()
 
     def drop(self, key: ImageKey) -> None:
-        """Forgets an image; its bytes are free when nobody holds it."""
+        """Removes an image from the tier; its bytes are freed with its last hold."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             entry.is_cached = False
@@ -169,47 +171,48 @@ class MemoryTier:
                 self._free(entry)
 
     def drop_digests(self, digests: Set[str]) -> None:
-        """In one pass: whoever collects may have thousands, on the event loop."""
+        """Drops the images of collected digests, in one pass: there may be thousands."""
         self._drop_all(lambda key: key.digest in digests, Removal.DELETED)
 
     def drop_layouts(self, layout_ids: Set[str]) -> None:
         self._drop_all(lambda key: key.layout_id in layout_ids, Removal.UNUSED)
 
     def shrink(self) -> None:
-        """Lets the least recently used go until capacity is met, and gives away what is free."""
-        self._make_room(0)
+        """Evicts the least recently used images until capacity is met, and grants reservations."""
+        self._evict_for(0)
         self._grant()
 
     def check_integrity(self) -> None:
-        """Asserts that the accounts equal what is there; call it while nothing is held."""
+        """Asserts that the accounts match the entries; call it while nothing is held."""
         assert self.counts.images == len(self._entries)
         assert self.counts.used_bytes == sum(e.num_bytes for e in self._entries.values())
         assert all(e.is_cached and e.holds == 0 for e in self._entries.values())
         assert self._held_bytes == 0
-        assert not any(self._is_waiting(entry) for entry in self._rooms)
+        assert not any(self._is_waiting(entry) for entry in self._reservations)
 
-    # Room
+    # Reservations
 
-    def _push(self, room: Room) -> None:
-        heapq.heappush(self._rooms, (room.priority, next(self._order), room))
+    def _push(self, reservation: Reservation) -> None:
+        entry = (reservation.priority, next(self._order), reservation)
+        heapq.heappush(self._reservations, entry)
 
-    def _is_waiting(self, entry: tuple[Priority, int, Room]) -> bool:
-        priority, _, room = entry
-        return not room.granted.done() and priority is room.priority
+    def _is_waiting(self, entry: tuple[Priority, int, Reservation]) -> bool:
+        priority, _, reservation = entry
+        return not reservation.granted.done() and priority is reservation.priority
 
     def _grant(self) -> None:
-        """Gives room to those who wait, in their order."""
-        while self._rooms:
-            room = self._rooms[0][2]
-            if self._is_waiting(self._rooms[0]):
-                if not self._can_make_room(room.num_bytes):
+        """Grants waiting reservations, in their order, as far as there is space."""
+        while self._reservations:
+            reservation = self._reservations[0][2]
+            if self._is_waiting(self._reservations[0]):
+                if not self._can_allocate(reservation.num_bytes):
                     return
-                room.granted.set_result(self._allocate(room.num_bytes))
-            heapq.heappop(self._rooms)
+                reservation.granted.set_result(self._allocate(reservation.num_bytes))
+            heapq.heappop(self._reservations)
 
-    def _can_make_room(self, num_bytes: int) -> bool:
-        """Whether what cannot leave stays within bounds. One image always may be made, or those
-        that are too large, or come when all is pinned, would wait for ever."""
+    def _can_allocate(self, num_bytes: int) -> bool:
+        """Returns whether the bytes that cannot be evicted stay within bounds. One image may always
+        be built: one that is too large, or comes when all is pinned, would wait for ever."""
         if self._held_bytes == 0:
             return True
         staying = self._held_bytes + num_bytes
@@ -222,21 +225,21 @@ class MemoryTier:
     def _is_idle_pinned(self, key: ImageKey, entry: MemoryEntry) -> bool:
         return entry.holds == 0 and self._is_pinned(key)
 
-    def _drop_all(self, is_meant: Callable[[ImageKey], bool], reason: Removal) -> None:
-        for key in [key for key in self._entries if is_meant(key)]:
+    def _drop_all(self, matches: Callable[[ImageKey], bool], reason: Removal) -> None:
+        for key in [key for key in self._entries if matches(key)]:
             self.drop(key)
             self.counts.removals[reason] += 1
         self._grant()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        self._make_room(num_bytes)
+        self._evict_for(num_bytes)
         buffer = self._pool.take(num_bytes)
         self._held_bytes += num_bytes
         self.counts.used_bytes += num_bytes
         self._pool.shrink(self.counts.capacity_bytes - self.counts.used_bytes)
         return buffer
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _evict_for(self, num_bytes: int) -> None:
         limit = self.counts.capacity_bytes - num_bytes
         if self.counts.used_bytes <= limit:
             return
@@ -250,8 +253,8 @@ class MemoryTier:
     def _free(self, entry: MemoryEntry) -> None:
         entry.is_freed = True
         self.counts.images -= 1
-        self._release(entry.image.buffer)
+        self._recycle(entry.image.buffer)
 
-    def _release(self, buffer: torch.Tensor) -> None:
+    def _recycle(self, buffer: torch.Tensor) -> None:
         self.counts.used_bytes -= buffer.numel()
         self.add_spare(buffer)

@@ -1,4 +1,4 @@
-"""An image on its way into memory: whoever follows it reads each part as soon as it is final."""
+"""An image that is being filled: readers get each part as soon as it is final."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from adapter_store.images.plan import ImagePlan
 from servicekit.errors import Draining
 
 
-class GrowingImage:
-    """One thread fills `buffer` (uint8 [plan.total_bytes]) and says so; the event loop follows.
+class PartialImage:
+    """One thread fills `buffer` (uint8 [plan.total_bytes]) part by part; readers wait for parts on
+    the event loop.
 
-    Of `buffer`, the bytes of `parts` are final; `parts` only grows, in order.
+    The bytes of `parts` are final; `parts` only grows, in order.
     """
 
     def __init__(self, plan: ImagePlan, buffer: torch.Tensor) -> None:
@@ -28,35 +29,37 @@ class GrowingImage:
         self._loop = asyncio.get_running_loop()
         self._waiters: list[asyncio.Future[None]] = []
 
-    def add(self, part: ImagePart) -> None:
-        """The next part is final. From the filling thread."""
+    def append(self, part: ImagePart) -> None:
+        """Adds the next part, which is final. Called by the filling thread."""
         assert part.index == len(self.parts)
         self.parts.append(part)
         self._loop.call_soon_threadsafe(self._wake)
 
-    def follow(self, parts: Iterable[ImagePart]) -> None:
-        """Adds each of the further parts as it comes. From the filling thread."""
+    def extend(self, parts: Iterable[ImagePart]) -> None:
+        """Appends each of the further parts as the iterator yields it. Called by the filling
+        thread."""
         for part in parts:
-            self.add(part)
+            self.append(part)
 
     def complete(self) -> Image:
-        """All parts are final and the whole is checked. From the filling thread."""
+        """Marks the image as final and checked. Called by the filling thread."""
         assert len(self.parts) == len(self.plan.parts)
         self._is_complete = True
         self._loop.call_soon_threadsafe(self._wake)
         return Image(self.plan, self.buffer, tuple(self.parts))
 
     def fail(self, failure: BaseException) -> None:
-        """It will never be complete, and nothing is written any more. On the event loop."""
+        """Marks the image as one that will never be complete, and is no longer written to. Called
+        on the event loop."""
         if isinstance(failure, asyncio.CancelledError):
             failure = Draining("this store is shutting down")
         self._failure = failure
         self._wake()
 
-    async def part(self, index: int) -> ImagePart | None:
-        """Part `index`, once it is final; None after the last, once the whole is checked.
+    async def wait_part(self, index: int) -> ImagePart | None:
+        """Returns part `index` once it is final; None after the last, once the image is checked.
 
-        Raises why the image failed, for every part that was not final by then.
+        Raises the failure of the image, for every part that was not final by then.
         """
         while True:
             if index < len(self.parts):
@@ -69,9 +72,9 @@ class GrowingImage:
             self._waiters.append(waiter)
             await waiter
 
-    async def whole(self) -> Image:
-        """The image when it is complete. Raises why it failed."""
-        await self.part(len(self.plan.parts))
+    async def wait_complete(self) -> Image:
+        """Returns the image when it is complete. Raises its failure."""
+        await self.wait_part(len(self.plan.parts))
         return Image(self.plan, self.buffer, tuple(self.parts))
 
     def _wake(self) -> None:

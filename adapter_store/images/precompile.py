@@ -1,4 +1,4 @@
-"""Compiling ahead: images are made before anybody pulls them."""
+"""Compiles images before they are pulled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import ImageKey
-from adapter_store.images.cache import Images
+from adapter_store.images.cache import ImageCache
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import OpenSpan
 
@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 PAGE_DIGESTS = 500
 
 
-class Ahead:
-    """Lives on the event loop. Everything wanted is made in turn, `num_workers` at a time. Where
-    `only_pinned`, what names point to is left to other replicas."""
+class Precompiler:
+    """Compiles what is queued, in order, `num_workers` images at a time. Lives on the event loop.
+
+    With `only_pinned`, current versions are left to other replicas.
+    """
 
     def __init__(
         self,
         catalog: Catalog,
-        images: Images,
+        images: ImageCache,
         executor: Executor,
         num_workers: int,
         *,
@@ -35,34 +37,34 @@ class Ahead:
         self._catalog = catalog
         self._images = images
         self._executor = executor
-        # Scans wait when the workers are busy, so what is queued stays small.
+        # Scans wait while the workers are busy, so the queue stays short.
         self._keys: asyncio.Queue[tuple[ImageKey, OpenSpan | None]] = asyncio.Queue()
         self._scans: asyncio.Queue[str] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._make()) for _ in range(num_workers)]
+        self._tasks = [asyncio.create_task(self._compile()) for _ in range(num_workers)]
         self._tasks.append(asyncio.create_task(self._scan()))
 
     @property
     def num_queued(self) -> int:
-        """Images that are wanted, and nobody has begun with."""
+        """The number of queued images that no worker has started."""
         return self._keys.qsize()
 
-    def want_pinned(self, keys: Iterable[ImageKey]) -> None:
-        """What is made for them is a part of what the caller does."""
+    def queue_pinned(self, keys: Iterable[ImageKey]) -> None:
+        """Queues images of pinned versions. Their spans become children of the caller's."""
         for key in keys:
             self._keys.put_nowait((key, spans.current()))
 
-    def want_current(self, keys: Iterable[ImageKey]) -> None:
-        """As `want_pinned`, of what names point to."""
+    def queue_current(self, keys: Iterable[ImageKey]) -> None:
+        """Queues images of current versions, unless only pinned ones are compiled here."""
         if not self._only_pinned:
-            self.want_pinned(keys)
+            self.queue_pinned(keys)
 
-    def want_layout(self, layout_id: str) -> None:
-        """Everything that names point to now and that this layout's base model serves."""
+    def queue_layout(self, layout_id: str) -> None:
+        """Queues the images of all current versions that this layout serves."""
         if not self._only_pinned:
             self._scans.put_nowait(layout_id)
 
-    async def idle(self) -> None:
-        """Returns when all that was wanted so far is made, or has failed."""
+    async def wait_idle(self) -> None:
+        """Returns when everything queued so far is compiled, or has failed."""
         await self._scans.join()
         await self._keys.join()
 
@@ -71,12 +73,12 @@ class Ahead:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _make(self) -> None:
+    async def _compile(self) -> None:
         while True:
             key, span = await self._keys.get()
             try:
                 with spans.use_span(span):
-                    await self._images.prepare(key)
+                    await self._images.precompile(key)
             finally:
                 self._keys.task_done()
 
@@ -87,12 +89,12 @@ class Ahead:
             try:
                 digest = ""
                 while digests := await loop.run_in_executor(
-                    self._executor, self._catalog.unsettled, layout_id, digest, PAGE_DIGESTS
+                    self._executor, self._catalog.unfinished, layout_id, digest, PAGE_DIGESTS
                 ):
-                    self.want_current(ImageKey(digest, layout_id) for digest in digests)
+                    self.queue_current(ImageKey(digest, layout_id) for digest in digests)
                     digest = digests[-1]
                     await self._keys.join()
             except Exception:
-                logger.exception("looking for images to compile ahead failed")
+                logger.exception("scanning for images to precompile failed")
             finally:
                 self._scans.task_done()

@@ -8,19 +8,19 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
-from adapter_store.images.cache import Images
+from adapter_store.images.cache import ImageCache
 from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.telemetry.spans import Phases
 
 CHUNK_BYTES = 512 << 10
-"""About this much: the pieces of a part are as long as each other, at most half more."""
+"""The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Opens every pull. `offset` is where this stream starts."""
+    """The first message of a pull. `offset` is where this stream starts."""
 
     image_id: str
     digest: str
@@ -33,7 +33,7 @@ class ImageHeader:
 
 @dataclass(frozen=True, slots=True)
 class ImageChunk:
-    """Bytes of the image from `offset`; a chunk never reaches over the end of a part.
+    """Bytes of the image from `offset`; a chunk never crosses the end of a part.
 
     `data` is the image's own memory.
     """
@@ -44,7 +44,7 @@ class ImageChunk:
 
 @dataclass(frozen=True, slots=True)
 class LayerEnd:
-    """Ends a part: `sha256` covers the bytes from the previous end to `end_offset`."""
+    """The end of a part: `sha256` covers the bytes from the previous end to `end_offset`."""
 
     part: int
     end_offset: int
@@ -53,7 +53,7 @@ class LayerEnd:
 
 @dataclass(frozen=True, slots=True)
 class ImageTrailer:
-    """sha256 of the parts' sha256 values, concatenated in order."""
+    """The last message of a pull: sha256 of the parts' sha256 values, concatenated in order."""
 
     sha256: bytes
 
@@ -63,18 +63,20 @@ PullMessage = ImageHeader | ImageChunk | LayerEnd | ImageTrailer
 
 @dataclass(eq=False, slots=True)
 class ActivePull:
-    """A pull in progress. `began_s` is of the monotonic clock."""
+    """A pull in progress. `start_s` is monotonic time."""
 
     digest: str
     layout_id: str
-    began_s: float
+    start_s: float
     sent_bytes: int = 0
 
 
 class Pulls:
-    """Streams images. Lives on the event loop. `use_layout` is told of each pull's layout."""
+    """Streams images. Lives on the event loop. Calls `use_layout` with the layout of each pull."""
 
-    def __init__(self, images: Images, metrics: Metrics, use_layout: Callable[[str], None]) -> None:
+    def __init__(
+        self, images: ImageCache, metrics: Metrics, use_layout: Callable[[str], None]
+    ) -> None:
         self._images = images
         self._metrics = metrics
         self._use_layout = use_layout
@@ -87,18 +89,18 @@ class Pulls:
     async def stream(
         self, key: ImageKey, offset: int, image_id: str, tenants: Tenants = None
     ) -> AsyncGenerator[PullMessage]:
-        """An image of one of these tenants from `offset` of `image_id` on, or from 0 if it is
-        another one now.
+        """Streams an image of one of these tenants from `offset` of `image_id`, or from 0 if the
+        image has another id now.
 
-        Each part is sent as soon as it is final, also while others are still being made; if those
-        fail, the stream ends with why, and without its trailer. The image is held as long as the
-        stream is open: a chunk is to be copied before the next is asked for.
+        Each part is sent as soon as it is final, while others are still being built; if those
+        fail, the stream ends with the error, and without its trailer. The image is held as long as
+        the stream is open: copy a chunk before requesting the next.
 
-        Raises as Images.hold and GrowingImage.part, and InvalidArgument for an offset beyond the
-        image.
+        Raises as ImageCache.hold and PartialImage.wait_part, and InvalidArgument for an offset
+        beyond the image.
         """
-        began_s = time.monotonic()
-        active = ActivePull(*key, began_s)
+        start_s = time.monotonic()
+        active = ActivePull(*key, start_s)
         self.active.add(active)
         result = "cancelled"
         phases, num_sent = Phases(), 0
@@ -108,12 +110,12 @@ class Pulls:
             async with self._images.hold(key, tenants) as image:
                 self._use_layout(key.layout_id)
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
-                self._metrics.pull_wait_seconds.observe(time.monotonic() - began_s)
+                self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
                 phases.enter("stream")
                 yield _header(image.plan, start)
                 data = image.buffer.numpy().data
                 for index in itertools.count(first_part(image.plan.parts, start)):
-                    part = await image.part(index)
+                    part = await image.wait_part(index)
                     if part is None:
                         break
                     for message in part_messages(data, part, start):
@@ -122,7 +124,7 @@ class Pulls:
                     self._metrics.pulled_bytes.inc(num_bytes)
                     num_sent += num_bytes
                     active.sent_bytes += num_bytes
-                yield ImageTrailer((await image.whole()).sha256)
+                yield ImageTrailer((await image.wait_complete()).sha256)
                 result = "complete"
         except BaseException as error:
             failure = error
@@ -135,30 +137,32 @@ class Pulls:
             self._metrics.pulls.labels(result).inc()
 
 
-def start_offset(asked_offset: int, asked_image_id: str, image_id: str, total_bytes: int) -> int:
-    """Where a stream starts: where asked to, but at 0 if that belonged to another image.
+def start_offset(offset: int, offset_image_id: str, image_id: str, total_bytes: int) -> int:
+    """Returns where a stream starts: at the requested offset, or at 0 if that belongs to another
+    image.
 
     Raises InvalidArgument for an offset beyond the end.
     """
-    if asked_image_id != image_id:
+    if offset_image_id != image_id:
         return 0
-    if asked_offset > total_bytes:
+    if offset > total_bytes:
         raise InvalidArgument(
-            f"offset: {asked_offset} lies beyond the image's {total_bytes} bytes", subject="offset"
+            f"offset: {offset} lies beyond the image's {total_bytes} bytes", subject="offset"
         )
-    return asked_offset
+    return offset
 
 
 def first_part(parts: Sequence[tuple[int, int]], offset: int) -> int:
-    """The first part, given as [start, end), that ends after `offset`; their number if none."""
+    """Returns the index of the first part [start, end) that ends after `offset`; their number if
+    there is none."""
     return next((i for i, (_, end) in enumerate(parts) if end > offset), len(parts))
 
 
 def part_messages(
     image: memoryview, part: ImagePart, offset: int
 ) -> Iterator[ImageChunk | LayerEnd]:
-    """What is sent of a part: its bytes from `offset` on, in chunks of about equal length, and its
-    end. Nothing is copied."""
+    """Yields the messages of a part: its bytes from `offset`, in chunks of about equal length, and
+    its end. Nothing is copied."""
     start = max(part.start, offset)
     num_chunks = max(1, round((part.end - start) / CHUNK_BYTES))
     for index in range(num_chunks):

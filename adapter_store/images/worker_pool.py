@@ -1,4 +1,4 @@
-"""A bounded pool of threads for jobs of different urgency."""
+"""A bounded pool of threads that run jobs by priority."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-KEEP_NICENESS = 10
-"""Of threads that put images on disk: nobody waits for them, and a model may be computing on the
-same processors."""
+WRITE_NICENESS = 10
+"""How much nicer threads are that write images to disk: no caller waits for them, and a model may
+be computing on the same processors."""
 
 
 class Priority(enum.IntEnum):
-    """Lower goes first. Among equals, first come, first served."""
+    """The order of jobs: lower values first, and first come, first served among equals."""
 
     PULL = 0
-    """Somebody waits."""
-    KEEP = 1
-    """Puts on disk what is in memory."""
+    """A caller waits."""
+    WRITE = 1
+    """Writes to disk what is in memory."""
     PINNED = 2
-    """From here on ahead of any pull: neither starts nor goes on while a pull's job is there."""
-    AHEAD = 3
+    """From here on before any pull: such jobs neither start nor continue while a pull's job is
+    there."""
+    PRECOMPILE = 3
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    work: Callable[[Turn], Any]
+    work: Callable[[YieldPoint], Any]
     priority: Priority
     order: int
     done: asyncio.Future[Any] = field(repr=False)
@@ -45,21 +46,22 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A running job's place among the others."""
+class YieldPoint:
+    """Lets a running job step aside for more urgent ones."""
 
-    give_way: Callable[[], None]
-    """For the job's thread, between two steps: returns when nothing more urgent is left to do."""
+    wait: Callable[[], None]
+    """Called by the job's thread between two steps: returns when no more urgent job is left."""
 
 
-class Workers:
-    """Lives on one event loop. At most `num_workers` jobs run, those that gave way not counted."""
+class WorkerPool:
+    """Runs at most `num_workers` jobs at a time, not counting paused ones. Lives on one event
+    loop."""
 
     def __init__(self, num_workers: int, name: str) -> None:
-        # Of each priority, no more than `num_workers` jobs can have given way.
+        # Per priority, no more than `num_workers` jobs can be paused.
         self._executor = ThreadPoolExecutor(num_workers * len(Priority), thread_name_prefix=name)
-        self._keepers = ThreadPoolExecutor(
-            num_workers, thread_name_prefix=f"{name}-keep", initializer=_give_way_to_others
+        self._writers = ThreadPoolExecutor(
+            num_workers, thread_name_prefix=f"{name}-write", initializer=_lower_thread_priority
         )
         self._free = num_workers
         self._order = itertools.count()
@@ -67,13 +69,14 @@ class Workers:
         self._jobs: dict[Hashable, _Job] = {}
         self._running_pulls = 0
         self._most_urgent = max(Priority)
-        """The first in the queue, or of a pull that runs; also read by the jobs' threads."""
+        """The priority of the first job in the queue, or PULL while one runs; also read by the
+        jobs' threads."""
         self._is_draining = False
 
-    async def run(self, key: Hashable, priority: Priority, work: Callable[[Turn], T]) -> T:
-        """Runs `work` in a thread when it is its turn. One job per key at a time."""
+    async def run(self, key: Hashable, priority: Priority, work: Callable[[YieldPoint], T]) -> T:
+        """Runs `work` in a thread when its priority allows. One job per key at a time."""
         assert key not in self._jobs
-        if self._is_draining and priority is not Priority.KEEP:
+        if self._is_draining and priority is not Priority.WRITE:
             raise asyncio.CancelledError
         done = asyncio.get_running_loop().create_future()
         job = _Job(work, priority, next(self._order), done)
@@ -85,10 +88,10 @@ class Workers:
         finally:
             del self._jobs[key]
 
-    def hurry(self, key: Hashable) -> None:
-        """Somebody waits for this job now: it goes before all that is less urgent than a pull."""
+    def promote(self, key: Hashable) -> None:
+        """Raises a job that is less urgent than writing to the priority of a pull."""
         job = self._jobs.get(key)
-        if job is None or job.done.done() or job.priority <= Priority.KEEP:
+        if job is None or job.done.done() or job.priority <= Priority.WRITE:
             return
         job.priority, job.order = Priority.PULL, next(self._order)
         if job.is_running:
@@ -98,20 +101,20 @@ class Workers:
         self._start_next()
 
     def drain(self) -> None:
-        """What has started goes on to its end, and what puts images on disk; nothing else starts:
-        those who wait for it are cancelled."""
+        """Lets started jobs and writes run to their end. Nothing else starts: whoever waits for it
+        is cancelled."""
         self._is_draining = True
         for _, _, job in self._heap:
             if job.has_thread:
                 job.resumed.set()
-            elif job.priority is not Priority.KEEP:
+            elif job.priority is not Priority.WRITE:
                 job.done.cancel()
 
     def close(self) -> None:
-        """Drains, and waits for what has started. Nothing else runs any more."""
+        """Drains, and waits for started jobs."""
         self.drain()
         self._executor.shutdown(wait=True, cancel_futures=True)
-        self._keepers.shutdown(wait=True, cancel_futures=True)
+        self._writers.shutdown(wait=True, cancel_futures=True)
 
     def _push(self, job: _Job) -> None:
         heapq.heappush(self._heap, (job.priority, job.order, job))
@@ -126,10 +129,10 @@ class Workers:
     def _first(self) -> _Job | None:
         while self._heap:
             priority, _, job = self._heap[0]
-            is_wanted = job.has_thread or not job.done.done()
-            if is_wanted and not job.is_running and priority is job.priority:
+            is_awaited = job.has_thread or not job.done.done()
+            if is_awaited and not job.is_running and priority is job.priority:
                 return job
-            heapq.heappop(self._heap)  # hurried before, or no longer wanted
+            heapq.heappop(self._heap)  # promoted before, or cancelled
         return None
 
     def _may_start(self, job: _Job) -> bool:
@@ -145,9 +148,9 @@ class Workers:
             return
         job.has_thread = True
         loop = asyncio.get_running_loop()
-        turn = Turn(lambda: self._give_way(loop, job))
-        executor = self._keepers if job.priority is Priority.KEEP else self._executor
-        loop.run_in_executor(executor, job.work, turn).add_done_callback(
+        yield_point = YieldPoint(lambda: self._yield_to_others(loop, job))
+        executor = self._writers if job.priority is Priority.WRITE else self._executor
+        loop.run_in_executor(executor, job.work, yield_point).add_done_callback(
             lambda result: self._finish(job, result)
         )
 
@@ -156,8 +159,8 @@ class Workers:
         self._free += 1
         self._running_pulls -= job.priority is Priority.PULL
 
-    def _give_way(self, loop: asyncio.AbstractEventLoop, job: _Job) -> None:
-        """In the job's thread."""
+    def _yield_to_others(self, loop: asyncio.AbstractEventLoop, job: _Job) -> None:
+        """Pauses the job if a more urgent one is queued. Runs in the job's thread."""
         if job.priority < Priority.PINNED or self._most_urgent >= job.priority or self._is_draining:
             return
         job.resumed.clear()
@@ -184,13 +187,13 @@ class Workers:
             else:
                 job.done.set_result(result.result())
         elif not result.cancelled():
-            result.exception()  # marks it as seen: nobody waits for it
+            result.exception()  # marks it as retrieved: no caller waits for it
         self._start_next()
 
 
-def _give_way_to_others() -> None:
+def _lower_thread_priority() -> None:
     """Lowers the calling thread's priority, which on Linux is the thread's own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread) + KEEP_NICENESS
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + WRITE_NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, niceness)

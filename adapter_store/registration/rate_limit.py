@@ -1,4 +1,5 @@
-"""How often tenants may register. Counted by this process alone: each replica grants the rate."""
+"""Limits how often tenants may register. Counts in this process only: each replica grants the
+rate."""
 
 from __future__ import annotations
 
@@ -12,26 +13,24 @@ _MAX_TENANTS = 10_000
 _MINUTE_SECONDS = 60.0
 
 
-class Rates:
-    """A bucket per tenant: full it allows a minute's registrations at once, and it fills evenly.
-
-    Thread-safe.
-    """
+class RateLimiter:
+    """A token bucket per tenant, which holds a minute's registrations and refills evenly.
+    Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._full_at: dict[str, float] = {}  # when each bucket will be full, if it is left alone
+        self._full_at: dict[str, float] = {}  # when each bucket will be full again
 
-    def take(self, tenant: str, per_minute: int | None) -> None:
-        """Counts one registration. Raises QuotaExceeded, which counts none."""
+    def acquire(self, tenant: str, per_minute: int | None) -> None:
+        """Counts one registration. Raises QuotaExceeded without counting it."""
         if per_minute is None:
             return
         interval_seconds = _MINUTE_SECONDS / per_minute
         with self._lock:
             now = self._clock()
             full_at = max(self._full_at.get(tenant, now), now) + interval_seconds
-            # The last of a full bucket fills it up again within a minute; rounding aside.
+            # A bucket that was full is full again within a minute, up to rounding.
             wait_seconds = full_at - now - _MINUTE_SECONDS
             if wait_seconds > interval_seconds * 1e-6:
                 raise QuotaExceeded(

@@ -1,4 +1,4 @@
-"""Registering an adapter: fetch, check, keep as a blob, record. Blocking; durable in the end."""
+"""Registers an adapter: fetches, checks, stores it as a blob, records it. Blocking and durable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from adapter_store.blobs.local import Blobs
@@ -50,7 +49,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a caller asks for, besides the files. Empty strings: not asked for."""
+    """A caller's request, without the files. Empty strings are not given."""
 
     name: AdapterName
     base_model: str = ""
@@ -64,7 +63,7 @@ class Registration:
 
 
 class Registrar:
-    """Thread-safe. `stopping` ends what is being fetched with Draining."""
+    """Thread-safe. Setting `stopping` ends fetches with Draining."""
 
     def __init__(
         self,
@@ -88,67 +87,67 @@ class Registrar:
         self._policies = policies
         self._stopping = stopping
 
-    def check(self, asked: Registration) -> None:
-        """What can be refused before anything is fetched.
+    def check(self, request: Registration) -> None:
+        """Checks what can be checked before anything is fetched.
 
-        Raises InvalidArgument, Conflict, QuotaExceeded for a tenant that has no room left, and
+        Raises InvalidArgument, Conflict, QuotaExceeded for a tenant whose quota is used up, and
         what check_signature raises.
         """
-        check_labels(asked.labels)
-        _check_description(asked.description)
-        if len(asked.base_model) > MAX_BASE_MODEL_CHARS or not asked.base_model.isprintable():
+        check_labels(request.labels)
+        _check_description(request.description)
+        if len(request.base_model) > MAX_BASE_MODEL_CHARS or not request.base_model.isprintable():
             raise InvalidArgument(
                 f"base_model: longer than {MAX_BASE_MODEL_CHARS} or not printable",
                 subject="base_model",
             )
-        if asked.expected_digest:
-            self._verify_signature(asked, asked.expected_digest)
+        if request.expected_digest:
+            self._verify_signature(request, request.expected_digest)
         else:
-            check_signature(self._policies.policy, asked.name.tenant, asked.signature)
-        if asked.if_current_digest:
+            check_signature(self._policies.policy, request.name.tenant, request.signature)
+        if request.if_current_digest:
             try:
-                current = self._catalog.get(AdapterRef(name=asked.name))[0].digest
+                current = self._catalog.get(AdapterRef(name=request.name))[0].digest
             except NotFound:
                 current = "nothing"
-            if current != asked.if_current_digest:
+            if current != request.if_current_digest:
                 raise Conflict(
-                    f"if_current_digest: {asked.name} points to {current}",
+                    f"if_current_digest: {request.name} points to {current}",
                     subject="if_current_digest",
                 )
-        self._catalog.check_room(asked.name, asked.expected_digest, self._quota(asked))
+        self._catalog.check_capacity(request.name, request.expected_digest, self._quota(request))
 
-    def register(self, asked: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
-        """Fetches and records. Gives the record and the revision at which it is current.
+    def register(self, request: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
+        """Fetches, checks and records. Returns the record and the revision at which it is current.
 
         Raises what Source.fetch and open_checkpoint raise, FailedPrecondition if the content is
-        not as expected or not what was signed, Conflict, and QuotaExceeded.
+        not the expected or the signed one, Conflict, and QuotaExceeded.
         """
         staging = self._stage()
         try:
-            with child_span("fetch") as span, _disk_full_translated():
+            with child_span("fetch") as span, _translate_disk_full():
                 revision = self._sources.fetch(source_uri, staging)
                 if span is not None:
                     span.set_attributes(
                         bytes=staging.total_bytes, scheme=source_uri.partition(":")[0]
                     )
-            return self._record(asked, staging, source_uri, revision)
+            return self._record(request, staging, source_uri, revision)
         finally:
             self._unstage(staging)
 
     def open_upload(self) -> Upload:
-        """A place for chunks; then call `finish_upload` or `abandon_upload`."""
+        """Opens an upload to write chunks to; then call `finish_upload` or `abandon_upload`."""
         return Upload(self._stage())
 
     def write_upload(self, upload: Upload, chunk: FileChunk) -> None:
-        with _disk_full_translated():
+        with _translate_disk_full():
             upload.write(chunk)
 
-    def finish_upload(self, asked: Registration, upload: Upload) -> tuple[AdapterRecord, int]:
-        """Records what was uploaded, as `register`."""
+    def finish_upload(self, request: Registration, upload: Upload) -> tuple[AdapterRecord, int]:
+        """Checks and records the uploaded files, as `register`."""
         try:
-            with _disk_full_translated():
+            with _translate_disk_full():
                 upload.finish()
-            return self._record(asked, upload.staging, UPLOAD_URI)
+            return self._record(request, upload.staging, UPLOAD_URI)
         finally:
             self.abandon_upload(upload)
 
@@ -156,12 +155,13 @@ class Registrar:
         upload.abandon()
         self._unstage(upload.staging)
 
-    def _verify_signature(self, asked: Registration, digest: str) -> str:
-        """See verify_signature: by the policy as it is at this moment."""
-        return verify_signature(self._policies.policy, asked.name.tenant, asked.signature, digest)
+    def _verify_signature(self, request: Registration, digest: str) -> str:
+        """Verifies by the policy of this moment. See verify_signature."""
+        policy, tenant = self._policies.policy, request.name.tenant
+        return verify_signature(policy, tenant, request.signature, digest)
 
-    def _quota(self, asked: Registration) -> Quota:
-        return self._policies.policy.tenant(asked.name.tenant).quota
+    def _quota(self, request: Registration) -> Quota:
+        return self._policies.policy.tenant(request.name.tenant).quota
 
     def _stage(self) -> Staging:
         return Staging(self._blobs.stage(), self._fetch_limits, self._stopping)
@@ -171,16 +171,16 @@ class Registrar:
         shutil.rmtree(staging.folder, ignore_errors=True)
 
     def _record(
-        self, asked: Registration, staging: Staging, source_uri: str, source_revision: str = ""
+        self, request: Registration, staging: Staging, source_uri: str, source_revision: str = ""
     ) -> tuple[AdapterRecord, int]:
         with child_span("check"):
             checkpoint = self._open(staging)
-            new = _new_version(asked, checkpoint, staging, source_uri, source_revision)
-            if asked.signature is not None:
-                signed_by = self._verify_signature(asked, new.digest)
-                new = replace(new, signed_by=signed_by, signature=asked.signature.value)
-        with child_span("commit"), self._blobs.guard(new.digest), _disk_full_translated():
-            record, revision = self._keep(asked, new, checkpoint)
+            new = _new_version(request, checkpoint, staging, source_uri, source_revision)
+            if request.signature is not None:
+                signed_by = self._verify_signature(request, new.digest)
+                new = replace(new, signed_by=signed_by, signature=request.signature.value)
+        with child_span("commit"), self._blobs.guard(new.digest), _translate_disk_full():
+            record, revision = self._commit(request, new, checkpoint)
         logger.info(
             "adapter registered",
             extra={
@@ -195,45 +195,45 @@ class Registrar:
 
     def _open(self, staging: Staging) -> Checkpoint:
         if staging.allows_pickle:
-            with _disk_full_translated():
+            with _translate_disk_full():
                 converted = convert_pickle(
-                    staging.folder, self._checkpoint_limits, check_wanted=staging.check_wanted
+                    staging.folder, self._checkpoint_limits, check_cancelled=staging.check_cancelled
                 )
             if converted is not None:
-                staging.replaced(PICKLE_FILE, converted)
+                staging.replace_file(PICKLE_FILE, converted)
         return open_checkpoint(staging.folder, self._checkpoint_limits)
 
-    def _keep(
-        self, asked: Registration, new: NewVersion, staged: Checkpoint
+    def _commit(
+        self, request: Registration, new: NewVersion, staged: Checkpoint
     ) -> tuple[AdapterRecord, int]:
-        """Makes the folder the blob, and lets the name point to it. Needs its guard."""
+        """Stores the folder as the blob, and points the name to it. Needs the blob's guard."""
         for _ in range(MAX_TRIES):
-            intact: list[Checkpoint] = []
-            is_intact = partial(self._is_intact, new.digest, intact)
-            kept = self._blobs.keep(staged.folder, new.digest, new.files, is_intact)
+            existing = _ExistingBlob(new.digest, self._checkpoint_limits)
+            stored = self._blobs.put(staged.folder, new.digest, new.files, existing.is_intact)
             try:
-                found = self._point(asked, replace(new, blob=kept))
+                recorded = self._point(request, replace(new, blob=stored))
             except BlobLost:  # collected by another replica, between the two steps
-                self._blobs.settle(new.digest, kept, staged.folder)
+                self._blobs.finish_put(new.digest, stored, staged.folder)
                 continue
             except CatalogUnavailable:  # it may be recorded, or not
-                self._blobs.leave(kept)
+                self._blobs.abandon_put(stored)
                 raise
             except ServiceError:
-                self._blobs.settle(new.digest, kept, staged.folder)
+                self._blobs.finish_put(new.digest, stored, staged.folder)
                 raise
-            self._blobs.settle(new.digest, kept, staged.folder)
+            self._blobs.finish_put(new.digest, stored, staged.folder)
+            verified = existing.checkpoint
             if not staged.folder.is_dir():  # it is the blob now
-                intact.append(replace(staged, folder=self._blobs.path(new.digest)))
-            for checkpoint in intact:
-                self._verified.put(checkpoint)
-            return found
+                verified = replace(staged, folder=self._blobs.path(new.digest))
+            if verified is not None:
+                self._verified.put(verified)
+            return recorded
         raise BlobLost(f"{new.digest} was collected while it was registered; try again")
 
-    def _point(self, asked: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
-        """Lets the name point to the blob just kept; refused, nobody has it."""
+    def _point(self, request: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
+        """Points the name to the stored blob, which is removed if that is refused."""
         try:
-            return self._catalog.register(new, asked.if_current_digest, self._quota(asked))
+            return self._catalog.register(new, request.if_current_digest, self._quota(request))
         except CatalogUnavailable:
             raise
         except ServiceError:
@@ -242,15 +242,24 @@ class Registrar:
                 self._blobs.remove(new.digest, place)
             raise
 
-    def _is_intact(self, digest: str, intact: list[Checkpoint], path: Path) -> bool:
-        """Whether the files are the digest's; puts what was opened into `intact`."""
+
+@dataclass(slots=True)
+class _ExistingBlob:
+    """A blob that is stored already; `checkpoint` is what `is_intact` opened."""
+
+    digest: str
+    limits: CheckpointLimits
+    checkpoint: Checkpoint | None = None
+
+    def is_intact(self, path: Path) -> bool:
+        """Returns whether the files have the digest."""
         try:
-            kept = open_checkpoint(path, self._checkpoint_limits)
+            opened = open_checkpoint(path, self.limits)
         except (InvalidAdapter, CorruptData):
             return False
-        if kept.digest == digest:
-            intact.append(kept)
-        return kept.digest == digest
+        if opened.digest == self.digest:
+            self.checkpoint = opened
+        return opened.digest == self.digest
 
 
 def _check_description(text: str) -> None:
@@ -262,40 +271,40 @@ def _check_description(text: str) -> None:
 
 
 def _new_version(
-    asked: Registration,
+    request: Registration,
     checkpoint: Checkpoint,
     staging: Staging,
     source_uri: str,
     source_revision: str,
 ) -> NewVersion:
-    base_model = asked.base_model or checkpoint.base_model
+    base_model = request.base_model or checkpoint.base_model
     if not base_model:
         raise InvalidArgument(
             "base_model: name it, adapter_config.json does not", subject="base_model"
         )
-    if not asked.base_model and names_local_path(base_model):
+    if not request.base_model and names_local_path(base_model):
         raise InvalidArgument(
             f"base_model: name it, adapter_config.json has a local path: {base_model[:160]!r}",
             subject="base_model",
         )
-    if asked.expected_digest and checkpoint.digest != asked.expected_digest:
+    if request.expected_digest and checkpoint.digest != request.expected_digest:
         raise FailedPrecondition(
             f"expected_digest: the content has digest {checkpoint.digest}",
             subject="expected_digest",
             reason="DIGEST_MISMATCH",
         )
     return NewVersion(
-        name=asked.name,
+        name=request.name,
         digest=checkpoint.digest,
         base_model=base_model,
         source_uri=source_uri,
         rank=checkpoint.rank,
         targets=checkpoint.module_names,
         source_bytes=checkpoint.source_bytes,
-        pinned=asked.pinned,
-        labels=asked.labels,
-        description=asked.description,
-        created_by=asked.created_by,
+        pinned=request.pinned,
+        labels=request.labels,
+        description=request.description,
+        created_by=request.created_by,
         source_revision=source_revision,
         config_base_model=checkpoint.base_model,
         files=staging.files,
@@ -303,7 +312,7 @@ def _new_version(
 
 
 @contextmanager
-def _disk_full_translated() -> Iterator[None]:
+def _translate_disk_full() -> Iterator[None]:
     try:
         yield
     except OSError as exc:

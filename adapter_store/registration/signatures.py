@@ -1,7 +1,7 @@
 """Signatures: Ed25519 over the ASCII bytes of a digest, "sha256:<hex>", by a key the policy trusts.
 
-The digest is the one that this store computed from the content; what a caller says it is counts
-for nothing. Nothing here ever holds a private key.
+The digest is the one that this store computed from the content, never one that a caller sent. No
+private key is ever needed here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SHOWN_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """`key_id` is the name under which the policy has the key."""
+    """A signature by the key that the policy names `key_id`."""
 
     key_id: str
     value: bytes = field(repr=False)
 
 
 def check_signature(policy: StorePolicy, tenant: str, signature: Signature | None) -> None:
-    """What can be refused before the digest is known.
+    """Checks what can be checked before the digest is known.
 
     Raises FailedPrecondition (SIGNATURE_REQUIRED; KEY_UNKNOWN, also for a key that is not trusted
-    for this tenant) and InvalidArgument (SIGNATURE_INVALID: it cannot be one).
+    for this tenant) and InvalidArgument (SIGNATURE_INVALID: not of a signature's length).
     """
     if signature is None:
         if policy.tenant(tenant).require_signature:
@@ -52,7 +52,7 @@ def check_signature(policy: StorePolicy, tenant: str, signature: Signature | Non
 def verify_signature(
     policy: StorePolicy, tenant: str, signature: Signature | None, digest: str
 ) -> str:
-    """The name of the key that signed `digest`, "" if nothing was given and nothing is required.
+    """Returns the name of the key that signed `digest`, "" for no signature where none is required.
 
     Raises as `check_signature`, and FailedPrecondition (SIGNATURE_INVALID): not of this digest, or
     not by this key.
@@ -75,14 +75,15 @@ def verify_signature(
 def require_signed(
     policy: StorePolicy, tenant: str, signature: Signature | None, digest: str
 ) -> None:
-    """Whether what is on record may become current: by the keys that are trusted now, for one that
-    was taken away signs no more. Raises as `verify_signature`."""
+    """Checks that a recorded version may become current, by the keys that are trusted now: a key
+    that was removed no longer counts. Raises as `verify_signature`."""
     if policy.tenant(tenant).require_signature:
         verify_signature(policy, tenant, signature, digest)
 
 
 def _trusted_key(policy: StorePolicy, tenant: str, signature: Signature) -> TrustedKey:
-    """The same answer for no such key as for one of others: key names are theirs to know."""
+    """Returns the key. Raises the same error for an unknown key as for one of other tenants, whose
+    names are confidential."""
     key = policy.keys.get(signature.key_id)
     if key is None or (key.tenants is not None and tenant not in key.tenants):
         raise FailedPrecondition(

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leases:
-    """Thread-safe. A replica that is killed is taken over from after `lease_seconds`."""
+    """Thread-safe. The leases of a replica that is killed expire after `lease_seconds`."""
 
     def __init__(self, catalog: Catalog, lease_seconds: float) -> None:
         self._catalog = catalog
@@ -27,11 +27,11 @@ class Leases:
 
     @property
     def owner(self) -> str:
-        """Who this replica is, until the process ends."""
+        """The id of this replica, until the process ends."""
         return self._owner
 
     def acquire(self, key: str) -> bool:
-        """False: another one has it. Raises CatalogUnavailable."""
+        """Returns False if another replica has the lease. Raises CatalogUnavailable."""
         if not self._catalog.acquire_lease(key, self._owner, self._lease_seconds):
             return False
         with self._lock:
@@ -39,16 +39,16 @@ class Leases:
         return True
 
     def is_held(self, key: str) -> bool:
-        """By anybody. Raises CatalogUnavailable."""
+        """Returns whether any replica has the lease. Raises CatalogUnavailable."""
         return self._catalog.is_leased(key)
 
     def forget(self, key: str) -> None:
-        """It is not renewed any more: released with something else, or left to expire."""
+        """Stops renewing a lease that is released by other means, or left to expire."""
         with self._lock:
             self._held.discard(key)
 
     def release(self, key: str) -> None:
-        """If the catalog does not answer, it ends by itself."""
+        """Releases a lease; if the catalog does not answer, it expires."""
         self.forget(key)
         try:
             self._catalog.release_lease(key, self._owner)
@@ -61,7 +61,7 @@ class Leases:
 
     def _renew_for_ever(self) -> None:
         while not self._stopping.wait(self._lease_seconds / 3):
-            # By key: one that could not be released must end, although this replica lives on.
+            # By key: a lease that could not be released must expire, although this replica lives.
             with self._lock:
                 held = sorted(self._held)
             if not held:
@@ -71,4 +71,4 @@ class Leases:
             except CatalogUnavailable as error:
                 logger.warning("leases were not renewed", extra={"why": str(error)})
             except Exception:
-                logger.exception("renewing leases failed; it goes on")
+                logger.exception("renewing leases failed; trying again")

@@ -1,4 +1,4 @@
-"""What a replica does about changes that others made: brings its pins in line."""
+"""Updates a replica's pins after changes that other replicas made."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 
 
-class Followed:
-    """Lives on the event loop. Calls `refresh` after changes, however many came meanwhile, one
-    call at a time."""
+class PinRefresher:
+    """Calls `refresh` after changes, once for any number of them, one call at a time. Lives on the
+    event loop."""
 
     def __init__(self, catalog: Catalog, refresh: Callable[[], Awaitable[None]]) -> None:
         self._refresh = refresh
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run())
-        catalog.on_change(self._tell)
+        catalog.on_change(self._on_change)
 
     def close(self) -> None:
         self._task.cancel()
 
-    def _tell(self, _events: list[AdapterEvent]) -> None:
+    def _on_change(self, _events: list[AdapterEvent]) -> None:
         try:
             self._loop.call_soon_threadsafe(self._changed.set)
         except RuntimeError:
@@ -45,6 +45,6 @@ class Followed:
             except ServiceError as error:
                 logger.warning("pins were not refreshed", extra={"why": str(error)})
             except Exception:
-                logger.exception("refreshing pins failed; it will be tried again")
+                logger.exception("refreshing pins failed; trying again")
             await asyncio.sleep(RETRY_SECONDS)
             self._changed.set()

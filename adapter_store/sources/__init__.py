@@ -1,18 +1,25 @@
-"""Where adapters come from. A source copies an adapter's files into a staging folder, capped.
+"""Where adapters come from. A source copies an adapter's files into a staging folder, limited.
+
+    local     file://: folders under allow-listed roots
+    s3        s3://: prefixes of allow-listed buckets
+    hub       hf://: repositories of the Hugging Face Hub, or of a server with its API
+    upload    files that the caller sends in chunks
+    staging   the folder where files arrive, with its limits
+    transfer  several files at once, with retries
 
 A new kind of place (OCI, GCS) is one class with the one method of `Source`, wired to its scheme in
-`store.py`, with its settings (what may be read, which endpoints) in `config.py`. Its `fetch`
+`app.py`, with its settings (what may be read, which endpoints) in `config.py`. Its `fetch`
 
-1. reads the URI, and refuses what the operator has not allow-listed before anything is asked of
-   the network;
+1. reads the URI, and refuses what the operator has not allow-listed before any request is sent;
 2. pins one moment: resolves what can move (an OCI tag, a hub branch) to what cannot (a manifest's
    digest, a commit), or notes what tells versions apart (GCS generations, S3 ETags);
 3. lists names and sizes, lets `staging.choose_files` say which are needed (an OCI artifact's
-   layers by their title annotation, a GCS prefix's objects) and `staging.expect` refuse too much;
+   layers by their title annotation, a GCS prefix's objects) and `staging.check_sizes` refuse too
+   much;
 4. streams each into `staging.create(name, size)` in steps of READ_BYTES or less, several at once
    if that helps, each request for exactly the pinned moment; `Retry` waits between attempts and
    an interrupted stream goes on where it broke;
-5. fails with SOURCE_CHANGED rather than mix two moments, and gives what it pinned.
+5. fails with SOURCE_CHANGED rather than mix two moments, and returns what it pinned.
 
 Credentials come from the environment or the platform's chain and appear in no message.
 """
@@ -29,7 +36,7 @@ MAX_URI_LENGTH = 2048
 
 
 class Source(Protocol):
-    """One kind of place. Thread-safe; `fetch` blocks."""
+    """One kind of place that adapters come from. Thread-safe; `fetch` blocks."""
 
     def fetch(self, uri: str, staging: Staging) -> str:
         """Copies the adapter's files at `uri` into `staging`, all of one moment.
@@ -51,7 +58,7 @@ class Sources:
         self._by_scheme = dict(by_scheme)
 
     def find(self, uri: str) -> Source:
-        """Raises InvalidArgument for a URI that no source reads."""
+        """Returns the source that reads `uri`. Raises InvalidArgument if there is none."""
         scheme, separator, _ = uri.partition("://")
         source = self._by_scheme.get(scheme) if separator else None
         if source is None:
@@ -68,5 +75,5 @@ class Sources:
         return source
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """As Source.fetch, by the source that reads `uri`."""
+        """Fetches by the source that reads `uri`. See Source.fetch."""
         return self.find(uri).fetch(uri, staging)

@@ -1,11 +1,11 @@
 """hf:// sources: a model repository of the Hugging Face Hub, or of a server that speaks its API.
 
-One moment of all files: the revision is resolved to a commit first, every file is asked for at
-that commit, and what arrives has to have the hash that the commit records for it.
+All files are of one moment: the revision is resolved to a commit first, every file is requested at
+that commit, and its content has to have the hash that the commit records for it.
 
 Files are streamed into staging and not through the hub's cache folder, so that they take their
-space once and the limits hold while they are read. Offline (HF_HUB_OFFLINE), the cache folder is
-what there is to read; its snapshots are links into its blobs, which are followed no further.
+space once and the limits hold while they are read. Offline (HF_HUB_OFFLINE), files are read from
+the cache folder; its snapshots are links into its blobs, and no other links are followed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class HubFile:
     blob_id: str
 
     def start_hash(self) -> tuple[Any, str]:
-        """A hash to feed the content to, and what it has to be; "" if the commit does not say."""
+        """Returns a hash to update with the content, and its expected value; "" if the commit does
+        not record one."""
         if self.sha256:
             return hashlib.sha256(), self.sha256
         prefix = f"blob {self.size_bytes}\0".encode()
@@ -84,7 +85,7 @@ class HubSource:
         self._retry = retry or RetryPolicy()
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """As Source.fetch; the revision is the commit."""
+        """Fetches the files; the revision is the commit. See Source.fetch."""
         place = place_of(uri)
         if place.organization not in self._allowed:
             raise InvalidArgument(
@@ -99,12 +100,12 @@ class HubSource:
             return self._copy_cached(place, staging)
         commit, files = self._resolve(place, staging)
         names = staging.choose_files(files, str(place))
-        staging.expect({name: files[name].size_bytes for name in names})
+        staging.check_sizes({name: files[name].size_bytes for name in names})
         copy_all(names, lambda name: self._copy(place, commit, name, files[name], staging), staging)
         return commit
 
     def _resolve(self, place: HubPlace, staging: Staging) -> tuple[str, dict[str, HubFile]]:
-        """The commit that the revision points to now, and the files at its top level."""
+        """Returns the commit that the revision points to now, and its top-level files."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._endpoint)
@@ -144,7 +145,7 @@ class HubSource:
     def _copy(
         self, place: HubPlace, commit: str, name: str, expected: HubFile, staging: Staging
     ) -> None:
-        """Reads one file, going on where the connection broke."""
+        """Reads one file, continuing where a connection broke."""
         from huggingface_hub import hf_hub_url
 
         where = f"{place}: {name}"
@@ -189,7 +190,7 @@ class HubSource:
 def _read_on(
     url: str, where: str, commit: str, size_bytes: int, file: StagedFile, digest: Any
 ) -> None:
-    """One GET of what is still missing. Raises SourceUnavailable if it is not all that is."""
+    """Sends one GET for the missing bytes. Raises SourceUnavailable if not all of them arrive."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     start = file.size_bytes
@@ -216,7 +217,7 @@ def _read_on(
 
 
 def place_of(uri: str) -> HubPlace:
-    """Reads hf://org/name[@revision]; without a revision it is main. Raises InvalidArgument."""
+    """Parses hf://org/name[@revision]; the default revision is main. Raises InvalidArgument."""
     match = _URI.fullmatch(uri)
     revision = match[3] or DEFAULT_REVISION if match else ""
     if not match or any(part in ("", ".", "..") for part in revision.split("/")):
@@ -229,10 +230,11 @@ def place_of(uri: str) -> HubPlace:
 
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
-    """Turns the hub client's errors into ours; `where` is what was being read."""
+    """Turns the hub client's errors into ours; `where` is what was being read. Messages contain no
+    more than the place."""
     from huggingface_hub import errors
 
-    # The base class of what the HTTP library underneath raises, whichever that is.
+    # The base class of the errors of the HTTP library underneath, whichever that is.
     transport_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -253,12 +255,12 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def _changed(where: str, how: str) -> SourceUnavailable:
-    """For content that is not that of the commit."""
+    """Returns the error for content that is not the commit's."""
     return SourceUnavailable(f"source_uri: {where} {how}", subject="source_uri", reason=CHANGED)
 
 
 def _unavailable(where: str, why: str) -> SourceUnavailable:
-    """For trouble that may pass."""
+    """Returns the error for a failure that may pass."""
     return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
 
 

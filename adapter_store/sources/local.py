@@ -1,4 +1,4 @@
-"""file:// sources: folders under allow-listed roots, read as if somebody wanted to lead us out."""
+"""file:// sources: folders under allow-listed roots, read so that no path or link leads outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COPY_BYTES = 1 << 20
 
 
 class Fingerprint(NamedTuple):
-    """Tells a file that was written to or replaced from one that was not."""
+    """The state of a file, which changes when the file is written to or replaced."""
 
     device: int
     inode: int
@@ -43,7 +43,7 @@ class LocalSource:
         self._roots = tuple(root.resolve() for root in roots)
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """As Source.fetch; a folder has no revision."""
+        """Fetches the files; a folder has no revision. See Source.fetch."""
         self.copy_folder(path_of(uri), uri, staging)
         return ""
 
@@ -54,7 +54,7 @@ class LocalSource:
             with self._open(folder, uri, _FOLDER_FLAGS) as fd:
                 names = staging.choose_files(os.listdir(fd), uri)
             resolved = {name: self._resolve(folder / name, uri) for name in names}
-            staging.expect({name: os.stat(path).st_size for name, path in resolved.items()})
+            staging.check_sizes({name: os.stat(path).st_size for name, path in resolved.items()})
             seen = {name: self._copy(folder / name, uri, staging) for name in names}
             for name, fingerprint in seen.items():
                 now = os.stat(folder / name)
@@ -82,7 +82,8 @@ class LocalSource:
         return fingerprint
 
     def _resolve(self, path: Path, uri: str) -> Path:
-        """The real place of `path`. Raises InvalidArgument unless a root holds it."""
+        """Resolves all links of `path`. Raises InvalidArgument unless a root contains the
+        result."""
         try:
             resolved = path.resolve()
         except RuntimeError:  # a loop of links
@@ -101,8 +102,8 @@ class LocalSource:
 
     @contextmanager
     def _open(self, resolved: Path, uri: str, flags: int) -> Iterator[int]:
-        """Opens a resolved path component by component, following no link: one that was put in
-        after the path was resolved cannot lead out of the root."""
+        """Opens a resolved path component by component without following links: one that was
+        created after the path was resolved cannot lead out of the root."""
         root = self._root_of(resolved)
         assert root is not None
         parts = resolved.relative_to(root).parts
@@ -119,7 +120,7 @@ class LocalSource:
 
 
 def path_of(uri: str) -> Path:
-    """The absolute path of a file:// URI. Raises InvalidArgument."""
+    """Returns the absolute path of a file:// URI. Raises InvalidArgument."""
     try:
         parts = urlsplit(uri)
     except ValueError:  # brackets that hold no address

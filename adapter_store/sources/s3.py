@@ -1,7 +1,7 @@
 """s3:// sources: a prefix in an allow-listed bucket of S3 or a service that speaks its protocol.
 
-One moment of all files: they are listed, each GET asks for exactly the listed ETag, whatever the
-number of attempts, and they are listed again in the end.
+All files are of one moment: they are listed, every GET requests exactly the listed ETag, however
+many attempts it takes, and they are listed again in the end.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class S3Source:
         self._clients: dict[str, Any] = {}
 
     def fetch(self, uri: str, staging: Staging) -> str:
-        """As Source.fetch; the revision names the files' ETags."""
+        """Fetches the files; the revision names their ETags. See Source.fetch."""
         place = place_of(uri)
         client = self._connect(self._endpoint_of(place))
         objects = self._list(client, place, staging)
         names = staging.choose_files(objects, str(place))
-        staging.expect({name: objects[name].size_bytes for name in names})
+        staging.check_sizes({name: objects[name].size_bytes for name in names})
         copy_all(
             names, lambda name: self._copy(client, place, name, objects[name], staging), staging
         )
@@ -98,7 +98,7 @@ class S3Source:
         )
 
     def _list(self, client: Any, place: S3Place, staging: Staging) -> dict[str, S3Object]:
-        """The objects directly under the prefix. Raises NotFound if there are none."""
+        """Returns the objects directly under the prefix. Raises NotFound if there are none."""
         retry = Retry(self._retry, staging)
         while True:
             try:
@@ -118,7 +118,7 @@ class S3Source:
     def _copy(
         self, client: Any, place: S3Place, name: str, expected: S3Object, staging: Staging
     ) -> None:
-        """Reads one object, going on where the connection broke; always of the same ETag."""
+        """Reads one object of one ETag, continuing where a connection broke."""
         where = f"{place}{name}"
         get = partial(client.get_object, Bucket=place.bucket, Key=place.prefix + name)
         retry = Retry(self._retry, staging)
@@ -140,7 +140,7 @@ class S3Source:
             return self._clients[endpoint_url]
 
     def _make_client(self, endpoint_url: str) -> Any:
-        # Half a second to import: only stores that read S3 pay for it, and on first use.
+        # Takes half a second to import: only on first use.
         import boto3
         from botocore.config import Config
 
@@ -178,11 +178,11 @@ def _list_once(client: Any, place: S3Place) -> dict[str, S3Object]:
 
 
 def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None:
-    """One GET of what is still missing. Raises SourceUnavailable if it is not all that is."""
+    """Sends one GET for the missing bytes. Raises SourceUnavailable if not all of them arrive."""
     start, size = file.size_bytes, expected.size_bytes
     answer = get(IfMatch=expected.etag, **({"Range": f"bytes={start}-"} if start else {}))
     with answer["Body"] as body:
-        # A service that does not know conditions or ranges must not pass for one that does.
+        # A service that ignores conditions or ranges must be noticed.
         if answer["ETag"] != expected.etag or answer["ContentLength"] != size - start:
             raise _changed(where)
         if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
@@ -194,7 +194,7 @@ def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None
 
 
 def place_of(uri: str) -> S3Place:
-    """Reads s3://bucket/prefix; nothing in it is decoded. Raises InvalidArgument."""
+    """Parses s3://bucket/prefix, without decoding anything. Raises InvalidArgument."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     prefix = prefix.rstrip("/")
     # Some services and proxies normalise such keys, which would lead out of an allowed prefix.
@@ -207,7 +207,8 @@ def place_of(uri: str) -> S3Place:
 
 @contextmanager
 def translate_errors(where: str) -> Iterator[None]:
-    """Turns the S3 client's errors into ours; `where` is what was being read."""
+    """Turns the S3 client's errors into ours; `where` is what was being read. Messages contain only
+    a code and the place."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
     from urllib3.exceptions import HTTPError
 
@@ -222,14 +223,14 @@ def translate_errors(where: str) -> Iterator[None]:
 
 
 def _changed(where: str) -> SourceUnavailable:
-    """For an object that is no longer the one that was listed."""
+    """Returns the error for an object that is no longer the listed one."""
     return SourceUnavailable(
         f"source_uri: {where} changed while it was read", subject="source_uri", reason=CHANGED
     )
 
 
 def _unavailable(where: str, why: str) -> SourceUnavailable:
-    """For trouble that may pass."""
+    """Returns the error for a failure that may pass."""
     return SourceUnavailable(f"source_uri: {where} cannot be read now: {why}", subject="source_uri")
 
 

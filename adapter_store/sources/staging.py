@@ -1,4 +1,4 @@
-"""Where an adapter's files arrive: capped while they are written, durable when they are closed."""
+"""The folder where an adapter's files arrive: limited while written, durable when closed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded
 from servicekit.errors import Draining, InvalidArgument
 
 READ_BYTES = 4 << 20
-"""Sources are read in steps of this size."""
+"""How much of a source is read at a time."""
 
-HASH_BESIDE_BYTES = 256 << 10
-"""From here on it is worth a thread to hash a step while it is being written."""
+CONCURRENT_HASH_BYTES = 256 << 10
+"""From this size on, data is hashed in a thread while it is being written."""
 
 MAX_FILES = 256
 
@@ -32,7 +32,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """What one adapter may bring in. Pickled weights only if the operator allows them."""
+    """Limits of one adapter. Pickled weights are fetched only if the operator allows them."""
 
     max_adapter_bytes: int
     max_file_bytes: int
@@ -40,24 +40,24 @@ class FetchLimits:
 
 
 class Abandoned(Exception):
-    """Another file of the same adapter has failed: this one is not needed any more."""
+    """Raised because another file of the same adapter has failed: this one is not needed."""
 
 
 class StagedFile:
-    """A file being written. Leaving the context makes it durable, unless an error is passing."""
+    """A file being written. Leaving the context makes it durable, unless an exception is raised."""
 
     def __init__(self, staging: Staging, path: Path) -> None:
         self._staging = staging
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
         self._sha256 = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1, "sha256")  # its thread comes with the first step
+        self._hasher = ThreadPoolExecutor(1, "sha256")  # its thread starts with the first write
         self.name = path.name
         self.size_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Raises LimitExceeded before the first byte over a limit is written."""
         self._staging.count(self.name, self.size_bytes, len(data))
-        if len(data) < HASH_BESIDE_BYTES:
+        if len(data) < CONCURRENT_HASH_BYTES:
             self._sha256.update(data)
             self._write(data)
         else:
@@ -99,10 +99,10 @@ class StagedFile:
 
 
 class Staging:
-    """A folder for one adapter on its way in; its maker removes the folder.
+    """A folder for the files of one adapter; its creator removes it.
 
     Thread-safe, each file within one thread at a time. Once `stopping` is set, writing and
-    waiting end with Draining.
+    waiting raise Draining.
     """
 
     def __init__(
@@ -123,33 +123,33 @@ class Staging:
             return tuple(sorted(self._files, key=lambda file: file.name))
 
     def add(self, file: SourceFile) -> None:
-        """Called by a file that has become complete."""
+        """Adds a file that has become complete."""
         with self._lock:
             self._files.append(file)
 
-    def replaced(self, name: str, file: SourceFile) -> None:
-        """File `name` of the folder has become `file`."""
+    def replace_file(self, name: str, file: SourceFile) -> None:
+        """Records that file `name` has become `file`."""
         with self._lock:
-            self._files = [kept for kept in self._files if kept.name != name]
+            self._files = [other for other in self._files if other.name != name]
         self.add(file)
 
     def abandon(self) -> None:
-        """Ends with Abandoned what still writes or waits in other threads."""
+        """Makes other threads that still write or wait raise Abandoned."""
         self._abandoned.set()
 
     def choose_files(self, names: Iterable[str], where: str) -> list[str]:
-        """Which of a folder's files to fetch, as the function of this name."""
+        """Returns which of a folder's files to fetch. See the function of this name."""
         return choose_files(names, where, allow_pickle=self.allows_pickle)
 
     @property
     def allows_pickle(self) -> bool:
         return self._limits.allow_pickle_files
 
-    def may_hold(self, name: str) -> bool:
-        """Whether a file of this name may be part of an adapter."""
+    def accepts(self, name: str) -> bool:
+        """Returns whether a file of this name may be part of an adapter."""
         return is_adapter_file(name) or (self.allows_pickle and name == PICKLE_FILE)
 
-    def expect(self, sizes_bytes: Mapping[str, int]) -> None:
+    def check_sizes(self, sizes_bytes: Mapping[str, int]) -> None:
         """Checks files' sizes before any of them is read. Raises LimitExceeded."""
         total_bytes = self.total_bytes
         for name, size_bytes in sorted(sizes_bytes.items()):
@@ -159,7 +159,7 @@ class Staging:
     def wait(self, seconds: float) -> None:
         """Sleeps, unless the store is shutting down. Raises Draining."""
         self._stopping.wait(seconds)
-        self.check_wanted()
+        self.check_cancelled()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
         """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
@@ -167,14 +167,15 @@ class Staging:
         return StagedFile(self, self.folder / check_file_name(name, name))
 
     def count(self, name: str, size_bytes: int, new_bytes: int) -> None:
-        """Accounts for `new_bytes` more of a file that has `size_bytes`; kept or not."""
-        self.check_wanted()
+        """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is
+        discarded."""
+        self.check_cancelled()
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
             self.total_bytes += new_bytes
 
-    def check_wanted(self) -> None:
-        """Raises Draining or Abandoned if nothing will come of this folder any more."""
+    def check_cancelled(self) -> None:
+        """Raises Draining or Abandoned if this folder is no longer needed."""
         if self._stopping.is_set():
             raise Draining("this store is shutting down")
         if self._abandoned.is_set():
@@ -196,14 +197,14 @@ class Staging:
 
 
 def check_file_name(name: str, subject: str) -> str:
-    """A plain name that cannot lead out of a folder. Raises InvalidArgument."""
+    """Returns a plain file name, which cannot lead out of a folder. Raises InvalidArgument."""
     if not _PLAIN_NAME.fullmatch(name):
         raise InvalidArgument(f"{name[:160]!r} is not a plain file name", subject=subject)
     return name
 
 
 def choose_files(names: Iterable[str], where: str, *, allow_pickle: bool = False) -> list[str]:
-    """Which of a folder's files make up the adapter; `where` names the folder in errors.
+    """Returns which of a folder's files make up the adapter; `where` names the folder in errors.
 
     A pickle is chosen only if there is nothing better and `allow_pickle`.
 

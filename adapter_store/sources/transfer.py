@@ -16,12 +16,12 @@ from adapter_store.sources.staging import Abandoned, Staging
 FILES_AT_ONCE = 4
 
 CHANGED = "SOURCE_CHANGED"
-"""The reason of a failure that trying again cannot mend: the pinned moment is gone."""
+"""The reason of a failure that retrying cannot fix: the pinned content is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The n-th wait is random between 0 and first_seconds * 2^(n-1), at most max_seconds."""
+    """The n-th wait is random, from 0 to first_seconds * 2^(n-1), and at most max_seconds."""
 
     attempts: int = 6
     first_seconds: float = 0.25
@@ -29,7 +29,7 @@ class RetryPolicy:
 
 
 class Retry:
-    """Counts the attempts at one thing. A new Retry for each; used by one thread."""
+    """Counts the attempts at one transfer. Used by one thread."""
 
     def __init__(self, policy: RetryPolicy, staging: Staging) -> None:
         self._policy = policy
@@ -37,13 +37,13 @@ class Retry:
         self._failures = 0
 
     def progressed(self) -> None:
-        """Something came of this attempt: what fails now is a new trouble."""
+        """Resets the count: the attempt made progress before it failed."""
         self._failures = 0
 
     def failed(self, error: SourceUnavailable, at_least_seconds: float = 0.0) -> None:
         """Waits before the next attempt.
 
-        Raises `error` if there is none, and Draining if the store shuts down meanwhile.
+        Raises `error` after the last attempt, and Draining if the store shuts down meanwhile.
         """
         self._failures += 1
         if self._failures >= self._policy.attempts or error.reason == CHANGED:
@@ -56,10 +56,8 @@ class Retry:
 
 
 def copy_all(names: Iterable[str], copy: Callable[[str], None], staging: Staging) -> None:
-    """Calls `copy` with each name, some at a time. The first error ends the others and is raised.
-
-    What still writes to `staging` or waits on it when that happens ends there.
-    """
+    """Calls `copy` with each name, FILES_AT_ONCE at a time. The first error is raised, and ends the
+    copies that still write to `staging` or wait on it."""
     with ThreadPoolExecutor(FILES_AT_ONCE, "copy") as pool:
         jobs = [pool.submit(copy, name) for name in names]
         wait(jobs, return_when=FIRST_EXCEPTION)

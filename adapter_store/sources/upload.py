@@ -15,7 +15,7 @@ from adapter_store.sources.staging import (
 from servicekit.errors import InvalidArgument
 
 UPLOAD_URI = "upload://"
-"""What is recorded as the source of an upload."""
+"""The recorded source of an upload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class FileChunk:
 class Upload:
     """Writes chunks into a staging folder. Blocks; thread-safe, one chunk at a time.
 
-    Ends with `finish` or `abandon`; the folder stays for whoever made it.
+    Ends with `finish` or `abandon`; the creator of the folder removes it.
     """
 
     def __init__(self, staging: Staging) -> None:
@@ -71,7 +71,7 @@ class Upload:
             self._open(name)
         if chunk.offset != self._sizes[name]:
             raise InvalidArgument(
-                f"chunk.offset: {name} goes on at {self._sizes[name]}, not at {chunk.offset}",
+                f"chunk.offset: {name} continues at {self._sizes[name]}, not at {chunk.offset}",
                 subject="chunk.offset",
             )
         if name in self._files:
@@ -86,6 +86,6 @@ class Upload:
                 f"chunk.file_name: {name} is one file more than {MAX_FILES}",
                 subject="chunk.file_name",
             )
-        if self.staging.may_hold(name):
+        if self.staging.accepts(name):
             self._files[name] = self.staging.create(name)
         self._sizes[name] = 0

@@ -39,7 +39,7 @@ class Parts:
     def keep(self, digest: str) -> None:
         staged = self.blobs.stage()
         (staged / "file").write_bytes(b"x")
-        self.blobs.keep(staged, digest)
+        self.blobs.put(staged, digest)
         path = self.disk.prepare(ImageKey(digest, LAYOUT), 3)
         path.write_bytes(b"xyz")
         self.disk.add(ImageKey(digest, LAYOUT))
@@ -104,12 +104,12 @@ def test_images_for_an_unused_layout_go_and_their_sources_stay(parts):
     parts.register(A, ONE)
     parts.now += TTL
     parts.collector.collect()
-    assert parts.collector.forget_layouts() == frozenset()
+    assert parts.collector.drop_unused_layouts() == frozenset()
     assert parts.exists(ONE) == (True, True)
     parts.now += timedelta(seconds=1)
     parts.catalog.set_verdict(ONE, LayoutVerdict(LAYOUT, ImageState.READY))
     assert parts.collector.collect() == []
-    assert parts.collector.forget_layouts() == {LAYOUT}
+    assert parts.collector.drop_unused_layouts() == {LAYOUT}
     assert parts.exists(ONE) == (True, False)
     assert parts.disk.counts.images == 0
     [verdict] = parts.catalog.get(AdapterRef(A))[0].verdicts

@@ -172,8 +172,8 @@ class Soak:
                 for layout_id in store.catalog.layout_ids():
                     async with store.images.hold(ImageKey(digest, layout_id)):
                         pass
-            await store.ahead.idle()
-            await store.images.settle()
+            await store.precompiler.wait_idle()
+            await store.images.wait_idle()
             check_accounts(store, replica.data_dir)
 
 

@@ -17,11 +17,12 @@ HEAD = "0003"
 """The newest file of `versions/`."""
 
 FIRST = "0001"
-"""The first release, which knew no migrations."""
+"""The first release, which had no migrations."""
 
 
 def migrate(database: Database) -> None:
-    """Raises CorruptData for tables of a newer release, and for those of somebody else."""
+    """Upgrades the tables. Raises CorruptData for tables of a newer release, or of another
+    program."""
     with database.migrating() as conn:
         found = _find_revision(conn)
         if found != HEAD:
@@ -29,7 +30,7 @@ def migrate(database: Database) -> None:
 
 
 def _find_revision(conn: Connection) -> str:
-    """What the tables are at; "" if there are none."""
+    """Returns the revision of the tables; "" if there are none."""
     tables = set(inspect(conn).get_table_names())
     if "alembic_version" in tables:
         return str(conn.scalar(text("SELECT version_num FROM alembic_version")) or "")
@@ -42,7 +43,7 @@ def _find_revision(conn: Connection) -> str:
 
 
 def _upgrade(conn: Connection, found: str) -> None:
-    # A tenth of a second to import, which only a start that migrates pays for.
+    # Takes a tenth of a second to import: only a start that migrates does.
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory

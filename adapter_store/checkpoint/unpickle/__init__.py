@@ -52,12 +52,12 @@ def convert_pickle(
     folder: Path,
     limits: CheckpointLimits,
     unpickle_limits: UnpickleLimits | None = None,
-    check_wanted: Callable[[], None] = lambda: None,
+    check_cancelled: Callable[[], None] = lambda: None,
 ) -> SourceFile | None:
     """Replaces `adapter_model.bin` in `folder`, if it is there, by durable safetensors.
 
     Returns the file that took its place; None: there is nothing to replace.
-    `check_wanted` is called from time to time and may raise.
+    `check_cancelled` is called from time to time and may raise.
 
     Raises:
         InvalidAdapter: PICKLE_* or ZIP_* (the content), PICKLE_TIMEOUT, PICKLE_OUT_OF_MEMORY or
@@ -79,7 +79,7 @@ def convert_pickle(
             limits.max_tensors + EXTRA_ENTRIES,
         )
         command = [sys.executable, "-I", str(CHILD), *map(str, (source, output, result, *numbers))]
-        code = _run(command, Path(work), unpickle_limits.wall_seconds, check_wanted)
+        code = _run(command, Path(work), unpickle_limits.wall_seconds, check_cancelled)
         _check(code, result)
         with RegularFile(output.parent, output.name):
             os.rename(output, folder / WEIGHTS_FILE)
@@ -92,7 +92,7 @@ def convert_pickle(
 
 
 def _run(
-    command: list[str], work: Path, wall_seconds: float, check_wanted: Callable[[], None]
+    command: list[str], work: Path, wall_seconds: float, check_cancelled: Callable[[], None]
 ) -> int:
     deadline = time.monotonic() + wall_seconds
     child = subprocess.Popen(
@@ -109,7 +109,7 @@ def _run(
             try:
                 return child.wait(POLL_SECONDS)
             except subprocess.TimeoutExpired:
-                check_wanted()
+                check_cancelled()
             if time.monotonic() > deadline:
                 raise _refused("PICKLE_TIMEOUT", f"reading it took over {wall_seconds:g} s")
     finally:

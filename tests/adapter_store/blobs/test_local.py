@@ -194,7 +194,7 @@ def test_a_blob_is_removed_whole(tmp_path):
     blobs = LocalBlobs(tmp_path)
     staged = blobs.stage()
     (staged / "file").write_bytes(b"x")
-    blobs.keep(staged, DIGEST)
+    blobs.put(staged, DIGEST)
     assert (blobs.path(DIGEST) / "file").read_bytes() == b"x"
     blobs.remove(DIGEST)
     blobs.remove(DIGEST)
@@ -207,7 +207,7 @@ def test_a_blob_kept_before_stays(tmp_path):
     for content in (b"first", b"second"):
         staged = blobs.stage()
         (staged / "file").write_bytes(content)
-        blobs.keep(staged, DIGEST)
+        blobs.put(staged, DIGEST)
     assert (blobs.path(DIGEST) / "file").read_bytes() == b"first"
 
 

@@ -43,7 +43,7 @@ def stage(blobs: SharedBlobs) -> Path:
 
 def keep(blobs: SharedBlobs) -> tuple[BlobPlace, Path]:
     staged = stage(blobs)
-    return blobs.keep(staged, DIGEST, FILES), staged
+    return blobs.put(staged, DIGEST, FILES), staged
 
 
 def record(parts: SharedParts, kept: BlobPlace) -> None:
@@ -53,7 +53,7 @@ def record(parts: SharedParts, kept: BlobPlace) -> None:
 def register(parts: SharedParts, blobs: SharedBlobs) -> BlobPlace:
     kept, staged = keep(blobs)
     record(parts, kept)
-    blobs.settle(DIGEST, kept, staged)
+    blobs.finish_put(DIGEST, kept, staged)
     return kept
 
 
@@ -104,7 +104,7 @@ def test_of_two_that_store_at_once_one_place_stays(parts):
     kept, staged = keep(one)
     register(parts, two)
     record(parts, kept)
-    one.settle(DIGEST, kept, staged)
+    one.finish_put(DIGEST, kept, staged)
     assert len(parts.keys("blobs")) == 2
     assert read(one.path(DIGEST)) == CONTENT
 
@@ -139,10 +139,10 @@ def test_copies_that_nobody_asked_for_lately_make_room(parts):
     register(parts, parts.blobs("one"))
     two = parts.blobs("two", capacity=1)
     folder = two.path(DIGEST)
-    two._make_room()
+    two._evict()
     assert folder.is_dir()  # it may still be read
     os.utime(folder, (0, 0))
-    two._make_room()
+    two._evict()
     assert not folder.exists()
     assert read(two.path(DIGEST)) == CONTENT
 
@@ -152,7 +152,7 @@ def test_a_pull_that_comes_right_after_the_commit_disturbs_no_registration(parts
     kept, staged = keep(blobs)
     record(parts, kept)
     folder = blobs.path(DIGEST)  # fetched: the registration has not handed its own files over yet
-    blobs.settle(DIGEST, kept, staged)
+    blobs.finish_put(DIGEST, kept, staged)
     assert blobs.path(DIGEST) == folder
     assert read(folder) == CONTENT
 
@@ -162,7 +162,7 @@ def test_what_nobody_knows_the_outcome_of_is_swept_although_its_replica_lives(pa
     assert leases.acquire("another")  # is renewed all the time
     blobs = parts.blobs("one", leases)
     kept, _ = keep(blobs)
-    blobs.leave(kept)
+    blobs.abandon_put(kept)
     deadline = time.monotonic() + WAIT_SECONDS
     while parts.keys("blobs"):
         blobs.sweep_shared()

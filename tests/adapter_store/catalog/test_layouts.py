@@ -128,7 +128,7 @@ def test_images_for_unused_layouts_are_pending_again(names, catalog, clock):
     assert states(names, "incompatible")["old"] is ImageState.INCOMPATIBLE
     assert catalog.forget_unused_images() == 0
     catalog.use_layout("old")
-    assert catalog.unsettled("old", "", 10) == ["compiling", "ready"]
+    assert catalog.unfinished("old", "", 10) == ["compiling", "ready"]
 
 
 def test_only_images_for_live_layouts_are_pinned(names, catalog, clock):

@@ -138,7 +138,7 @@ def test_a_hundred_thousand_adapters(names, catalog):
     assert len(statements) == 10
     assert catalog.get(names.ref("t01/n000001"))[0].version == 1
     names.register("t01/n000001", "d-new")
-    assert len(catalog.unsettled("L", "", 500)) == 500
+    assert len(catalog.unfinished("L", "", 500)) == 500
     assert catalog.counts().adapters == 100_000
     assert time.perf_counter() - start < 5  # some tenths of a second on a quiet machine
 

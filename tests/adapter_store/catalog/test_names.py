@@ -184,10 +184,10 @@ def test_a_digest_is_pullable_through_the_grace(names, catalog, clock):
     grace = timedelta(seconds=60)
     names.register("a", "d1")
     catalog.remove(A)
-    assert catalog.standing(ImageKey("d1", "L"), grace).has_record
+    assert catalog.image_access(ImageKey("d1", "L"), grace).has_record
     clock.now += grace
-    assert not catalog.standing(ImageKey("d1", "L"), grace).has_record
-    assert not catalog.standing(ImageKey("d0", "L"), grace).has_record
+    assert not catalog.image_access(ImageKey("d1", "L"), grace).has_record
+    assert not catalog.image_access(ImageKey("d0", "L"), grace).has_record
 
 
 def test_collecting_ends_what_no_record_has(names, catalog, clock):

@@ -94,7 +94,9 @@ class World:
             found.append(answer(catalog.versions, full_name, 0, "", tenants))
         found += [answer(catalog.get, ref, tenants) for ref in refs]
         for digest in self.digests:
-            found.append(catalog.standing(ImageKey(digest, LAYOUT), timedelta(hours=1), tenants))
+            found.append(
+                catalog.image_access(ImageKey(digest, LAYOUT), timedelta(hours=1), tenants)
+            )
         return found
 
 

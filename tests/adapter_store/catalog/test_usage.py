@@ -93,12 +93,12 @@ def test_nothing_at_all(names):
 def test_early_check(names):
     catalog, name = names.catalog, AdapterName("t", "a")
     names.register("t/b", "d1")
-    catalog.check_room(name, "", Quota(2, 101))
+    catalog.check_capacity(name, "", Quota(2, 101))
     with pytest.raises(QuotaExceeded, match="max_adapters"):
-        catalog.check_room(name, "", Quota(max_adapters=1))
+        catalog.check_capacity(name, "", Quota(max_adapters=1))
     with pytest.raises(QuotaExceeded, match="max_bytes"):
-        catalog.check_room(name, "", Quota(max_bytes=100))
-    catalog.check_room(name, "d1", Quota(max_bytes=100))
+        catalog.check_capacity(name, "", Quota(max_bytes=100))
+    catalog.check_capacity(name, "d1", Quota(max_bytes=100))
 
 
 @pytest.mark.parametrize("quota", [Quota(max_adapters=5), Quota(max_bytes=500)])

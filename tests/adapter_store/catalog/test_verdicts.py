@@ -18,7 +18,7 @@ def test_states_appear_in_the_record(names, catalog):
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
     catalog.set_verdict("d1", ready)
     assert names.get("a").verdicts == (ready,)
-    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict == ready
+    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict == ready
 
 
 def test_adding_a_layout_again_changes_nothing(catalog):
@@ -33,12 +33,12 @@ def test_aliases_serve(names, catalog):
     catalog.add_layout("L1", ["org/tiny", "tiny"], {})
     names.register("a", "d1", base_model="tiny")
     names.register("b", "d2", base_model="elsewhere")
-    assert catalog.standing(ImageKey("d1", "L1"), GRACE).serves_base
-    assert not catalog.standing(ImageKey("d2", "L1"), GRACE).serves_base
-    assert catalog.standing(ImageKey("d2", "L1"), GRACE).has_record
+    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).serves_base
+    assert not catalog.image_access(ImageKey("d2", "L1"), GRACE).serves_base
+    assert catalog.image_access(ImageKey("d2", "L1"), GRACE).has_record
 
 
-def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
+def test_unfinished_are_the_current_digests_without_a_verdict(names, catalog):
     catalog.add_layout("L1", ["org/tiny"], {})
     names.register("a", "old")
     names.register("a", "d1")
@@ -50,17 +50,17 @@ def test_unsettled_are_the_current_digests_without_a_verdict(names, catalog):
     names.register("e", "d5", base_model="org/other")
     catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.set_verdict("d3", LayoutVerdict("L1", ImageState.COMPILING))
-    assert catalog.unsettled("L1", "", 10) == ["d1", "d3"]
-    assert catalog.unsettled("L1", "", 1) == ["d1"]
-    assert catalog.unsettled("L1", "d1", 10) == ["d3"]
+    assert catalog.unfinished("L1", "", 10) == ["d1", "d3"]
+    assert catalog.unfinished("L1", "", 1) == ["d1"]
+    assert catalog.unfinished("L1", "d1", 10) == ["d3"]
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "too wide"))
-    assert catalog.unsettled("L1", "", 10) == ["d3"]
+    assert catalog.unfinished("L1", "", 10) == ["d3"]
 
 
 def test_a_verdict_for_a_collected_blob_is_dropped(catalog):
     catalog.add_layout("L1", ["org/tiny"], {})
     catalog.set_verdict("gone", LayoutVerdict("L1", ImageState.READY))
-    assert catalog.standing(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert catalog.image_access(ImageKey("gone", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
@@ -71,8 +71,8 @@ def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
     catalog.set_verdict("d2", LayoutVerdict("L1", ImageState.READY))
     catalog.close()
     again = Catalog(place, event_retention=10)
-    assert again.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
-    assert again.standing(ImageKey("d2", "L1"), GRACE).verdict.state is ImageState.READY
+    assert again.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert again.image_access(ImageKey("d2", "L1"), GRACE).verdict.state is ImageState.READY
     again.close()
 
 
@@ -82,9 +82,11 @@ def test_another_compiler_judges_anew(names, catalog):
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.INCOMPATIBLE, "no"))
     assert not catalog.adopt_compiler("1")
-    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
+    assert (
+        catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.INCOMPATIBLE
+    )
     assert catalog.adopt_compiler("2")
-    assert catalog.standing(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
+    assert catalog.image_access(ImageKey("d1", "L1"), GRACE).verdict.state is ImageState.PENDING
 
 
 def test_pinned_keys(names, catalog):

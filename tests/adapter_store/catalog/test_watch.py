@@ -49,7 +49,7 @@ def test_the_past_then_what_happens(catalog):
     register(catalog, 3)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(1)) as events:
+        async with aclosing(watch.stream(1)) as events:
             assert await take(events, 2) == [2, 3]
             waiting = asyncio.create_task(take(events, 2))
             await asyncio.sleep(0.05)
@@ -62,7 +62,7 @@ def test_the_past_then_what_happens(catalog):
 
 def test_many_watchers_see_every_event_once(catalog):
     async def scenario(watch: Watch) -> None:
-        streams = [watch.follow(0) for _ in range(200)]
+        streams = [watch.stream(0) for _ in range(200)]
         takes = [asyncio.create_task(take(stream, 40)) for stream in streams]
         await asyncio.to_thread(register, catalog, 40)
         for found in await asyncio.gather(*takes):
@@ -79,7 +79,7 @@ def test_bookmarks_in_silence_carry_the_revision(catalog):
     register(catalog, 2)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(2)) as events:
+        async with aclosing(watch.stream(2)) as events:
             for _ in range(2):
                 event = await anext(events)
                 assert (event.kind, event.revision) == (EventKind.BOOKMARK, 2)
@@ -89,13 +89,13 @@ def test_bookmarks_in_silence_carry_the_revision(catalog):
 
 def test_a_watch_that_knows_nothing_of_the_database_is_silent(postgres, catalog_dsn, monkeypatch):
     """Else who watches would believe for ever that names are as they were."""
-    monkeypatch.setattr(follower_module, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(follower_module, "BEHIND_SECONDS", 1.0)
+    monkeypatch.setattr(follower_module, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(follower_module, "STALE_SECONDS", 1.0)
     catalog = Catalog(catalog_dsn, event_retention=200)
     register(catalog, 1)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(1)) as events:
+        async with aclosing(watch.stream(1)) as events:
             assert (await anext(events)).kind is EventKind.BOOKMARK
             await asyncio.to_thread(postgres.stop)
             try:
@@ -121,7 +121,7 @@ def test_a_slow_watcher_reads_on_from_the_catalog(catalog, monkeypatch):
     monkeypatch.setattr(watch_module, "BATCH_EVENTS", 5)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(0)) as events:
+        async with aclosing(watch.stream(0)) as events:
             await asyncio.to_thread(register, catalog, 1)
             assert await take(events, 1) == [1]
             await asyncio.to_thread(register, catalog, 60, 1)
@@ -134,7 +134,7 @@ def test_a_watcher_that_fell_behind_the_history_is_told(catalog, monkeypatch):
     monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(0)) as events:
+        async with aclosing(watch.stream(0)) as events:
             await asyncio.to_thread(register, catalog, 1)
             assert await take(events, 1) == [1]
             await asyncio.to_thread(register, catalog, 330, 1)
@@ -165,13 +165,13 @@ def test_others_events_are_passed_over_with_bookmarks(catalog):
     register_for(catalog, "a", "b", "b", "a", "b")
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(0, frozenset({"a", "c"}))) as events:
+        async with aclosing(watch.stream(0, frozenset({"a", "c"}))) as events:
             assert await told(events, 5) == [(1, "a"), (4, "a"), (5, "")]
             await asyncio.to_thread(register_for, catalog, "b")
             assert await told(events, 6) == [(6, "")]
             await asyncio.to_thread(register_for, catalog, "c")
             assert await told(events, 7) == [(7, "c")]
-        async with aclosing(watch.follow(2, frozenset())) as events:
+        async with aclosing(watch.stream(2, frozenset())) as events:
             assert await told(events, 7) == [(7, "")]
 
     run(catalog, scenario)
@@ -183,7 +183,7 @@ def test_a_filtered_watcher_far_behind_is_brought_up_in_batches(catalog, monkeyp
     register_for(catalog, *["b"] * 23)
 
     async def scenario(watch: Watch) -> None:
-        async with aclosing(watch.follow(0, frozenset({"a"}))) as events:
+        async with aclosing(watch.stream(0, frozenset({"a"}))) as events:
             assert await told(events, 23) == [(at, "") for at in (5, 10, 15, 20, 23)]
 
     run(catalog, scenario)
@@ -195,7 +195,7 @@ def test_a_revision_that_has_not_been_is_refused(catalog, since):
 
     async def scenario(watch: Watch) -> None:
         with pytest.raises(RevisionTooOld):
-            await anext(watch.follow(since))
+            await anext(watch.stream(since))
 
     run(catalog, scenario)
 
@@ -204,13 +204,13 @@ def test_closing_ends_every_watcher(catalog):
     register(catalog, 1)
 
     async def scenario(watch: Watch) -> None:
-        waiting = [asyncio.ensure_future(anext(watch.follow(1))) for _ in range(3)]
+        waiting = [asyncio.ensure_future(anext(watch.stream(1))) for _ in range(3)]
         await asyncio.sleep(0.05)
         watch.close()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(result, Draining)
         with pytest.raises(Draining):
-            await anext(watch.follow(1))
+            await anext(watch.stream(1))
 
     run(catalog, scenario)
 
@@ -230,15 +230,15 @@ def test_watchers_of_a_database_that_was_put_back_list_again(catalog, tmp_path):
     events = catalog.events_since(0, 10)
 
     async def scenario(watch: Watch) -> None:
-        watch._tell(events)  # known from the start
-        watch._tell([dataclasses.replace(events[0], revision=6)])
-        async with aclosing(watch.follow(6)) as watching:
+        watch._on_change(events)  # known from the start
+        watch._on_change([dataclasses.replace(events[0], revision=6)])
+        async with aclosing(watch.stream(6)) as watching:
             waiting = asyncio.create_task(anext(watching))
             await asyncio.sleep(0)
-            watch._tell(events)
+            watch._on_change(events)
             with pytest.raises(RevisionTooOld):
                 await waiting
-        async with aclosing(watch.follow(3)) as watching:
+        async with aclosing(watch.stream(3)) as watching:
             assert await take(watching, 2) == [4, 5]
 
     run(catalog, scenario)

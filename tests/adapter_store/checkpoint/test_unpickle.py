@@ -179,12 +179,12 @@ def test_a_stopping_store_ends_the_child(tmp_path, monkeypatch):
     replaced_child(tmp_path, monkeypatch, "time.sleep(1000)")
     asked = threading.Event()
 
-    def check_wanted() -> None:
+    def check_cancelled() -> None:
         asked.set()
         raise Draining("stopping")
 
     with pytest.raises(Draining):
-        convert_pickle(tmp_path / "staged", LIMITS, check_wanted=check_wanted)
+        convert_pickle(tmp_path / "staged", LIMITS, check_cancelled=check_cancelled)
     assert asked.is_set()
 
 

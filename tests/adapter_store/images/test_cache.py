@@ -63,12 +63,12 @@ def compiles(monkeypatch):
 async def register(store: Store, folder, name: str = "a", **asked):
     registration = Registration(AdapterName("default", name), **asked)
     line = StoreAuditEntry("RegisterAdapter")
-    return (await store.registry.register(ANYONE, registration, f"file://{folder}", line))[0]
+    return (await store.service.register(ANYONE, registration, f"file://{folder}", line))[0]
 
 
 async def pulled_bytes(store: Store, key) -> bytes:
     async with store.images.hold(key) as image:
-        return bytes((await image.whole()).buffer.numpy().data)
+        return bytes((await image.wait_complete()).buffer.numpy().data)
 
 
 def state(store: Store, name: str = "a") -> ImageState:
@@ -83,7 +83,7 @@ def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout,
         async with start() as store:
             digest = (await register(store, folder)).digest
             compiles.gate.clear()
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             pulls = [
                 asyncio.create_task(pulled_bytes(store, ImageKey(digest, layout_id)))
                 for _ in range(8)
@@ -96,7 +96,7 @@ def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout,
             expected = compile_image(open_checkpoint(folder), make_layout())
             assert set(results[1:]) == {bytes(expected.buffer.numpy().data)}
             assert compiles.made == [digest]
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             store.images.check_integrity()
 
     asyncio.run(main())
@@ -114,15 +114,15 @@ def test_the_next_image_finds_its_memory_ready(start, make_adapter, make_layout,
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             first = (await register(store, folders[0], "first")).digest
             await pulled_bytes(store, ImageKey(first, layout_id))
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             second = (await register(store, folders[1], "second")).digest
             async with store.images.hold(ImageKey(second, layout_id)) as image:
                 assert image.buffer is spares[0]
                 expected = compile_image(open_checkpoint(folders[1]), make_layout())
-                assert torch.equal((await image.whole()).buffer, expected.buffer)
+                assert torch.equal((await image.wait_complete()).buffer, expected.buffer)
 
     asyncio.run(main())
 
@@ -133,8 +133,8 @@ def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compi
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            await store.ahead.idle()
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            await store.precompiler.wait_idle()
             first = await pulled_bytes(store, ImageKey(digest, layout_id))
             assert store.images.memory_counts.hits == 1
             assert state(store) is ImageState.READY
@@ -156,8 +156,8 @@ def test_a_damaged_disk_file_is_built_anew(start, make_adapter, make_layout, tmp
     async def main() -> None:
         async with start() as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            await store.ahead.idle()
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            await store.precompiler.wait_idle()
             good = await pulled_bytes(store, ImageKey(digest, layout_id))
         (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
         data = bytearray(path.read_bytes())
@@ -188,8 +188,8 @@ def test_a_damaged_blob_is_data_loss_until_registered_again(
             weights = tmp_path / "data" / "blobs" / record.digest[7:] / "adapter_model.safetensors"
             good = weights.read_bytes()
             weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            await store.ahead.idle()
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            await store.precompiler.wait_idle()
             key = ImageKey(record.digest, layout_id)
             with pytest.raises(CorruptData, match="register the adapter again"):
                 await pulled_bytes(store, key)
@@ -212,9 +212,9 @@ def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert state(store) is ImageState.INCOMPATIBLE
         async with start() as store:  # the verdict is kept
             with pytest.raises(IncompatibleAdapter, match=r"q_proj\.lora_B\.weight: shape"):
@@ -233,7 +233,7 @@ def test_overflow_in_the_cast_is_incompatible_with_that_dtype_only(
         async with start() as store:
             digest = (await register(store, folder)).digest
             ids = [
-                (await store.registry.register_layout(make_layout(dtype), [1]))[0]
+                (await store.service.register_layout(make_layout(dtype), [1]))[0]
                 for dtype in (DataType.FLOAT16, DataType.FLOAT32)
             ]
             with pytest.raises(IncompatibleAdapter, match="not finite"):
@@ -250,7 +250,7 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
         async with start() as store:
             with pytest.raises(NotFound, match="no layout sha256:00"):
                 await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, "sha256:" + "00" * 32))
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             with pytest.raises(NotFound, match="no adapter sha256:11"):
                 await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, layout_id))
             digest = (await register(store, folder, base_model="org/other")).digest
@@ -272,7 +272,7 @@ def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compi
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
             compiles.gate.clear()
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             while not compiles.made:
                 await asyncio.sleep(0.01)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
@@ -280,7 +280,7 @@ def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compi
             await asyncio.sleep(0.05)
             compiles.gate.set()
             await pull
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert compiles.made[1] == wanted
             assert sorted(compiles.made) == sorted(digests)
             assert {state(store, f"n{i}") for i in range(4)} == {ImageState.READY}
@@ -297,14 +297,14 @@ def test_ahead_fills_free_disk_space_only(start, make_adapter, make_layout, comp
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            await store.ahead.idle()
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            await store.precompiler.wait_idle()
             states = [state(store, f"n{i}") for i in range(4)]
             assert (states.count(ImageState.READY), states.count(ImageState.PENDING)) == (2, 2)
             assert store.images.disk_counts.evictions == 0
             for digest in digests:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
-            await store.images.settle()
+            await store.images.wait_idle()
             assert store.images.disk_counts.evictions == 2
 
     asyncio.run(main())
@@ -316,24 +316,24 @@ def test_pinned_images_are_in_memory_and_stay(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start(memory_bytes=2 * size) as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}", pinned=i == 0)).digest
                 for i, folder in enumerate(folders)
             ]
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             for digest in digests:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             hits = store.images.memory_counts.hits
             await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == hits + 1
-            await store.images.settle()
+            await store.images.wait_idle()
             store.images.check_integrity()
         async with start(memory_bytes=2 * size) as store:  # warm again after a restart
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             await pulled_bytes(store, ImageKey(digests[0], layout_id))
             assert store.images.memory_counts.hits == 1
-            await store.registry.set_pinned(ANYONE, AdapterRef(AdapterName("default", "n0")), False)
+            await store.service.set_pinned(ANYONE, AdapterRef(AdapterName("default", "n0")), False)
             for digest in digests[1:]:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             misses = store.images.memory_counts.misses
@@ -349,17 +349,17 @@ def test_memory_is_bounded_while_many_are_pulled(start, make_adapter, make_layou
 
     async def main() -> None:
         async with start(memory_bytes=2 * size) as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             for _ in range(3):
                 await asyncio.gather(
                     *(pulled_bytes(store, ImageKey(d, layout_id)) for d in digests)
                 )
                 assert store.images.memory_counts.used_bytes <= 2 * size
-            await store.images.settle()
+            await store.images.wait_idle()
             store.images.check_integrity()
 
     asyncio.run(main())
@@ -381,11 +381,11 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
     async def main() -> None:
         async with start(delete_grace_seconds=0.4, collect_seconds=0.1) as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            await store.ahead.idle()
-            await store.registry.delete(ANYONE, AdapterName("default", "a"), 0)
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            await store.precompiler.wait_idle()
+            await store.service.delete(ANYONE, AdapterName("default", "a"), 0)
             with pytest.raises(NotFound):
-                await store.registry.get(ANYONE, AdapterRef(digest=digest))
+                await store.service.get(ANYONE, AdapterRef(digest=digest))
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
             for _ in range(100):
                 await asyncio.sleep(0.05)

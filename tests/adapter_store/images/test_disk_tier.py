@@ -35,8 +35,8 @@ def test_disk_keeps_within_its_capacity(tmp_path):
     assert (tier.counts.used_bytes, tier.counts.images, tier.counts.evictions) == (90, 3, 1)
     assert not write(tier, "big", 101)
     assert tier.counts.images == 3
-    assert not tier.has_room(11)
-    assert tier.has_room(10)
+    assert not tier.has_space(11)
+    assert tier.has_space(10)
 
 
 def test_disk_is_found_again_in_order_of_use(tmp_path):

@@ -41,7 +41,7 @@ def memory(capacity: int = 100, pinned: tuple[str, ...] = ()) -> MemoryTier:
 
 
 def begin(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
-    room = tier.ask_room(num_bytes, Priority.PULL)
+    room = tier.reserve(num_bytes, Priority.PULL)
     return tier.start(key(name), plan(num_bytes), room)
 
 
@@ -49,7 +49,7 @@ def put(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
     """Made, kept, and held by nobody."""
     entry = begin(tier, name, num_bytes)
     tier.put(entry)
-    tier.let_go(entry)
+    tier.release(entry)
     return entry
 
 
@@ -83,7 +83,7 @@ def test_bytes_are_accounted_from_the_buffer_to_its_end():
     a = begin(tier, "a", 80)
     assert (tier.counts.used_bytes, tier.counts.images) == (80, 1)
     assert key("a") not in tier
-    tier.let_go(a)  # it failed
+    tier.release(a)  # it failed
     assert (tier.counts.used_bytes, tier.counts.images, a.is_freed) == (0, 0, True)
     tier.check_integrity()
 
@@ -106,7 +106,7 @@ def test_an_image_larger_than_the_tier_stays_only_as_long_as_it_is_held():
     big = begin(tier, "big", 500)
     tier.put(big)
     assert tier.counts.used_bytes == 500
-    tier.let_go(big)
+    tier.release(big)
     assert (tier.counts.used_bytes, tier.counts.images) == (0, 0)
 
 
@@ -123,7 +123,7 @@ def test_a_spare_is_wanted_where_there_is_room_and_serves_the_next_image_of_its_
     assert tier.counts.used_bytes == 30  # nobody's, so it goes when others need its bytes
     b = begin(tier, "b", 30)
     assert b.image.buffer is spare
-    tier.let_go(b)
+    tier.release(b)
     put(tier, "c", 60)
     tier.drop(a.key)
     tier.check_integrity()
@@ -143,8 +143,8 @@ def test_those_who_want_room_wait_for_those_who_read():
     tier = memory()  # with a margin of 12
     a = put(tier, "a", 60)
     with tier.hold(a):
-        assert tier.ask_room(52, Priority.PULL).granted.done()
-        waiting = tier.ask_room(30, Priority.PULL)
+        assert tier.reserve(52, Priority.PULL).granted.done()
+        waiting = tier.reserve(30, Priority.PULL)
         assert not waiting.granted.done()
         assert tier.counts.used_bytes == 112
     assert waiting.granted.done()
@@ -156,18 +156,18 @@ def test_those_who_want_room_wait_for_those_who_read():
 def test_pulls_get_room_before_work_ahead_and_in_order():
     tier = memory()
     a = begin(tier, "a", 100)
-    ahead, joined = (tier.ask_room(100, Priority.AHEAD) for _ in range(2))
-    first, second = (tier.ask_room(100, Priority.PULL) for _ in range(2))
-    tier.hurry(joined)
-    tier.hurry(joined)
+    ahead, joined = (tier.reserve(100, Priority.PRECOMPILE) for _ in range(2))
+    first, second = (tier.reserve(100, Priority.PULL) for _ in range(2))
+    tier.promote(joined)
+    tier.promote(joined)
     order = []
-    tier.let_go(a)
+    tier.release(a)
     for _ in range(4):
         (granted,) = (
             r for r in (ahead, joined, first, second) if r.granted.done() and r not in order
         )
         order.append(granted)
-        tier.return_room(granted)
+        tier.cancel_reservation(granted)
     assert order == [first, second, joined, ahead]
     tier.check_integrity()
 
@@ -176,12 +176,12 @@ def test_pulls_get_room_before_work_ahead_and_in_order():
 def test_room_that_is_given_up_goes_to_the_next():
     tier = memory()
     a = begin(tier, "a", 100)
-    first, second = (tier.ask_room(50, Priority.PULL) for _ in range(2))
-    tier.return_room(first)
-    tier.let_go(a)
+    first, second = (tier.reserve(50, Priority.PULL) for _ in range(2))
+    tier.cancel_reservation(first)
+    tier.release(a)
     assert first.granted.cancelled()
     assert second.granted.done()
-    tier.return_room(second)
+    tier.cancel_reservation(second)
     tier.check_integrity()
 
 
@@ -191,9 +191,9 @@ def test_one_image_always_can_be_made_even_when_all_is_pinned():
     put(tier, "a", 100)
     b = begin(tier, "b", 100)
     assert tier.counts.used_bytes == 200
-    third = tier.ask_room(1, Priority.PULL)
+    third = tier.reserve(1, Priority.PULL)
     assert not third.granted.done()
-    tier.let_go(b)
+    tier.release(b)
     assert third.granted.done()
 
 
@@ -207,7 +207,7 @@ def test_a_freed_buffer_is_used_again_and_counts_until_it_is_freed():
     b = begin(tier, "b", 50)
     assert b.image.buffer is buffer
     assert (tier.counts.used_bytes, tier._pool.spare_bytes) == (50, 0)
-    tier.let_go(b)
+    tier.release(b)
     begin(tier, "c", 780)
     assert tier.counts.used_bytes + tier._pool.spare_bytes <= 800
 
@@ -223,7 +223,7 @@ def test_an_image_that_is_gone_cannot_be_held():
     on_loop(scenario)()
 
 
-STEPS = ["ask", "start", "finish", "fail", "hold", "release", "drop", "find", "return", "hurry"]
+STEPS = ["ask", "start", "finish", "fail", "hold", "release", "drop", "find", "return", "promote"]
 
 
 @given(
@@ -242,11 +242,11 @@ def test_accounts_are_exact_whatever_happens(steps):
         for step, name, size in steps:
             granted = [room for room in rooms if room.granted.done()]
             if step == "ask":
-                rooms.append(tier.ask_room(size, Priority(size % 4)))
-            elif step == "hurry" and rooms:
-                tier.hurry(rooms[size % len(rooms)])
+                rooms.append(tier.reserve(size, Priority(size % 4)))
+            elif step == "promote" and rooms:
+                tier.promote(rooms[size % len(rooms)])
             elif step == "return" and rooms:
-                tier.return_room(rooms.pop(size % len(rooms)))
+                tier.cancel_reservation(rooms.pop(size % len(rooms)))
             elif step == "start" and granted:
                 rooms.remove(granted[0])
                 entry = tier.start(key(name), plan(granted[0].num_bytes), granted[0])
@@ -256,7 +256,7 @@ def test_accounts_are_exact_whatever_happens(steps):
                 entry = making.pop(0)
                 if step == "finish":
                     tier.put(entry)
-                tier.let_go(entry)
+                tier.release(entry)
             elif step == "hold" and (entry := tier.find(key(name))) is not None:
                 hold = tier.hold(entry)
                 hold.__enter__()
@@ -275,11 +275,11 @@ def test_accounts_are_exact_whatever_happens(steps):
                 100, tier.counts.used_bytes
             )
         for room in rooms:
-            tier.return_room(room)
+            tier.cancel_reservation(room)
         for hold in held:
             hold.__exit__(None, None, None)
         for entry in making:
-            tier.let_go(entry)
+            tier.release(entry)
         tier.shrink()
         tier.check_integrity()
 

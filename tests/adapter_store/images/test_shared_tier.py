@@ -191,14 +191,14 @@ def test_images_for_unused_layouts_leave_the_shared_tier_and_every_disk(parts, t
     for collector, disk, tier in replicas:
         tier.publish(KEY, tmp_path / "image")
         collector.collect()
-        assert collector.forget_layouts() == frozenset()
+        assert collector.drop_unused_layouts() == frozenset()
         assert (disk.counts.images, read(tier)) == (1, b"x")
     parts.now += LAYOUT_TTL + timedelta(seconds=1)
     collector, disk, tier = replicas[0]
     collector.collect()
     assert read(tier) is None
     for collector, disk, _ in replicas:
-        assert collector.forget_layouts() == {KEY[1]}
+        assert collector.drop_unused_layouts() == {KEY[1]}
         assert disk.counts.images == 0
     # Again, after its servers were back for a while.
     parts.catalog.use_layout(KEY[1])

@@ -83,8 +83,8 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
         pulls_only = {"disk_cache_bytes": 1 << 20, "compile_ahead": False}
         async with start(**pulls_only, **settings) as store:
             digest = (await register(store, folder)).digest
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
-            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
+            pulls = Pulls(store.images, store.metrics, store.service.layout_usage.record)
             async with asyncio.timeout(SECONDS * 2):
                 await test(store, pulls, ImageKey(digest, layout_id), folder)
             store.images.check_integrity()
@@ -112,7 +112,7 @@ def test_the_first_bytes_leave_before_the_last_part_is_made(
         rest, others = await read(stream)
         assert first + rest == expected_bytes(folder, make_layout())
         assert isinstance(others[-1], ImageTrailer)
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, test)
 
@@ -134,7 +134,7 @@ def test_the_disk_is_not_waited_for(start, make_adapter, make_layout, monkeypatc
             assert isinstance(others[-1], ImageTrailer)
         assert store.images.disk_counts.images == 0
         gate.set()
-        await store.images.settle()
+        await store.images.wait_idle()
         assert store.images.disk_counts.images == 1
 
     scenario(start, make_adapter, make_layout, test)
@@ -157,7 +157,7 @@ def test_sixteen_pulls_of_one_image_of_which_some_leave(
         assert {data for data, _ in results} == {expected_bytes(folder, make_layout())}
         assert steps.made == [key[0]]
         assert pulls.num_active == 0
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, test)
 
@@ -174,7 +174,7 @@ def test_all_who_wait_may_leave_and_the_work_goes_on(
         reading.cancel()
         await asyncio.wait([reading])
         steps.go()
-        await store.images.settle()
+        await store.images.wait_idle()
         assert (await read(pulls.stream(key, 0, "")))[0] == expected_bytes(folder, make_layout())
         assert steps.made == [key[0]]
 
@@ -196,13 +196,13 @@ def test_an_error_after_the_start_ends_every_stream_without_a_trailer(
         for stream in streams:
             with pytest.raises(CorruptData, match="register the adapter again"):
                 await read(stream)
-        await store.images.settle()
+        await store.images.wait_idle()
         assert store.images.memory_counts.used_bytes == 0
         steps.failure = None
         steps.go()
         data, _ = await read(pulls.stream(key, 0, ""))
         assert data == expected_bytes(folder, make_layout())
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, test)
 
@@ -220,8 +220,8 @@ def test_a_part_damaged_on_disk_is_never_sent_and_pulls_go_on(
 
     async def test(store: Store, pulls: Pulls, key, folder) -> None:
         await read(pulls.stream(key, 0, ""))
-        await store.images.settle()
-        store.images.forget([key[0]])
+        await store.images.wait_idle()
+        store.images.drop_digests([key[0]])
         (path,) = (tmp_path / "data" / "images").glob("*/*.safetensors")
         parts = compile_image(open_checkpoint(folder), make_layout()).parts
         data = bytearray(path.read_bytes())
@@ -232,7 +232,7 @@ def test_a_part_damaged_on_disk_is_never_sent_and_pulls_go_on(
         assert isinstance(others[-1], ImageTrailer)
         assert [end.sha256 for end in others[1:-1]] == [p.sha256 for p in parts]
         assert len(steps.made) == 2
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, test)
 
@@ -249,22 +249,22 @@ def test_a_pull_without_room_is_refused_and_told_to_come_again(
 
     async def main() -> None:
         async with start(memory_bytes=size + size // 2) as store:
-            store.images._room_seconds = 0.05
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            store.images._memory_wait_seconds = 0.05
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digests = [
                 (await register(store, folder, f"n{i}")).digest for i, folder in enumerate(folders)
             ]
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             async with store.images.hold(ImageKey(digests[0], layout_id)) as held:
-                await held.whole()
-                await store.images.settle()
+                await held.wait_complete()
+                await store.images.wait_idle()
                 with pytest.raises(Overloaded) as caught:
                     async with store.images.hold(ImageKey(digests[1], layout_id)):
                         pass
                 assert caught.value.retry_after_s > 0
             async with store.images.hold(ImageKey(digests[1], layout_id)) as image:
-                await image.whole()
-            await store.images.settle()
+                await image.wait_complete()
+            await store.images.wait_idle()
             store.images.check_integrity()
 
     asyncio.run(main())
@@ -284,7 +284,7 @@ def test_a_compile_right_behind_a_registration_does_not_hash_again(
 
     async def test(store: Store, pulls: Pulls, key, folder) -> None:
         await read(pulls.stream(key, 0, ""))
-        await store.images.settle()
+        await store.images.wait_idle()
         assert opened == []
 
     scenario(start, make_adapter, make_layout, test)

@@ -85,7 +85,7 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
 
     async def first(store: Store, pulls: Pulls, key, folder) -> None:
         await read(pulls.stream(key, 0, ""))
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, first)
     assert share.calls == ["find", "claim", "publish"]
@@ -94,16 +94,16 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
     async def main() -> None:
         folder = tmp_path / "adapter"
         async with start(data_dir=tmp_path / "data2") as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
-            await store.ahead.idle()
-            pulls = Pulls(store.images, store.metrics, store.registry.layout_uses.note)
+            await store.precompiler.wait_idle()
+            pulls = Pulls(store.images, store.metrics, store.service.layout_usage.record)
             data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
-            await store.images.settle()
+            await store.images.wait_idle()
             assert store.images.disk_counts.images == 1
             # Damaged there: taken away, compiled here, published again.
-            store.images.forget([digest])
+            store.images.drop_digests([digest])
             (path,) = (tmp_path / "data2" / "images").glob("*/*.safetensors")
             path.unlink()
             shared_file = share.path(ImageKey(digest, layout_id))
@@ -112,7 +112,7 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
             shared_file.write_bytes(damaged)
             data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
-            await store.images.settle()
+            await store.images.wait_idle()
             assert share.calls[-4:] == ["find", "remove", "claim", "publish"]
 
     asyncio.run(main())
@@ -135,7 +135,7 @@ def test_a_shared_tier_that_does_not_answer_fails_nothing(
     async def test(store: Store, pulls: Pulls, key, folder) -> None:
         data, _ = await read(pulls.stream(key, 0, ""))
         assert data == expected_bytes(folder, make_layout())
-        await store.images.settle()
+        await store.images.wait_idle()
 
     scenario(start, make_adapter, make_layout, test)
 
@@ -145,13 +145,13 @@ def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
 ):
     """Two replicas that both let work ahead wait for pulls would otherwise wait for each other."""
     steps.go()
-    monkeypatch.setattr(builder_module, "CLAIM_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(builder_module, "CLAIM_WAIT_SECONDS", 0.1)
 
     async def pull(store: Store, pulls: Pulls, key, folder) -> None:
         share.claimed.add(key)  # by another replica, which does not come to it
         data, _ = await read(pulls.stream(key, 0, ""))
         assert data
-        await store.images.settle()
+        await store.images.wait_idle()
         assert share.path(key).exists()
         assert share.claimed == {key}
 
@@ -171,7 +171,7 @@ def test_what_is_collected_while_it_is_compiled_leaves_no_image(
         steps.go()
         data, _ = await reading
         assert data
-        await store.images.settle()
+        await store.images.wait_idle()
         assert store.images.disk_counts.images == 0
         assert not share.path(key).exists()
 

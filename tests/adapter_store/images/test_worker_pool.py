@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from adapter_store.images.worker_pool import KEEP_NICENESS, Priority, Workers
+from adapter_store.images.worker_pool import WRITE_NICENESS, Priority, WorkerPool
 
 
 def run(scenario, num_workers: int = 1):
     async def main():
-        workers = Workers(num_workers, "test")
+        workers = WorkerPool(num_workers, "test")
         try:
             return await asyncio.wait_for(scenario(workers), 10)
         finally:
@@ -23,13 +23,13 @@ def run(scenario, num_workers: int = 1):
 def test_pulls_go_before_work_ahead():
     done: list[str] = []
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         gate = threading.Event()
         jobs = [asyncio.ensure_future(workers.run("gate", Priority.PULL, lambda _: gate.wait(10)))]
         for name, priority in (
-            ("ahead1", Priority.AHEAD),
+            ("ahead1", Priority.PRECOMPILE),
             ("pinned", Priority.PINNED),
-            ("ahead2", Priority.AHEAD),
+            ("ahead2", Priority.PRECOMPILE),
             ("pull1", Priority.PULL),
             ("pull2", Priority.PULL),
         ):
@@ -37,9 +37,9 @@ def test_pulls_go_before_work_ahead():
             work = workers.run(name, priority, lambda _, name=name: done.append(name))
             jobs.append(asyncio.ensure_future(work))
         await asyncio.sleep(0)
-        workers.hurry("ahead2")
-        workers.hurry("gate")
-        workers.hurry("unknown")
+        workers.promote("ahead2")
+        workers.promote("gate")
+        workers.promote("unknown")
         gate.set()
         await asyncio.gather(*jobs)
 
@@ -60,7 +60,7 @@ def test_never_more_at_once_than_workers():
         with lock:
             running -= 1
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         await asyncio.gather(*(workers.run(i, Priority.PULL, work) for i in range(12)))
 
     run(scenario, num_workers=3)
@@ -68,7 +68,7 @@ def test_never_more_at_once_than_workers():
 
 
 def test_errors_reach_the_caller_and_the_worker_goes_on():
-    async def scenario(workers: Workers) -> int:
+    async def scenario(workers: WorkerPool) -> int:
         with pytest.raises(ZeroDivisionError):
             await workers.run("a", Priority.PULL, lambda _: 1 // 0)
         return await workers.run("a", Priority.PULL, lambda _: 7)
@@ -79,7 +79,7 @@ def test_errors_reach_the_caller_and_the_worker_goes_on():
 def test_a_cancelled_job_that_waits_is_not_run():
     done: list[str] = []
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         gate = threading.Event()
         first = asyncio.ensure_future(workers.run("a", Priority.PULL, lambda _: gate.wait(10)))
         second = asyncio.ensure_future(workers.run("b", Priority.PULL, lambda _: done.append("b")))
@@ -97,11 +97,11 @@ def test_a_cancelled_job_that_waits_is_not_run():
 def steps(name: str, did: list[str], started: threading.Event, go: threading.Event):
     """A job of two steps that gives way in between."""
 
-    def work(turn) -> None:
+    def work(yield_point) -> None:
         did.append(f"{name} 1")
         started.set()
         assert go.wait(10)
-        turn.give_way()
+        yield_point.wait()
         did.append(f"{name} 2")
 
     return work
@@ -110,9 +110,9 @@ def steps(name: str, did: list[str], started: threading.Event, go: threading.Eve
 def test_work_ahead_gives_way_to_a_pull_between_two_steps():
     did: list[str] = []
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         started, go, pulling = threading.Event(), threading.Event(), threading.Event()
-        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         jobs = [asyncio.ensure_future(ahead)]
         await asyncio.to_thread(started.wait, 10)
         for name in ("pull", "later"):
@@ -120,7 +120,7 @@ def test_work_ahead_gives_way_to_a_pull_between_two_steps():
                 asyncio.ensure_future(
                     workers.run(
                         name,
-                        Priority.PULL if name == "pull" else Priority.AHEAD,
+                        Priority.PULL if name == "pull" else Priority.PRECOMPILE,
                         lambda _, name=name: (did.append(name), pulling.set()),
                     )
                 )
@@ -136,9 +136,9 @@ def test_work_ahead_gives_way_to_a_pull_between_two_steps():
 def test_work_ahead_does_not_go_on_beside_a_pull():
     did: list[str] = []
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         started, go, gate = threading.Event(), threading.Event(), threading.Event()
-        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         first = asyncio.ensure_future(ahead)
         await asyncio.to_thread(started.wait, 10)
         pulling = threading.Event()
@@ -151,7 +151,7 @@ def test_work_ahead_does_not_go_on_beside_a_pull():
         second = asyncio.ensure_future(workers.run("pull", Priority.PULL, pull))
         await asyncio.to_thread(pulling.wait, 10)
         third = asyncio.ensure_future(
-            workers.run("next", Priority.AHEAD, lambda _: did.append("next"))
+            workers.run("next", Priority.PRECOMPILE, lambda _: did.append("next"))
         )
         await asyncio.sleep(0)
         go.set()
@@ -167,15 +167,15 @@ def test_work_ahead_does_not_go_on_beside_a_pull():
 def test_work_ahead_that_a_pull_joins_gives_way_no_more():
     did: list[str] = []
 
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         started, go = threading.Event(), threading.Event()
-        ahead = workers.run("ahead", Priority.AHEAD, steps("ahead", did, started, go))
+        ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         jobs = [asyncio.ensure_future(ahead)]
         await asyncio.to_thread(started.wait, 10)
         pull = workers.run("pull", Priority.PULL, lambda _: did.append("pull"))
         jobs.append(asyncio.ensure_future(pull))
         await asyncio.sleep(0)
-        workers.hurry("ahead")
+        workers.promote("ahead")
         go.set()
         await asyncio.gather(*jobs)
 
@@ -187,10 +187,10 @@ def test_closing_lets_those_end_that_gave_way():
     did: list[str] = []
 
     async def main() -> None:
-        workers = Workers(1, "test")
+        workers = WorkerPool(1, "test")
         started, go, pulling, gate = (threading.Event() for _ in range(4))
         work = steps("ahead", did, started, go)
-        ahead = asyncio.ensure_future(workers.run("ahead", Priority.AHEAD, work))
+        ahead = asyncio.ensure_future(workers.run("ahead", Priority.PRECOMPILE, work))
         await asyncio.to_thread(started.wait, 10)
 
         def pull(_) -> None:
@@ -210,11 +210,11 @@ def test_closing_lets_those_end_that_gave_way():
 
 
 def test_hurrying_what_has_just_ended_costs_no_worker():
-    async def scenario(workers: Workers) -> None:
+    async def scenario(workers: WorkerPool) -> None:
         for _ in range(20):
-            job = asyncio.ensure_future(workers.run("a", Priority.AHEAD, lambda _: None))
+            job = asyncio.ensure_future(workers.run("a", Priority.PRECOMPILE, lambda _: None))
             while not job.done():
-                workers.hurry("a")
+                workers.promote("a")
                 await asyncio.sleep(0)
 
     run(scenario)
@@ -224,11 +224,11 @@ def test_putting_on_disk_gives_way_to_what_computes():
     def niceness(_) -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    async def scenario(workers: Workers) -> tuple[int, int]:
+    async def scenario(workers: WorkerPool) -> tuple[int, int]:
         return (
-            await workers.run("keep", Priority.KEEP, niceness),
+            await workers.run("keep", Priority.WRITE, niceness),
             await workers.run("pull", Priority.PULL, niceness),
         )
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    assert run(scenario) == (before + KEEP_NICENESS, before)
+    assert run(scenario) == (before + WRITE_NICENESS, before)

@@ -8,7 +8,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.replication import pin_refresh as followed_module
-from adapter_store.replication.pin_refresh import Followed
+from adapter_store.replication.pin_refresh import PinRefresher
 from servicekit.refs import AdapterName
 
 
@@ -25,7 +25,7 @@ def test_pins_that_could_not_be_refreshed_are_tried_again(tmp_path, monkeypatch)
                 raise failures.pop()
             refreshed.set()
 
-        followed = Followed(catalog, refresh)
+        followed = PinRefresher(catalog, refresh)
         name = AdapterName("default", "a")
         catalog.register(NewVersion(name, "d", "base", "", 1, (), 1))
         async with asyncio.timeout(20):

@@ -191,7 +191,7 @@ class Served:
 
     def idle(self) -> None:
         """Waits until everything wanted ahead is made."""
-        self.run(self.running.store.ahead.idle())
+        self.run(self.running.store.precompiler.wait_idle())
 
     def begin_stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from adapter_store import service as registry_module
+from adapter_store import service as service_module
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
@@ -41,7 +41,7 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
 
 
 def test_an_upload_that_sends_nothing_more_is_ended(client, tmp_path, monkeypatch, refused) -> None:
-    monkeypatch.setattr(registry_module, "UPLOAD_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(service_module, "UPLOAD_STALL_SECONDS", 0.1)
     over = threading.Event()
 
     def requests():

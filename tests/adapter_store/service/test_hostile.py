@@ -98,7 +98,7 @@ def test_a_file_of_more_bytes_than_its_offset_says(client, folder, check, refuse
             chunk = pb.FileChunk(file_name=WEIGHTS, offset=offset, data=b"x")
             yield pb.UploadAdapterRequest(chunk=chunk)
 
-    with refused("INVALID_ARGUMENT", "chunk.offset", "goes on at 1"):
+    with refused("INVALID_ARGUMENT", "chunk.offset", "continues at 1"):
         client.stub.UploadAdapter(requests())
     check()
 

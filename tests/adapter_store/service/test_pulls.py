@@ -205,7 +205,7 @@ def test_a_cancelled_pull_releases_its_image(store, client, large):
     assert client.stub.GetStoreStatus(pb.GetStoreStatusRequest()).active_pulls == 1
     stream.cancel()
     until(lambda: held(store) == 0)
-    store.run(store.running.store.images.settle())
+    store.run(store.running.store.images.wait_idle())
     status = client.stub.GetStoreStatus(pb.GetStoreStatusRequest())
     assert status.active_pulls == 0
     store.running.store.images.check_integrity()
@@ -268,7 +268,7 @@ def test_a_reader_that_stops_is_dropped(serve, make_adapter, make_layout, refuse
     stream = store.client.stub.PullAdapter(request)
     header = next(stream).header
     until(lambda: store.running.store.metrics.pulls.labels("cancelled")._value.get() == 1)
-    store.run(store.running.store.images.settle())
+    store.run(store.running.store.images.wait_idle())
     assert held(store) == 0
     received = 0
     with refused("DEADLINE_EXCEEDED", "0.3 seconds"):
@@ -294,7 +294,7 @@ def test_a_slow_reader_is_not_dropped(serve, make_adapter, make_layout):
 
 def test_a_store_without_room_says_when_to_come_again(serve, make_adapter, make_layout, refused):
     store = serve(memory_bytes=40 << 20)
-    store.running.store.images._room_seconds = 0.05
+    store.running.store.images._memory_wait_seconds = 0.05
     first = make_large(store.client, make_adapter, make_layout)
     second = make_large(store.client, make_adapter, make_layout, "second", 2.0)
     store.idle()

@@ -31,7 +31,7 @@ def test_chunks_of_files_may_alternate(staging):
 def test_a_gap_or_a_repeat_is_refused(staging, offset):
     upload = Upload(staging)
     upload.write(FileChunk(WEIGHTS, 0, b"abc"))
-    with pytest.raises(InvalidArgument, match="goes on at 3") as caught:
+    with pytest.raises(InvalidArgument, match="continues at 3") as caught:
         upload.write(FileChunk(WEIGHTS, offset, b"d"))
     assert caught.value.subject == "chunk.offset"
     upload.abandon()

@@ -54,14 +54,14 @@ def start(tmp_path, clock, monkeypatch):
 async def register(store: Store, folder, name: str, **asked) -> str:
     registration = Registration(AdapterName("default", name), **asked)
     line = StoreAuditEntry("RegisterAdapter")
-    return (await store.registry.register(ANYONE, registration, f"file://{folder}", line))[0].digest
+    return (await store.service.register(ANYONE, registration, f"file://{folder}", line))[0].digest
 
 
 async def pull(store: Store, digest: str, layout_id: str) -> None:
-    async for _ in store.registry.pull(ANYONE, digest, layout_id, 0, ""):
+    async for _ in store.service.pull(ANYONE, digest, layout_id, 0, ""):
         pass
-    await store.registry.layout_uses.settle()
-    await store.ahead.idle()
+    await store.service.layout_usage.wait_idle()
+    await store.precompiler.wait_idle()
 
 
 def state(store: Store, name: str) -> ImageState:
@@ -79,34 +79,34 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, a, "a", pinned=True)
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((1, 1), ImageState.READY)
             clock.now += TTL + timedelta(seconds=1)
             await until_async(lambda: num_images(store) == (0, 0))
             # The clock may have been turned in the middle of a collection: the next one sees to it.
             await until_async(lambda: state(store, "a") is ImageState.PENDING)
-            assert (await store.registry.status()).catalog.layouts == 0
+            assert (await store.service.status()).catalog.layouts == 0
 
             await register(store, b, "b")
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "b")) == ((0, 0), ImageState.PENDING)
         async with start() as store:
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert num_images(store) == (0, 0)
 
             with pytest.raises(NotFound):
                 await pull(store, "sha256:" + "0" * 64, layout_id)
-            assert (await store.registry.status()).catalog.layouts == 0
+            assert (await store.service.status()).catalog.layouts == 0
             await pull(store, digest, layout_id)
-            assert (await store.registry.status()).catalog.layouts == 1
+            assert (await store.service.status()).catalog.layouts == 1
             # A verdict is written down beside the pull, which does not wait for it.
             for name in ("a", "b"):
                 await until_async(lambda name=name: state(store, name) is ImageState.READY)
             await until_async(lambda: ImageKey(digest, layout_id) in store.images._pinned)
             await register(store, c, "c")
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert state(store, "c") is ImageState.READY
 
     asyncio.run(main())
@@ -117,14 +117,14 @@ def test_a_layout_comes_back_with_its_registration(start, clock, make_adapter, m
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             await register(store, a, "a", pinned=True)
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             clock.now += 2 * TTL
             await until_async(lambda: num_images(store) == (0, 0))
             await register(store, b, "b")
-            assert await store.registry.register_layout(make_layout(), [1]) == (layout_id, 1)
-            await store.ahead.idle()
+            assert await store.service.register_layout(make_layout(), [1]) == (layout_id, 1)
+            await store.precompiler.wait_idle()
             assert {state(store, "a"), state(store, "b")} == {ImageState.READY}
             await until_async(lambda: num_images(store)[0] >= 1)
 
@@ -138,9 +138,9 @@ def test_pulls_keep_a_layout_and_write_once_per_hour(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, folder, "a")
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             recorded: list[str] = []
             use_layout = store.catalog.use_layout
 
@@ -167,7 +167,7 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
 
     async def main() -> None:
         async with start() as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, folder, "a")
 
             def fail(layout_id: str) -> bool:
@@ -189,15 +189,15 @@ def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make
 
     async def main() -> None:
         async with start(compile_ahead=False) as store:
-            layout_id, _ = await store.registry.register_layout(make_layout(), [1])
+            layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = await register(store, a, "a")
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert (num_images(store), state(store, "a")) == ((0, 0), ImageState.PENDING)
             await register(store, b, "b", pinned=True)
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert num_images(store) == (1, 1), "what is pinned never waits"
         async with start(compile_ahead=False) as store:
-            await store.ahead.idle()
+            await store.precompiler.wait_idle()
             assert state(store, "a") is ImageState.PENDING
             await pull(store, digest, layout_id)
             await until_async(lambda: state(store, "a") is ImageState.READY)
