@@ -1,4 +1,4 @@
-"""The store's words: plain data that every module shares and none owns."""
+"""Plain data that every module of the store shares."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ANYONE = ROLES.anyone
 """Every caller, where there is no policy."""
 
 Tenants: TypeAlias = frozenset[str] | None
-"""Tenants that something is confined to; None: all of them."""
+"""The tenants that something is confined to; None for all."""
 
 
 class ImageKey(NamedTuple):
@@ -78,7 +78,7 @@ class DataType(enum.Enum):
 
     @property
     def is_computable(self) -> bool:
-        """Whether an image may have it: the types that models compute in."""
+        """Whether an image may have this type: one that models compute in."""
         return self.itemsize > 1
 
 
@@ -162,7 +162,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """What a layer_end covers: the bytes of one layer, or of the embedding or the head."""
+    """The bytes of one layer, or of the embedding or the head, which one layer_end covers."""
 
     index: int
     start: int
@@ -172,7 +172,7 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may have at most; None: no limit. `max_bytes` is of its kept source."""
+    """The limits of a tenant; None for no limit. `max_bytes` limits its kept source."""
 
     max_adapters: int | None = None
     max_bytes: int | None = None
@@ -204,10 +204,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class BlobPlace:
-    """Where shared blobs keep a digest's files; all empty where every store has its own blobs.
+    """Where shared blobs store a digest's files; empty if every store has its own blobs.
 
-    Of one just stored: the lease that it was stored under, whose that is, and the place it is to
-    take over from.
+    For a blob that was just stored also the lease that it was stored under, the lease's owner, and
+    the place that it replaces.
     """
 
     place: str = ""
@@ -219,10 +219,10 @@ class BlobPlace:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """One version of an adapter, as the catalog knows it.
+    """One version of an adapter, as recorded in the catalog.
 
-    `signed_by` is the key that `signature` was verified with when this was recorded, "" for none.
-    `delete_time`: since then it is no longer resolved, and only kept through the grace.
+    `signed_by` is the key that verified `signature` when the version was recorded, "" for none.
+    After `delete_time` the version is no longer resolved, and only kept for the grace.
     """
 
     name: AdapterName
@@ -254,7 +254,7 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """One catalog change. `version` is what the name points to afterwards, 0 when it is gone."""
+    """One catalog change. `version` is what the name points to afterwards, 0 if it is deleted."""
 
     revision: int
     kind: EventKind

@@ -1,4 +1,4 @@
-"""What is known of the call in progress, for its line in the log."""
+"""The facts known about the call in progress, for its line in the log."""
 
 from __future__ import annotations
 

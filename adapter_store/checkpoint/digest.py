@@ -1,7 +1,7 @@
 """loadout-digest-v1: what makes two adapters the same adapter.
 
-The sha256 of these lines, each ended by one newline, all JSON canonical (sorted keys, no spaces,
-ASCII):
+The digest is the sha256 of these lines, each ended by one newline, all JSON canonical (sorted keys,
+no spaces, ASCII):
 
     loadout-digest-v1
     ["<target>","<A|B|embedding_A|embedding_B>","<dtype>",[<shape>],"<sha256 of the raw bytes>"]

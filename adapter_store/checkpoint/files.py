@@ -1,4 +1,4 @@
-"""The files of an adapter: which they are, and reading regular files without being led astray."""
+"""The files of an adapter: which they are, and how to read them without following links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLimits:
-    """What an adapter may ask of the store before anything is allocated for it."""
+    """Limits of an adapter, checked before anything is allocated for it."""
 
     max_config_bytes: int = 1 << 20
     max_header_bytes: int = 16 << 20
@@ -39,15 +39,15 @@ class CheckpointLimits:
 
 
 def is_adapter_file(name: str) -> bool:
-    """Whether a plain file name belongs to an adapter; others need not be fetched or kept."""
+    """Returns whether a plain file name belongs to an adapter; others are not fetched or stored."""
     return name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or _SHARD.fullmatch(name) is not None
 
 
 class RegularFile:
-    """An open regular file of known size. Not a link, pipe or device; `name` is used in errors.
+    """An open regular file of known size, not a link, pipe or device. `name` is used in errors.
 
-    Reads are positional, so threads may share it. Nothing is mapped: a file cut short by somebody
-    else is an error here, where a mapping would kill the process.
+    Reads are positional, so threads may share it. Nothing is mapped: a file that is truncated
+    meanwhile is an error here, where a mapping would kill the process.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -68,7 +68,7 @@ class RegularFile:
         self.size_bytes = status.st_size
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes. Raises CorruptData if the file has become shorter."""
+        """Returns exactly `length` bytes. Raises CorruptData if the file has become shorter."""
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -101,7 +101,7 @@ class RegularFile:
 
 
 def read_capped(folder: Path, name: str, max_bytes: int) -> bytes:
-    """A whole small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as RegularFile."""
+    """Reads a small file. Raises InvalidAdapter: FILE_TOO_LARGE, and as RegularFile."""
     with RegularFile(folder, name) as file:
         if file.size_bytes > max_bytes:
             raise InvalidAdapter(
@@ -115,7 +115,7 @@ def read_capped(folder: Path, name: str, max_bytes: int) -> bytes:
 def find_weight_files(
     folder: Path, limits: CheckpointLimits
 ) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
-    """Names of the weight files, and for a sharded adapter its index {tensor: file}.
+    """Returns the names of the weight files, and for a sharded adapter its index {tensor: file}.
 
     Raises:
         InvalidAdapter: FILE_NOT_SAFETENSORS, FILES_AMBIGUOUS, FILE_UNUSED or INDEX_INVALID.
@@ -162,7 +162,7 @@ def check_source_bytes(total_bytes: int, limits: CheckpointLimits) -> None:
 
 
 def parse_index(data: bytes, limits: CheckpointLimits) -> Mapping[str, str]:
-    """The content of an index file as {tensor: file}. The caller caps `len(data)`.
+    """Parses an index file; returns {tensor: file}. The caller caps `len(data)`.
 
     Raises InvalidAdapter: INDEX_INVALID, or as parse_object.
     """

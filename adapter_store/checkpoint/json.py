@@ -1,4 +1,4 @@
-"""JSON from strangers: one object, UTF-8, no duplicate keys, no NaN, no endless nesting."""
+"""Untrusted JSON: one object, UTF-8, no duplicate keys, no NaN, no endless nesting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from adapter_store.errors import InvalidAdapter
 
 
 class _DuplicateKey(ValueError):
-    """A key that one object holds twice: readers disagree on which value counts."""
+    """Raised for a key that one object holds twice: readers disagree on which value counts."""
 
 
 def parse_object(data: bytes, subject: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def parse_object(data: bytes, subject: str) -> dict[str, Any]:
 
 
 def show(value: object) -> str:
-    """A stranger's value for an error message: quoted, escaped, short."""
+    """Returns an untrusted value for an error message: quoted, escaped, shortened."""
     try:
         text = ascii(value)
     except RecursionError:  # what could just be parsed may be too deep to be written

@@ -4,7 +4,7 @@ Names are paths of modules in the base model, such as "model.layers.0.self_attn.
 Source: peft/tuners/tuners_utils.py `check_target_module_exists`, peft/utils/other.py
 `get_pattern_key`, of PEFT 0.21.
 
-The patterns come from strangers. Python's `re` can take longer than the universe on a hostile
+The patterns are untrusted. Python's `re` can take longer than the universe on a hostile
 pattern and cannot be stopped. So matching runs in the `regex` package, which has a timeout; only
 patterns that both packages read alike are accepted; counted repeats, which `regex` unrolls, are
 limited; and the seconds spent on all patterns of one adapter, compiling them included, come out of
@@ -48,14 +48,14 @@ class MatchBudget:
             raise _invalid(key, "PATTERN_TOO_SLOW", show(source))
 
     def match(self, pattern: Pattern, text: str, *, full: bool = False) -> Any:
-        """As `re.match` or `re.fullmatch`: a match object or None.
+        """Matches as `re.match` or `re.fullmatch`; returns a match object or None.
 
         Raises InvalidAdapter PATTERN_TOO_SLOW once the seconds are used up.
         """
         match = pattern.compiled.fullmatch if full else pattern.compiled.match
         start_s = time.perf_counter()
         try:
-            # A plain pattern ends soon by itself, but a hundred thousand of them do not.
+            # One plain pattern is fast, but a hundred thousand of them are not.
             found = match(text) if pattern.is_plain else match(text, timeout=max(self._left_s, 0))
         except TimeoutError as exc:
             raise _invalid(pattern.key, "PATTERN_TOO_SLOW", show(pattern.source)) from exc
@@ -65,7 +65,7 @@ class MatchBudget:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A checked pattern. `key` is the config key it came from; a plain one matches in `re`."""
+    """A checked pattern from config key `key`. A plain one is matched by `re`."""
 
     key: str
     source: str
@@ -76,7 +76,7 @@ class Pattern:
 def compile_pattern(
     key: str, source: str, budget: MatchBudget, *, before: str = "", after: str = ""
 ) -> Pattern:
-    """Compiles before + source + after; `before` and `after` are our own.
+    """Compiles before + source + after, of which only `source` is untrusted.
 
     Raises InvalidAdapter, with the config key as subject: PATTERN_TOO_LARGE, PATTERN_INVALID or
     PATTERN_TOO_SLOW.
@@ -87,13 +87,13 @@ def compile_pattern(
         raise _invalid(key, "PATTERN_INVALID", f"{show(source)} uses syntax that is not accepted")
     if _unrolled_chars(source) > MAX_UNROLLED_CHARS:
         raise _invalid(key, "PATTERN_TOO_LARGE", f"the repeats of {show(source)}")
-    whole = f"{before}{source}{after}"
+    expression = f"{before}{source}{after}"
     start_s = time.perf_counter()
     try:
-        compiled: Any = re.compile(whole)
+        compiled: Any = re.compile(expression)
         is_plain = _PLAIN.fullmatch(source) is not None
         if not is_plain:
-            compiled = regex.compile(whole, regex.V0)
+            compiled = regex.compile(expression, regex.V0)
     except (re.error, regex.error, RecursionError, OverflowError, ValueError) as exc:
         raise _invalid(key, "PATTERN_INVALID", f"{show(source)}: {exc}") from exc
     budget.spend(key, source, time.perf_counter() - start_s)
@@ -101,14 +101,15 @@ def compile_pattern(
 
 
 def _unrolled_chars(source: str) -> int:
-    """An upper bound of the pattern's length with counted repeats written out, even if nested."""
+    """Returns an upper bound of the pattern's length with counted repeats written out, even if
+    nested."""
     counts = (max(int(low or 1), int(high or 1), 1) for low, high in _COUNTS.findall(source))
     return len(source) * math.prod(counts)
 
 
 ALL_LINEAR = "all-linear"
 OUTPUT_LAYER = "lm_head"
-"""What `all-linear` leaves out: the output layer, by its name in every supported architecture."""
+"""The output layer, which `all-linear` leaves out, by its name in every supported architecture."""
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -131,7 +132,8 @@ class PatternTable(Generic[NumberT]):
 
 
 class ModuleMatcher:
-    """Whether a config adapts a module: target_modules less exclude_modules, in some layers."""
+    """Decides whether a config adapts a module: target_modules less exclude_modules, in some
+    layers."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class ModuleMatcher:
     ) -> None:
         """`fields` holds what is given, as the config names it, lists as sorted sets.
 
-        A string is an expression for the whole path (or "all-linear"); a tuple holds whole
+        A string is an expression for the full path (or "all-linear"); a tuple holds full
         paths or their last components. No layers: all of them.
 
         Raises InvalidAdapter naming the config key whose pattern is not usable.
@@ -164,9 +166,9 @@ class ModuleMatcher:
         self._is_all_linear = (
             isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
         )
-        self._target = _whole_path("target_modules", target_modules, budget)
+        self._target = _full_path_pattern("target_modules", target_modules, budget)
         self._exclude_entries = _entries(exclude_modules)
-        self._exclude = _whole_path("exclude_modules", exclude_modules, budget)
+        self._exclude = _full_path_pattern("exclude_modules", exclude_modules, budget)
         self._layers = frozenset(layers_to_transform)
         before, after = r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\."
         self._layer_patterns = [
@@ -175,19 +177,19 @@ class ModuleMatcher:
         ] or [compile_pattern("layers_pattern", "", budget, before=rf".*?\.[^.]*{after}")]
 
     def selects(self, name: str, *, is_embedding: bool) -> bool:
-        """Whether PEFT would adapt module `name`."""
+        """Returns whether PEFT would adapt module `name`."""
         if self._is_excluded(name):
             return False
         if self._is_all_linear:
             return not is_embedding and name.rpartition(".")[2] != OUTPUT_LAYER
         if self._target is not None:
             return bool(self._budget.match(self._target, name, full=True))
-        if name in self._entries:  # a whole path is meant whatever its layer
+        if name in self._entries:  # a full path is selected whatever its layer
             return True
         return not self._entries.isdisjoint(path_tails(name)) and self._is_in_layers(name)
 
     def unweighted(self, weighted: Iterable[str]) -> frozenset[str]:
-        """The listed modules of which none is among the names `weighted`."""
+        """Returns the listed modules that match none of the names `weighted`."""
         return self._entries.difference(tail for name in weighted for tail in path_tails(name))
 
     def _is_excluded(self, name: str) -> bool:
@@ -207,7 +209,8 @@ class ModuleMatcher:
         return False
 
     def _without_layer(self, pattern: Pattern) -> InvalidAdapter:
-        """An alternative of the pattern matches a path before its layer; PEFT fails there too."""
+        """Returns the error for a pattern that matches a path without a layer, where PEFT fails
+        too."""
         return InvalidAdapter(
             f"layers_pattern: {show(pattern.source)} matches a path that it reads no layer from",
             subject="layers_pattern",
@@ -216,7 +219,7 @@ class ModuleMatcher:
 
 
 def path_tails(name: str) -> list[str]:
-    """What a list may name this path by: all of it, or what follows any of its dots."""
+    """Returns what a list may name this path by: all of it, or the rest after any of its dots."""
     return [name, *(name[index + 1 :] for index, char in enumerate(name) if char == ".")]
 
 
@@ -224,8 +227,10 @@ def _entries(value: str | tuple[str, ...]) -> frozenset[str]:
     return frozenset() if isinstance(value, str) else frozenset(value)
 
 
-def _whole_path(key: str, value: str | tuple[str, ...], budget: MatchBudget) -> Pattern | None:
-    """The expression to match in full, if `value` is one."""
+def _full_path_pattern(
+    key: str, value: str | tuple[str, ...], budget: MatchBudget
+) -> Pattern | None:
+    """Returns the expression to match in full, if `value` is one."""
     return compile_pattern(key, value, budget) if isinstance(value, str) and value else None
 
 

@@ -1,8 +1,8 @@
-"""An adapter's checkpoint: opened only if every byte of it is understood, safe and used.
+"""Opens an adapter's checkpoint, if every byte of it is understood, safe and used.
 
 `open_checkpoint` checks, in this order: the config, the files' headers, the tensors' names, that A
 and B pair up with the config's ranks on modules the config adapts, and, in one pass over the bytes,
-that all values are finite. What comes out can be compiled for any layout whose shapes fit.
+that all values are finite. A checkpoint can be compiled for any layout whose shapes fit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Checkpoint:
     """A checked adapter in `folder`. Holds no file open; the files must stay as they are.
 
     `targets` is keyed and sorted by canonical target name. `is_verified`: the bytes were hashed
-    and checked when it was opened; otherwise whoever reads all of them compares with `digest`.
+    and checked when it was opened; otherwise the reader of all bytes has to compare with `digest`.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def base_model(self) -> str:
-        """As the adapter's config names it; "" if it does not."""
+        """The base model that the adapter's config names; "" if it names none."""
         return self.config.base_model
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
                 file.close()
 
     def read_tensor(self, record: TensorRecord) -> torch.Tensor:
-        """One tensor as saved: its own dtype and shape, in memory of its own.
+        """Reads one tensor as saved, in its own dtype and shape, into new memory.
 
         Raises CorruptData if the file has become shorter.
         """
@@ -113,13 +113,13 @@ class Checkpoint:
             raise self.corrupt()
 
     def corrupt(self) -> CorruptData:
-        """What to raise for bytes that are not those of `digest`."""
+        """Returns the error for bytes that are not those of `digest`."""
         return CorruptData(
             f"the kept source of {self.digest} no longer has this digest", subject=self.digest
         )
 
     def compute_digest(self, sha256: Mapping[str, bytes]) -> str:
-        """The digest that follows from the sha256 of each tensor's raw bytes, by tensor key."""
+        """Computes the digest from the sha256 of each tensor's raw bytes, by tensor key."""
         return compute_digest(self.config, self.targets, sha256)
 
 
@@ -129,7 +129,7 @@ def open_checkpoint(
     """Opens the adapter in `folder`.
 
     With `digest`, the folder is a blob that was checked when it was stored: its structure is
-    checked again, its bytes are not read now but compared with the digest by whoever compiles it.
+    checked again; its bytes are not read now, but compared with the digest when it is compiled.
 
     Raises:
         InvalidAdapter: `subject` names the file, tensor or config key, `reason` the rule.

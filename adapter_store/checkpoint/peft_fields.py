@@ -33,7 +33,7 @@ HONOURED = frozenset(
     }
 )
 
-# Why a field changes nothing that is computed from the saved A and B.
+# Why a field does not change what is computed from the saved A and B.
 NO_EFFECT: Mapping[str, str] = {
     "task_type": "names the class of the base model",
     "auto_mapping": "names the class of the base model",
@@ -107,9 +107,9 @@ REFUSED: Mapping[str, Refusal] = {
 SUBCONFIGS = frozenset(
     {"use_bdlora", "velora_config", "monteclora_config", "arrow_config", "kasa_config"}
 )
-"""Of those, what PEFT takes as switched on with all its defaults when it is an empty object."""
+"""Refused fields that PEFT takes as switched on, with all defaults, if they are an empty object."""
 
-# Those that leave the base weight alone. True, False: the original initialisations.
+# Initialisations that leave the base weight unchanged, besides the original ones, true and false.
 INIT_ACCEPTED = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _CONVERT_HINT = "save it with path_initial_model_for_weight_conversion to make a plain LoRA of it"
@@ -141,7 +141,7 @@ def check_fields(fields: Mapping[str, Any], subject: str) -> None:
 
 
 def _is_presentable(key: str) -> bool:
-    """Whether a stranger's key can stand as the subject of an answer."""
+    """Returns whether an untrusted key can be the subject of an error."""
     return 0 < len(key) <= 100 and key.isprintable()
 
 

@@ -21,7 +21,7 @@ from adapter_store.core import DataType
 from adapter_store.errors import InvalidAdapter
 
 CHUNK_BYTES = 1 << 20
-"""What is in flight per thread; small enough to stay in its cache between hash and check."""
+"""The bytes in flight per thread, which stay in the processor's cache between hash and check."""
 
 MAX_THREADS = 4
 
@@ -45,7 +45,7 @@ _NOT_FINITE: dict[DataType, tuple[type[np.unsignedinteger], int, int]] = {
 
 
 def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, bytes]:
-    """sha256 of the raw bytes of each tensor, by its key.
+    """Returns the sha256 of the raw bytes of each tensor, by its key.
 
     Raises InvalidAdapter NOT_FINITE (subject: the tensor), CorruptData if a file got shorter.
     """
@@ -60,7 +60,7 @@ def scan_tensors(folder: Path, records: Sequence[TensorRecord]) -> dict[str, byt
 
 
 def all_finite(data: NDArray[np.uint8], dtype: DataType) -> bool:
-    """Whether all values in raw bytes of `dtype` are finite."""
+    """Returns whether all values in raw bytes of `dtype` are finite."""
     # One pass in the common case: a sum is finite only if all values are.
     summable = _TORCH_DTYPES.get(dtype)
     if summable is not None and math.isfinite(torch.from_numpy(data).view(summable).sum().item()):
@@ -70,7 +70,7 @@ def all_finite(data: NDArray[np.uint8], dtype: DataType) -> bool:
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[list[TensorRecord]]:
-    """The records in runs of one type that lie side by side and together fill a chunk: small
+    """Groups the records into runs of one type that are adjacent and together fill a chunk: small
     tensors cost a read and a check per chunk, not each. A larger tensor is a run of its own."""
     runs: list[list[TensorRecord]] = []
     length = 0

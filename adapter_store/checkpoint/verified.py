@@ -1,7 +1,7 @@
-"""Checkpoints that were just checked, handed from registration to the compiler behind it.
+"""Checkpoints that were just checked, passed on from registration to compilation.
 
-Every byte of a blob was hashed when it was registered; compiling it a moment later need not hash
-it again, as long as its files are untouched.
+Every byte of a blob is hashed when it is registered; compiling it a moment later need not hash it
+again, as long as its files are unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from adapter_store.checkpoint.open import Checkpoint
 
 MAX_CHECKPOINTS = 64
 TRUSTED_SECONDS = 60.0
-"""What is compiled later is hashed again: a disk may have changed its mind."""
+"""After this time a checkpoint is hashed again: the disk may have failed."""
 
 _Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 class VerifiedCheckpoints:
-    """By digest, a few and for a short time. Thread-safe."""
+    """Holds a few checkpoints by digest, for a short time. Thread-safe."""
 
     def __init__(self, trusted_seconds: float = TRUSTED_SECONDS) -> None:
         self._trusted_seconds = trusted_seconds
@@ -30,7 +30,7 @@ class VerifiedCheckpoints:
         self._found: OrderedDict[str, tuple[Checkpoint, _Fingerprint, float]] = OrderedDict()
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint whose bytes were all hashed, in the folder where it is kept."""
+        """Adds a checkpoint whose bytes were all hashed, in the folder of its blob."""
         assert checkpoint.is_verified
         fingerprint = _fingerprint(checkpoint)
         if fingerprint is None:
@@ -42,7 +42,7 @@ class VerifiedCheckpoints:
                 self._found.popitem(last=False)
 
     def find(self, digest: str, folder: Path) -> Checkpoint | None:
-        """The checkpoint in `folder`, if nothing about its files has changed since."""
+        """Returns the checkpoint in `folder`, if its files have not changed since."""
         with self._lock:
             found = self._found.get(digest)
             if found is None:
@@ -56,7 +56,7 @@ class VerifiedCheckpoints:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> _Fingerprint | None:
-    """Of the weight files: (name, inode, size, time of change); None if one is missing."""
+    """Returns (name, inode, size, time of change) of the weight files; None if one is missing."""
     names = sorted({record.file for record in checkpoint.records})
     try:
         states = [os.lstat(checkpoint.folder / name) for name in names]

@@ -229,7 +229,7 @@ class ImageBuilder:
                     plan, buffer = build.plan, image.buffer
                     image.extend(read_parts(file, plan, buffer, path.name, is_verified=known))
                     if not known:
-                        self._disk.note_verified(build.key, file.fileno())
+                        self._disk.set_verified(build.key, file.fileno())
                 is_read = True
             except FileNotFoundError:  # evicted a moment ago
                 pass

@@ -33,7 +33,7 @@ from adapter_store.images.plan import (
 
 CHUNK_BYTES = 1 << 20
 TRANSPOSE_BYTES = 32 << 10
-"""Read and written in blocks of this size, a transposed copy stays in the first-level cache."""
+"""A transposed copy in blocks of this size stays in the first-level cache."""
 
 # bf16 has no numpy type, and a copy needs none.
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -51,7 +51,7 @@ class Image:
 
     @property
     def sha256(self) -> bytes:
-        """What the trailer says: sha256 of the parts' sha256 values, concatenated in order."""
+        """The trailer's hash: sha256 of the parts' sha256 values, concatenated in order."""
         return trailer_sha256(self.parts)
 
 
@@ -78,11 +78,11 @@ def compile_parts(
     threads: Executor | None = None,
 ) -> Generator[ImagePart]:
     """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part, in order, once its bytes are
-    final. The first `num_final` parts are so already: they are left alone and not yielded.
+    final. The first `num_final` parts are final already: they are not written and not yielded.
 
-    With `threads`, parts are hashed beside. The image is good only when the generator
-    ends without an error: a blob's bytes are compared with its digest at the very end. Nothing
-    writes to `buffer` any more when it has ended or is closed.
+    With `threads`, parts are hashed concurrently. The image is valid only when the generator ends
+    without an error: a blob's bytes are compared with its digest at the very end. `buffer` is no
+    longer written to when the generator has ended or is closed.
 
     Raises:
         IncompatibleAdapter: CAST_OVERFLOW (subject: the tensor), a value is not finite after
@@ -120,9 +120,9 @@ def compile_parts(
 def _hashed(
     parts: Iterator[ImagePart], buffer: torch.Tensor, threads: Executor | None
 ) -> Iterator[ImagePart]:
-    """The parts with their sha256; with `threads`, one is hashed while the next is made.
+    """Yields the parts with their sha256; with `threads`, one is hashed while the next is filled.
 
-    More than that does not help: what else a part takes are many small steps in Python.
+    More concurrency does not help: filling a part is many small steps in Python.
     """
     data = buffer.numpy().data
     waiting: tuple[ImagePart, Future[bytes]] | None = None
@@ -158,7 +158,7 @@ def _segments_by_part(plan: ImagePlan) -> Iterator[list[_Shaped]]:
 def _outputs(
     part: ImagePart, segments: list[_Shaped], plan: ImagePlan, buffer: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Each segment's own place in `buffer`, [rows, columns]; what lies between is zeroed."""
+    """Returns each segment's part of `buffer`, [rows, columns], and zeroes the gaps between."""
     outputs = []
     position = part.start
     for segment, shape in segments:
@@ -182,7 +182,7 @@ def _source(checkpoint: Checkpoint, target: Target, kind: SegmentKind) -> Source
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How a saved tensor becomes a segment: cut to rows and columns, transposed or not, scaled."""
+    """A saved tensor and how it becomes a segment: sliced, transposed or not, scaled."""
 
     record: TensorRecord
     rows: tuple[int, int]
@@ -210,7 +210,7 @@ def compile_segment(
     output: torch.Tensor | None,
     hashes: dict[str, bytes] | None,
 ) -> None:
-    """Fills `output`, if given; with `hashes`, notes the sha256 of the whole saved tensor.
+    """Fills `output`, if given; with `hashes`, adds the sha256 of the complete saved tensor.
 
     Raises IncompatibleAdapter CAST_OVERFLOW, CorruptData if the file got shorter.
     """
@@ -234,7 +234,7 @@ def compile_segment(
 
 
 def _place(values: torch.Tensor, row: int, source: Source, output: torch.Tensor) -> None:
-    """Puts saved rows [row, row + len(values)) where they belong in `output`."""
+    """Writes saved rows [row, row + len(values)) to their place in `output`."""
     num_rows, num_columns = values.shape
     start, end = max(row, source.rows[0]), min(row + num_rows, source.rows[1])
     if start >= end:
@@ -259,7 +259,7 @@ def _place(values: torch.Tensor, row: int, source: Source, output: torch.Tensor)
 
 def _check_finite(values: torch.Tensor, source: Source) -> None:
     # One pass: a sum is finite only if all values are. It may overflow by itself, or, for halves,
-    # be rounded to infinity: only then look again.
+    # be rounded to infinity: only then check each value.
     if math.isfinite(values.sum().item()) or torch.isfinite(values).all():
         return
     raise IncompatibleAdapter(

@@ -1,4 +1,4 @@
-"""The disk tier of compiled images: by bytes, the least recently used first out."""
+"""The disk tier of compiled images, within a number of bytes, evicted by least recent use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adapter_store.images.file import remove_image, sha256_path
 
 
 class Removal(enum.Enum):
-    """Why an image left a tier, other than for room: its adapter is deleted, nobody uses its layout
-    any more, or it is damaged."""
+    """Why an image was removed from a tier other than by eviction: its adapter is deleted, its
+    layout is unused, or it is damaged."""
 
     DELETED = "deleted"
     UNUSED = "unused"
@@ -26,7 +26,7 @@ class Removal(enum.Enum):
 
 @dataclass(slots=True)
 class TierCounts:
-    """Bytes and images now; hits, misses, evictions for room and other removals since start."""
+    """Current bytes and images; hits, misses, evictions and other removals since start."""
 
     capacity_bytes: int
     used_bytes: int = 0
@@ -38,8 +38,8 @@ class TierCounts:
 
 
 VERIFIED_SECONDS = 600.0
-"""How long a file that is untouched since every byte of it was checked is read without hashing it:
-readers check each part all the same."""
+"""How long after every byte of a file was checked it is read without hashing, if it is unchanged;
+pulling services check each part in any case."""
 
 _FileState = tuple[int, int, int]
 
@@ -47,7 +47,7 @@ _FileState = tuple[int, int, int]
 class DiskTier:
     """images/<layout>/<digest>.safetensors with its .sha256. Thread-safe; survives restarts.
 
-    Files are as old as their atime says: the mtime is left for seeing that one was touched.
+    The order of use is kept in the files' atime; the mtime shows whether a file was changed.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
@@ -64,7 +64,8 @@ class DiskTier:
         return self._folder / layout_id / f"{digest}.safetensors"
 
     def find(self, key: ImageKey) -> Path | None:
-        """The file, now the most recently used. It may be gone, or damaged, when it is read."""
+        """Returns the file, which becomes the most recently used. It may be gone, or damaged, when
+        it is read."""
         with self._lock:
             if key not in self._sizes:
                 return None
@@ -78,20 +79,20 @@ class DiskTier:
         return path
 
     def is_verified(self, key: ImageKey, fd: int) -> bool:
-        """Whether the open file is untouched since `note_verified`, not long ago."""
+        """Returns whether the open file is unchanged since a recent `set_verified`."""
         with self._lock:
             state, since = self._verified.get(key, (None, 0.0))
         return state == _state(fd) and time.monotonic() - since < VERIFIED_SECONDS
 
-    def note_verified(self, key: ImageKey, fd: int) -> None:
-        """Every byte of the open file was just checked."""
+    def set_verified(self, key: ImageKey, fd: int) -> None:
+        """Records that every byte of the open file was just checked."""
         state = _state(fd)
         with self._lock:
             if key in self._sizes:
                 self._verified[key] = state, time.monotonic()
 
     def count(self, was_hit: bool) -> None:
-        """Counts a hit or a miss: only once read is it known whether a file was good."""
+        """Counts a hit or a miss, once it is known whether the file was intact."""
         with self._lock:
             self.counts.hits += was_hit
             self.counts.misses += not was_hit
@@ -101,20 +102,21 @@ class DiskTier:
             return self.counts.used_bytes + num_bytes <= self.counts.capacity_bytes
 
     def prepare(self, key: ImageKey, num_bytes: int) -> Path | None:
-        """Frees room for an image about to be written; None if it is larger than the tier."""
+        """Evicts what is needed to write an image; returns its path, or None if it is larger than
+        the tier."""
         if num_bytes > self.counts.capacity_bytes:
             return None
-        self._make_room(num_bytes)
+        self._evict_for(num_bytes)
         path = self.path(key)
         make_folder(path.parent)
         return path
 
     def add(self, key: ImageKey) -> None:
-        """Accounts for a file that is there; one larger than the tier is removed."""
+        """Accounts for a written file. One larger than the tier is removed."""
         path = self.path(key)
         sidecar = sha256_path(path)
         size = path.stat().st_size + (sidecar.stat().st_size if sidecar.exists() else 0)
-        self._make_room(size)
+        self._evict_for(size)
         if size > self.counts.capacity_bytes:
             remove_image(path)
             return
@@ -130,17 +132,17 @@ class DiskTier:
         remove_image(self.path(key))
 
     def clear(self) -> None:
-        """Nobody uses what is there any more."""
+        """Removes all images."""
         for key in self.cached():
             self.remove(key, Removal.UNUSED)
 
     def cached(self) -> list[ImageKey]:
-        """Least recently used first."""
+        """Returns the keys of all images, least recently used first."""
         with self._lock:
             return list(self._sizes)
 
     def _forget(self, key: ImageKey) -> bool:
-        """Whether it was known."""
+        """Drops the image from the accounts. Returns whether it was there."""
         self._verified.pop(key, None)
         size = self._sizes.pop(key, None)
         if size is None:
@@ -149,20 +151,20 @@ class DiskTier:
         self.counts.images -= 1
         return True
 
-    def _make_room(self, num_bytes: int) -> None:
-        leaving = []
+    def _evict_for(self, num_bytes: int) -> None:
+        evicted = []
         with self._lock:
             while self._sizes and self.counts.used_bytes + num_bytes > self.counts.capacity_bytes:
                 oldest = next(iter(self._sizes))
-                leaving.append(oldest)
+                evicted.append(oldest)
                 self._forget(oldest)
                 self.counts.evictions += 1
-        for key in leaving:
+        for key in evicted:
             remove_image(self.path(key))
 
     def _scan(self) -> None:
-        """Finds what an earlier process left, oldest use first; removes its half-written files: an
-        image is whole once its `.sha256` is there."""
+        """Adds the images of an earlier process, oldest use first, and removes its partial files:
+        an image is complete once its `.sha256` is there."""
         found: list[tuple[int, ImageKey]] = []
         images = {
             path for path in self._folder.glob("*/[!.]*.safetensors") if sha256_path(path).exists()

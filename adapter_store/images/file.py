@@ -1,9 +1,9 @@
-"""An image on disk: a valid .safetensors file that standard tools open, its bytes unchanged.
+"""An image on disk: a valid .safetensors file, which standard tools open, around its bytes.
 
 The data section is the image, starting on byte 4096 * n (the header is padded with spaces). Gaps
 between segments are U8 tensors `_pad.N`. `__metadata__` names the image and the sha256 of every
-part, so a file is checked in one pass: hash the parts, build the header anew, compare. Beside the
-file lies `<name>.sha256` for `sha256sum -c`.
+part, so a file is checked in one pass: hash the parts, rebuild the header, compare. Next to the
+file is `<name>.sha256` for `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8
 
 
 class ImageStream(Protocol):
-    """The bytes of an image file, from the first on, as `write_image` wrote them."""
+    """The bytes of an image file, from the first, as `write_image` wrote them."""
 
     size_bytes: int
 
@@ -42,7 +42,7 @@ class ImageStream(Protocol):
 
 
 def write_image(path: Path, image: Image) -> None:
-    """Writes the file durably and atomically, then the `.sha256` beside it; replaces old ones."""
+    """Writes the file durably and atomically, then its `.sha256`; replaces old ones."""
     header = _header(image.plan, image.parts)
     data = image.buffer.numpy().data
     sha256 = hashlib.sha256(header)
@@ -74,11 +74,11 @@ def read_parts(
     is_verified: bool = False,
 ) -> Iterator[ImagePart]:
     """Fills `buffer` (uint8 [plan.total_bytes]) and yields each part once its bytes are checked.
-    The first `num_final` parts are there already: they are left alone and not yielded. Of a stream
-    that `is_verified` the parts are not hashed again.
+    The first `num_final` parts are final already: they are not written and not yielded. The parts
+    of a stream that `is_verified` are not hashed again.
 
     Raises CorruptData if the stream is not, byte for byte, the image of this plan; the parts
-    yielded before are good all the same.
+    yielded before are valid nevertheless.
     """
     header = bytearray(_header_bytes(plan))
     expected_bytes = len(header) + plan.total_bytes
@@ -125,7 +125,8 @@ def sha256_path(path: Path) -> Path:
 
 
 def _header(plan: ImagePlan, parts: tuple[ImagePart, ...]) -> bytes:
-    """Length and JSON header, a multiple of 4096 bytes; its length depends only on the plan."""
+    """Returns the length and the JSON header, a multiple of 4096 bytes that depends on the plan
+    only."""
     fields: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
@@ -161,7 +162,8 @@ def _add_pad(fields: dict[str, Any], start: int, end: int, pads: int) -> int:
 
 
 def _replace(path: Path, header: bytes, data: memoryview) -> None:
-    """Readers see the old file or the whole new one, also after a power cut."""
+    """Writes the file so that readers see the old one or the complete new one, also after a power
+    cut."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -191,7 +193,7 @@ def _header_bytes(plan: ImagePlan) -> int:
 
 
 def _recorded_parts(header: bytearray, plan: ImagePlan) -> tuple[ImagePart, ...] | None:
-    """The plan's parts with the hashes that the header gives; None if it gives no such hashes."""
+    """Returns the plan's parts with the header's hashes; None if it has no such hashes."""
     try:
         recorded = json.loads(header[_LENGTH_BYTES:])["__metadata__"]["loadout.parts"].split(" ")
         hashes = [bytes.fromhex(entry.rpartition(":")[2]) for entry in recorded]

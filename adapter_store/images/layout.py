@@ -1,4 +1,4 @@
-"""Layouts: what one makes sense, its identity, and its form in the catalog."""
+"""Layouts: their validation, their identity, and their form in the catalog."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _SHA256 = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
 def layout_id(layout: Layout) -> str:
-    """ "sha256:<hex>" of the layout's canonical JSON: equal ids compute alike."""
+    """Returns "sha256:<hex>" of the layout's canonical JSON: equal ids compute alike."""
     return sha256_text(canonical_json(to_json(layout)))
 
 
 def to_json(layout: Layout) -> dict[str, Any]:
-    """The layout as plain JSON values. Absent slices and layers are null; aliases are sorted."""
+    """Returns the layout as plain JSON values. Absent slices and layers are null; aliases are
+    sorted."""
     return {
         "base_model": layout.base_model,
         "aliases": sorted(set(layout.aliases)),
@@ -50,7 +51,7 @@ def to_json(layout: Layout) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Layout:
-    """The inverse of `to_json`, for data that we wrote ourselves."""
+    """Parses what `to_json` returned; the data is trusted."""
     targets = []
     for fields in data["targets"]:
         slices = {
@@ -69,8 +70,8 @@ def from_json(data: dict[str, Any]) -> Layout:
 
 
 def runs(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Target ranges [start, end) of one layer each, in order of use: the embedding (no layer,
-    before the first), every layer, the head (no layer, after the last)."""
+    """Yields target ranges [start, end) of one layer each, in order of use: the embedding (no
+    layer, before the first), every layer, the head (no layer, after the last)."""
     start = 0
     for index in range(1, len(layout.targets) + 1):
         if (
@@ -129,7 +130,8 @@ def _validate_target(target: Target, field: str) -> None:
 
 
 def _validate_order(layout: Layout) -> None:
-    """Embedding, layers ascending, head: each in one run, embeddings only in the first."""
+    """Requires the order embedding, layers ascending, head, each in one run, with embeddings only
+    in the first."""
     previous: int | None = None
     for number, (start, _) in enumerate(runs(layout)):
         layer = layout.targets[start].layer
@@ -151,7 +153,8 @@ def _validate_order(layout: Layout) -> None:
 
 
 def _validate_groups(layout: Layout) -> None:
-    """Targets of a group are neighbours in one layer and read the same slice of one input."""
+    """Requires that targets of a group are neighbours in one layer and read the same slice of one
+    input."""
     last: dict[tuple[int | None, str], int] = {}
     for index, target in enumerate(layout.targets):
         key = (target.layer, target.group)

@@ -1,4 +1,4 @@
-"""Where everything lies in an image, decided from shapes alone, before a byte is compiled.
+"""Plans an image: where everything lies in it, from shapes alone, before a byte is compiled.
 
 Image format 1: the segments of the targets that the adapter has, in the layout's order of use, A
 then B, each starting on 256 bytes with zeros before it as needed. `A` is [rank, in] (an
@@ -22,17 +22,17 @@ from adapter_store.images.layout import layout_id, runs
 
 IMAGE_FORMAT = 1
 IMAGE_FORMATS = (IMAGE_FORMAT,)
-"""What this store can compile, oldest first."""
+"""The formats that this store can compile, oldest first."""
 
 COMPILER_REVISION = 1
-"""Goes up whenever the same input would compile to other bytes."""
+"""Incremented whenever the same input would compile to other bytes."""
 
 SEGMENT_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """An image's identity and structure. `image_id` equal: the same bytes.
+    """An image's identity and structure. Images with equal `image_id` have the same bytes.
 
     `names` and `shapes` describe the tensors of `segments`, one for one; `parts` are the parts'
     byte ranges [start, end), which cover the image.
@@ -53,7 +53,7 @@ class ImagePlan:
 def plan_image(
     checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None
 ) -> ImagePlan:
-    """The plan of `checkpoint` under a valid `layout`.
+    """Plans the image of `checkpoint` under a valid `layout`.
 
     `base_model` is what the adapter was registered for; by default what its config names.
 
@@ -102,14 +102,14 @@ def plan_image(
 
 
 def image_id(digest: str, layout_id: str, image_format: int) -> str:
-    """The identity of the image that this compiler makes: known before it is compiled."""
+    """Returns the identity of the image that this compiler makes, before it is compiled."""
     return sha256_text(
         canonical_json(["loadout-image", digest, layout_id, image_format, COMPILER_REVISION])
     )
 
 
 def align(offset: int) -> int:
-    """The next offset at which a segment may start."""
+    """Returns the next offset at which a segment may start."""
     return -(-offset // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
 
 
@@ -165,10 +165,10 @@ def _check_shapes(weights: TargetWeights, target: Target) -> None:
 
 
 def _check_complete(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Every listed module that this model has must have weights somewhere.
+    """Requires that every listed module of this model has weights in some layer.
 
-    A list may name modules of other models, and weights may be pruned in some layers; but a
-    module listed, present in the model and absent from the whole file was lost on the way.
+    A list may name modules of other models, and weights may be pruned in some layers; but a module
+    that is listed, present in the model and absent from the adapter was lost on the way.
     """
     config = checkpoint.config
     lost = checkpoint.lost_modules

@@ -1,10 +1,10 @@
-"""Compiled images that all replicas of a store share, so that of them one compiles.
+"""Compiled images that all replicas of a store share, so that only one of them compiles.
 
     compiled/<compiler>/<layout>/<digest>.safetensors     as in the disk tier; written once
 
-An object appears whole or not at all, and never changes: it is written only if it is absent. Who
-may compile is a lease in the catalog; a replica that dies while compiling is taken over from when
-its lease ends. A cache: whatever fails here is an OSError, and images are compiled without it.
+An object is complete or absent, and never changes: it is written only if it is absent. The right to
+compile is a lease in the catalog, which expires if a replica dies while compiling. The tier is a
+cache: failures are OSErrors, and images are compiled without it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ WAIT_SECONDS = 1.0
 
 
 class Claim(Protocol):
-    """The right to compile one image, as long as no other replica may."""
+    """The right to compile one image, which no other replica has meanwhile."""
 
     def release(self) -> None:
-        """Lets others in; what was published before is there for them to find."""
+        """Gives the right up; other replicas find what was published before."""
 
 
 class SharedImages(Protocol):
-    """The tier of images that all replicas of a store share. Blocking and thread-safe.
+    """The protocol of a tier of images that replicas share. Blocking and thread-safe.
 
-    It is a cache: when it does not answer (OSError), images are compiled here.
+    The tier is a cache: when it does not answer (OSError), images are compiled here.
     """
 
     def find(self, key: ImageKey, plan: ImagePlan) -> ImageStream | None:
         """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
 
     def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
-        """The right to compile the image here. None: look again with `find`, another replica
-        had it, and may still be at work. With `wait` that is only after a moment's waiting."""
+        """Returns the right to compile the image here, or None: another replica had it, and may
+        still be compiling, so call `find` again. With `wait`, waits a moment before that."""
 
     def publish(self, key: ImageKey, path: Path) -> None:
-        """Copies a whole image file there. One that is there already stays."""
+        """Copies a complete image file to the tier, unless it is there already."""
 
     def remove(self, key: ImageKey) -> None:
-        """Takes away an image that is damaged; it may be absent."""
+        """Removes a damaged image, which may be absent."""
 
 
 class LeaseClaim:
@@ -66,12 +66,12 @@ class LeaseClaim:
         self._key = key
 
     def release(self) -> None:
-        """Lets others in; what was published before is there for them to find."""
+        """Gives the right up; other replicas find what was published before."""
         self._leases.release(self._key)
 
 
 class SharedTier:
-    """Blocking and thread-safe. Images of another compiler are not seen."""
+    """Images in an S3 prefix. Blocking and thread-safe. Ignores images of other compilers."""
 
     def __init__(self, bucket: Bucket, leases: Leases) -> None:
         self._bucket = bucket
@@ -86,12 +86,12 @@ class SharedTier:
         return stream
 
     def claim(self, key: ImageKey, *, wait: bool) -> LeaseClaim | None:
-        """The right to compile the image here. None: look again with `find`, another replica
-        had it; it may still be at work, also after some waiting."""
+        """Returns the right to compile the image here, or None: another replica had it, and may
+        still be compiling, so call `find` again. With `wait`, waits a moment before that."""
         name = _lease_name(key)
-        with _lease_errors_translated():
+        with _translate_lease_errors():
             if self._leases.acquire(name):
-                # Since the caller looked, another one may have finished.
+                # Another replica may have finished since the caller's `find`.
                 if self._is_published(key, name):
                     return None
                 return LeaseClaim(self._leases, name)
@@ -101,21 +101,21 @@ class SharedTier:
         return None
 
     def publish(self, key: ImageKey, path: Path) -> None:
-        """Copies a whole image file there. One that is there already stays."""
+        """Copies a complete image file to the tier, unless it is there already."""
         if path.stat().st_size > MAX_PUT_BYTES:
             logger.info("image too large to be shared", extra={"digest": key.digest})
             return
         self._bucket.put_if_absent(self._object(key), path)
 
     def remove(self, key: ImageKey) -> None:
-        """Takes away an image that is damaged, or of a collected adapter; it may be absent."""
+        """Removes an image that is damaged, or of a collected adapter. It may be absent."""
         self._bucket.delete([self._object(key)])
 
     def sweep(
         self, unknown: Callable[[list[str]], set[str]], unused_layouts: Collection[str]
     ) -> None:
-        """Removes images of digests that are `unknown` by now, those for unused layouts, and those
-        of earlier compilers."""
+        """Removes images of digests that are `unknown`, for unused layouts, and of earlier
+        compilers."""
         for objects in self._bucket.keys(f"{FOLDER}/"):
             keys = {name: _image_key(name) for name in objects}
             gone = unknown(sorted({digest for digest, _ in keys.values()}))
@@ -143,7 +143,8 @@ class SharedTier:
 
 
 def _is_outdated(key: str) -> bool:
-    """Whether an earlier compiler made it; a later one may be at work beside us."""
+    """Returns whether an earlier compiler made the image; a later one may run in another
+    replica."""
     revision = key.split("/")[1]
     return revision.isdecimal() and int(revision) < COMPILER_REVISION
 
@@ -158,7 +159,7 @@ def _lease_name(key: ImageKey) -> str:
 
 
 @contextmanager
-def _lease_errors_translated() -> Iterator[None]:
+def _translate_lease_errors() -> Iterator[None]:
     try:
         yield
     except CatalogUnavailable as exc:

@@ -1,8 +1,10 @@
-"""Pickled weights, where the operator allows them: read in a child process, kept as safetensors.
+"""Converts pickled weights, if the operator allows them, to safetensors in a child process.
 
 A pickle is a program. So it is run by torch's restricted reader (weights_only), in a process that
 has no secrets in its environment and is limited in memory, CPU time, wall-clock time and the size
-of what it writes; and what comes out is a file that is then checked like any other.
+of its output; and the resulting file is then checked like any other.
+
+    __main__  the program of the child process
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ CHILD = Path(__file__).with_name("__main__.py")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
 MAX_RESULT_BYTES = 1 << 16
 EXTRA_ENTRIES = 64
-"""In an archive besides the tensors: the pickle, a version, a checksum and the like."""
+"""Archive entries besides the tensors: the pickle, a version, a checksum and the like."""
 
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class UnpickleLimits:
-    """What reading one file may take; memory is on top of twice the file."""
+    """Limits of reading one file; memory is in addition to twice the file."""
 
     memory_bytes: int = 256 << 20
     cpu_seconds: int = 120
@@ -56,8 +58,8 @@ def convert_pickle(
 ) -> SourceFile | None:
     """Replaces `adapter_model.bin` in `folder`, if it is there, by durable safetensors.
 
-    Returns the file that took its place; None: there is nothing to replace.
-    `check_cancelled` is called from time to time and may raise.
+    Returns the new file, or None if there is nothing to replace. `check_cancelled` is called
+    periodically and may raise.
 
     Raises:
         InvalidAdapter: PICKLE_* or ZIP_* (the content), PICKLE_TIMEOUT, PICKLE_OUT_OF_MEMORY or
@@ -119,7 +121,7 @@ def _run(
 
 
 def _check(code: int, result: Path) -> None:
-    """Raises InvalidAdapter unless the child ended well. What it wrote is not trusted either."""
+    """Raises InvalidAdapter unless the child succeeded. Its output is not trusted either."""
     if code == -signal.SIGXCPU:
         raise _refused("PICKLE_TIMEOUT", "reading it took more CPU time than it may take")
     if code != 0:

@@ -1,9 +1,9 @@
-"""Turns pickled weights into safetensors: the program of a child process with nothing to lose.
+"""Converts pickled weights to safetensors: the program of a sandboxed child process.
 
 Run as `python -I .../__main__.py PICKLE OUTPUT RESULT MEMORY_BYTES CPU_SECONDS MAX_ENTRIES`, by
 its path: it imports nothing of ours, so that nothing of ours is in its memory. RESULT gets one JSON
 object: {} or {"reason": ..., "detail": ...}. The limits are set once torch is imported and before
-the first byte of the stranger's file is read.
+the first byte of the untrusted file is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import torch
 
 MAX_PICKLE_BYTES = 16 << 20
-"""Of the pickle proper, which names the tensors; their bytes lie beside it in the archive."""
+"""The limit of the pickle itself, which names the tensors; their bytes are other entries."""
 
 LOCAL_HEADER_BYTES = 30
 DTYPES = {
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 class Refused(Exception):
-    """`reason` is a word for programs, the message for people."""
+    """Raised to refuse the file. `reason` is for programs, the message for people."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
-    """From here on; what importing torch took is on top."""
+    """Sets the limits from here on, in addition to what importing torch took."""
     with open("/proc/self/statm") as file:
         mapped_bytes = int(file.read().split()[0]) * resource.getpagesize()
     used_seconds = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
@@ -55,7 +55,7 @@ def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, 32),
     ):
         resource.setrlimit(kind, (limit, limit))
-    # At the first of the two SIGXCPU, which tells; at the second SIGKILL.
+    # SIGXCPU at the soft limit, which the parent recognises; SIGKILL at the hard one.
     cpu_seconds += used_seconds
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     libc = ctypes.CDLL(None)
@@ -64,7 +64,7 @@ def set_limits(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
 
 
 def check_archive(path: str, file_bytes: int, max_entries: int) -> None:
-    """Nothing in the archive may be more than the bytes that the file really has."""
+    """Raises Refused if an entry claims more bytes than the file has, or is compressed."""
     if not zipfile.is_zipfile(path):
         raise Refused("PICKLE_NOT_ZIP", "not an archive as torch.save has written since 1.6")
     with zipfile.ZipFile(path) as archive:
@@ -92,7 +92,7 @@ def check_archive(path: str, file_bytes: int, max_entries: int) -> None:
 
 
 def load(path: str) -> dict[str, torch.Tensor]:
-    """The tensors, mapped from the file. No class but torch's own is ever built."""
+    """Loads the tensors, mapped from the file. No class other than torch's own is instantiated."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -119,7 +119,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], file_bytes: int) -> None:
 
 
 def write(tensors: dict[str, torch.Tensor], path: str) -> None:
-    """As safetensors, one tensor in memory at a time."""
+    """Writes safetensors, with one tensor in memory at a time."""
     header: dict[str, object] = {}
     end = 0
     for name, tensor in tensors.items():

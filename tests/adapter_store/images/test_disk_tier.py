@@ -98,7 +98,7 @@ def test_a_checked_file_counts_as_checked_until_it_is_touched(tmp_path, monkeypa
     path = tier.find(key("a"))
     with open(path, "rb") as file:
         assert not tier.is_verified(key("a"), file.fileno())
-        tier.note_verified(key("a"), file.fileno())
+        tier.set_verified(key("a"), file.fileno())
     tier.find(key("a"))  # being used is not being touched
     with open(path, "rb") as file:
         assert tier.is_verified(key("a"), file.fileno())
