@@ -10,9 +10,10 @@ import asyncio
 import contextvars
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -29,7 +30,6 @@ from adapter_store.core import (
     ImageState,
     Layout,
     Principal,
-    StoreAuditEntry,
 )
 from adapter_store.errors import LimitExceeded, UploadStalled
 from adapter_store.images import layout as layouts
@@ -55,6 +55,20 @@ T = TypeVar("T")
 MAX_UPLOADS = 64
 UPLOAD_STALL_SECONDS = 60.0
 """How long an upload may send nothing before it is aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a name that has started, and continues to its end even if its caller leaves."""
+
+    recorded: asyncio.Future[tuple[AdapterRecord, int]]
+    """The record and the revision at which it is current, once they are durable."""
+    followed_up: asyncio.Task[tuple[AdapterRecord, int]]
+    """The same, once the images that the change requires are queued."""
+
+    async def wait(self) -> tuple[AdapterRecord, int]:
+        """Returns the record and the revision at which it is current. Raises why it was refused."""
+        return await asyncio.shield(self.followed_up)
 
 
 class StoreService:
@@ -86,44 +100,41 @@ class StoreService:
         self._fetches = fetches
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
-        self._registrations: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
+        self._changes: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
         self._num_uploads = 0
         self._live_layouts: frozenset[str] = frozenset()
 
     # Names
 
-    async def register(
-        self, caller: Principal, request: Registration, source_uri: str, line: StoreAuditEntry
-    ) -> tuple[AdapterRecord, int]:
-        """Registers an adapter; see Registrar.register. Continues to its end if the caller leaves.
+    async def register(self, caller: Principal, request: Registration, source_uri: str) -> Change:
+        """Starts a registration; see Registrar.register.
 
         Raises also PermissionDenied, and QuotaExceeded for a tenant that registers too often.
         """
         request = dataclasses.replace(request, created_by=caller.name)
-        async with self._registering(caller, request):
-            job = self._fetch(self._registrar.register, request, source_uri)
-            return await self._finish(job, line)
+        with self._counted_registration() as count:
+            await self._check(caller, request)
+            return self._start(self._fetch(self._registrar.register, request, source_uri), count)
 
     async def upload(
-        self,
-        caller: Principal,
-        request: Registration,
-        chunks: AsyncIterator[FileChunk],
-        line: StoreAuditEntry,
-    ) -> tuple[AdapterRecord, int]:
-        """Registers files that arrive in chunks; once all are there, continues to its end."""
+        self, caller: Principal, request: Registration, chunks: AsyncIterator[FileChunk]
+    ) -> Change:
+        """Receives files in chunks; once all are there, starts their registration."""
         request = dataclasses.replace(request, created_by=caller.name)
-        async with self._registering(caller, request):
+        with self._counted_registration() as count:
+            await self._check(caller, request)
             if self._num_uploads >= MAX_UPLOADS:
                 raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
             self._num_uploads += 1
             try:
                 with spans.child_span("receive"):
                     upload = await self._receive(chunks)
-                job = self._fetch(self._registrar.finish_upload, request, upload)
-                return await self._finish(job, line)
-            finally:
+            except BaseException:
                 self._num_uploads -= 1
+                raise
+            change = self._start(self._fetch(self._registrar.finish_upload, request, upload), count)
+            change.followed_up.add_done_callback(self._end_upload)
+            return change
 
     async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
         return await self._call(self._catalog.get, ref, caller.tenants)
@@ -152,10 +163,8 @@ class StoreService:
         name: AdapterName,
         version: int,
         if_current_digest: str,
-        line: StoreAuditEntry,
-    ) -> tuple[AdapterRecord, int]:
-        """Points a name to an earlier version; see Catalog.rollback. Continues to its end if the
-        caller leaves."""
+    ) -> Change:
+        """Starts to point a name to an earlier version; see Catalog.rollback."""
         policy = self._policies.policy
 
         def accept(record: AdapterRecord) -> None:
@@ -172,7 +181,7 @@ class StoreService:
             policy.tenant(name.tenant).quota,
             accept,
         )
-        return await self._finish(job, line)
+        return self._start(job)
 
     async def set_pinned(
         self, caller: Principal, ref: AdapterRef, pinned: bool
@@ -204,9 +213,9 @@ class StoreService:
         return layout_id, layout.image_format
 
     def pull(
-        self, caller: Principal, digest: str, layout_id: str, offset: int, image_id: str
+        self, caller: Principal, key: ImageKey, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        return self._pulls.stream(ImageKey(digest, layout_id), offset, image_id, caller.tenants)
+        return self._pulls.stream(key, offset, image_id, caller.tenants)
 
     async def precompile_missing(self) -> None:
         """Queues the images that live layouts miss. Call it at start."""
@@ -249,37 +258,40 @@ class StoreService:
     def work_details(self) -> WorkDetails:
         """Returns what is in progress. Call it on the event loop."""
         return WorkDetails(
-            len(self._registrations),
+            len(self._changes),
             self._num_uploads,
             self._precompiler.num_queued,
             self._images.in_progress(),
             list(self._pulls.active),
         )
 
-    @asynccontextmanager
-    async def _registering(self, caller: Principal, request: Registration) -> AsyncIterator[None]:
-        """Checks what can be checked at once; counts and times the registration."""
-        start = time.monotonic()
-        result = "failed"
-        try:
-            self._authorize(caller, request)
-            await self._call(self._registrar.check, request)
-            yield
-            result = "ok"
-        except ServiceError as error:
-            result = error.reason.lower()
-            raise
-        finally:
-            self._metrics.registrations.labels(result).inc()
-            self._metrics.registration_seconds.observe(time.monotonic() - start)
+    @contextmanager
+    def _counted_registration(self) -> Iterator[Callable[[BaseException | None], None]]:
+        """Counts and times a registration: at once if it does not start, else when the yielded
+        function is called with its error."""
+        start_s = time.monotonic()
 
-    def _authorize(self, caller: Principal, request: Registration) -> None:
-        """Checks the caller's rights and rate before the catalog is read."""
+        def count(error: BaseException | None) -> None:
+            result = "ok" if error is None else "failed"
+            if isinstance(error, ServiceError):
+                result = error.reason.lower()
+            self._metrics.registrations.labels(result).inc()
+            self._metrics.registration_seconds.observe(time.monotonic() - start_s)
+
+        try:
+            yield count
+        except BaseException as error:
+            count(error)
+            raise
+
+    async def _check(self, caller: Principal, request: Registration) -> None:
+        """Checks the caller's rights and rate, then what can be checked before the fetch."""
         caller.require_tenant(request.name.tenant, "name")
         if request.pinned:
             caller.require(Action.PIN, "pinned")
         limits = self._policies.policy.tenant(request.name.tenant)
         self._rate_limiter.acquire(request.name.tenant, limits.registrations_per_minute)
+        await self._call(self._registrar.check, request)
 
     async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
         opening = self._call(self._registrar.open_upload)
@@ -297,16 +309,25 @@ class StoreService:
         if not opening.cancelled() and opening.exception() is None:
             self._fetches.submit(self._registrar.abandon_upload, opening.result())
 
-    async def _finish(
-        self, job: asyncio.Future[tuple[AdapterRecord, int]], line: StoreAuditEntry
-    ) -> tuple[AdapterRecord, int]:
-        """Waits for a change, which is not interrupted: its folder may become a blob at any moment,
-        and its follow-up must run."""
-        line.pending = job
+    def _end_upload(self, _done: asyncio.Future[tuple[AdapterRecord, int]]) -> None:
+        self._num_uploads -= 1
+
+    def _start(
+        self,
+        job: asyncio.Future[tuple[AdapterRecord, int]],
+        count: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> Change:
+        """Returns the handle of a change that is not interrupted any more: its folder may become a
+        blob at any moment, and its follow-up must run. `count` is called when it has ended."""
+
+        def end(task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
+            self._changes.discard(task)
+            count(asyncio.CancelledError() if task.cancelled() else task.exception())
+
         task = asyncio.create_task(self._follow_up(job))
-        self._registrations.add(task)
-        task.add_done_callback(self._forget_registration)
-        return await asyncio.shield(task)
+        self._changes.add(task)
+        task.add_done_callback(end)
+        return Change(job, task)
 
     async def _follow_up(
         self, job: asyncio.Future[tuple[AdapterRecord, int]]
@@ -321,11 +342,6 @@ class StoreService:
         )
         await self.refresh_pinned()
         return record, revision
-
-    def _forget_registration(self, task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
-        self._registrations.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved: the caller may have left
 
     async def _resume(self, layout_id: str) -> None:
         """Queues the images of a layout that is new, or live again."""

@@ -1,4 +1,4 @@
-"""Between the contract's messages and the store's own words. Pure functions, nothing decided."""
+"""Converts between the contract's messages and the store's own types. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from adapter_store.core import (
     AdapterRecord,
     DataType,
     EventKind,
+    ImageKey,
     ImageState,
     Layout,
     LayoutVerdict,
@@ -29,7 +30,14 @@ from adapter_store.registration.signatures import Signature
 from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument
-from servicekit.refs import DEFAULT_TENANT, AdapterName, parse_name, parse_sha256
+from servicekit.refs import (
+    DEFAULT_TENANT,
+    AdapterName,
+    AdapterRef,
+    parse_name,
+    parse_ref,
+    parse_sha256,
+)
 
 _STATES = {
     ImageState.PENDING: pb.IMAGE_STATE_PENDING,
@@ -69,7 +77,8 @@ _TARGET_KINDS = {
 def from_registration(
     message: pb.RegisterAdapterRequest | pb.UploadMeta, home: str = DEFAULT_TENANT
 ) -> Registration:
-    """A name without a tenant is of tenant `home`. Raises InvalidArgument naming the field."""
+    """Returns the registration; a name without a tenant is of tenant `home`. Raises
+    InvalidArgument naming the field."""
     return Registration(
         name=parse_name(message.name, home=home),
         base_model=message.base_model,
@@ -86,10 +95,30 @@ def _from_signature(message: pb.Signature) -> Signature:
     return Signature(message.key_id, message.value)
 
 
+def from_ref(
+    message: pb.GetAdapterRequest | pb.PinAdapterRequest | pb.UnpinAdapterRequest, home: str
+) -> AdapterRef:
+    """Returns the reference; a name without a tenant is of tenant `home`. Raises
+    InvalidArgument."""
+    return parse_ref(message.ref, home=home)
+
+
+def from_name(message: pb.DeleteAdapterRequest | pb.ListVersionsRequest, home: str) -> AdapterName:
+    """Returns the name; one without a tenant is of tenant `home`. Raises InvalidArgument."""
+    return parse_name(message.name, home=home)
+
+
+def from_pull(message: pb.PullAdapterRequest) -> ImageKey:
+    """Raises InvalidArgument naming the field."""
+    digest = parse_sha256(message.digest, "digest")
+    return ImageKey(digest, parse_sha256(message.layout_id, "layout_id"))
+
+
 def from_rollback(
     message: pb.RollbackAdapterRequest, home: str = DEFAULT_TENANT
 ) -> tuple[AdapterName, int, str]:
-    """Name, version, and the digest it must point to now. Raises InvalidArgument."""
+    """Returns the name, the version, and the digest that the name must point to now. Raises
+    InvalidArgument."""
     name = parse_name(message.name, home=home)
     if message.version == 0:
         raise InvalidArgument("version: which one is to be current?", subject="version")
@@ -100,7 +129,8 @@ def from_rollback(
 async def from_upload(
     requests: AsyncIterator[pb.UploadAdapterRequest], home: str = DEFAULT_TENANT
 ) -> tuple[Registration, AsyncIterator[FileChunk]]:
-    """The meta that opens an upload, and its chunks as they arrive. Raises InvalidArgument."""
+    """Returns the registration in the first message, and the chunks as they arrive. Raises
+    InvalidArgument."""
     async for request in requests:
         if request.WhichOneof("part") != "meta":
             break
@@ -119,7 +149,8 @@ async def _from_chunks(
 
 
 def from_layout(message: pb.ModelLayout) -> Layout:
-    """The layout, its image format still open (0). Raises InvalidArgument naming the field."""
+    """Returns the layout, its image format not chosen yet (0). Raises InvalidArgument naming the
+    field."""
     dtype = _DATA_TYPES.get(message.dtype)
     if dtype is None:
         raise InvalidArgument(f"layout.dtype: {message.dtype} is not known", subject="layout.dtype")
@@ -211,7 +242,7 @@ def to_event(event: AdapterEvent) -> pb.WatchAdaptersResponse:
 
 
 def to_pull_response(message: PullMessage) -> bytes:
-    """A serialized PullAdapterResponse. A chunk's bytes are copied once, from the image into it."""
+    """Returns a serialized PullAdapterResponse. A chunk's bytes are copied once, from the image."""
     match message:
         case ImageChunk(offset, data):
             head = pb.ImageChunk(offset=offset).SerializeToString() + _DATA_TAG
@@ -229,7 +260,7 @@ def to_pull_response(message: PullMessage) -> bytes:
 
 
 def encode_varint(value: int) -> bytes:
-    """An unsigned number as Protocol Buffers write it: seven bits a byte, the lowest first."""
+    """Encodes an unsigned number as Protocol Buffers do: seven bits a byte, the lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

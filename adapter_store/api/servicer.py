@@ -1,4 +1,4 @@
-"""The AdapterStoreService: let in, convert, call, convert. The interceptor answers errors."""
+"""The AdapterStoreService: authorize, convert, call, convert. The interceptor answers errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import TypeAlias
 import grpc
 
 from adapter_store.api import call_context, convert
-from adapter_store.core import Action, Principal, StoreAuditEntry
+from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
 from adapter_store.debug.info import DebugInfo
 from adapter_store.errors import PullStalled, RevisionTooOld
-from adapter_store.service import StoreService
+from adapter_store.service import Change, StoreService
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
-from servicekit.refs import parse_name, parse_ref, parse_sha256
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -37,7 +36,7 @@ AUDITED = frozenset(
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    """`pull_stall_seconds`: how long a pull waits for a reader that takes nothing."""
+    """The RPCs. A pull waits `pull_stall_seconds` for a reader that takes nothing."""
 
     def __init__(
         self,
@@ -60,9 +59,9 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             caller,
             entry,
         ):
-            asked = convert.from_registration(request, caller.home_tenant)
-            record, revision = await self._service.register(
-                caller, asked, request.source_uri, entry
+            registration = convert.from_registration(request, caller.home_tenant)
+            record, revision = await _finish(
+                entry, await self._service.register(caller, registration, request.source_uri)
             )
         return pb.RegisterAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
@@ -70,9 +69,11 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
     ) -> pb.UploadAdapterResponse:
         with self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry):
-            asked, chunks = await convert.from_upload(requests, caller.home_tenant)
-            entry.name = str(asked.name)
-            record, revision = await self._service.upload(caller, asked, chunks, entry)
+            registration, chunks = await convert.from_upload(requests, caller.home_tenant)
+            entry.name = str(registration.name)
+            record, revision = await _finish(
+                entry, await self._service.upload(caller, registration, chunks)
+            )
         return pb.UploadAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def GetAdapter(  # noqa: N802
@@ -80,7 +81,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.GetAdapterResponse:
         caller = self._authorize(context, Action.READ).on_behalf_of(request.tenants)
         call_context.note(adapter=request.ref)
-        ref = parse_ref(request.ref, home=caller.home_tenant)
+        ref = convert.from_ref(request, caller.home_tenant)
         record, revision = await self._service.get(caller, ref)
         call_context.note(adapter=str(record.name), digest=record.digest)
         return pb.GetAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
@@ -103,7 +104,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             caller,
             entry,
         ):
-            name = parse_name(request.name, home=caller.home_tenant)
+            name = convert.from_name(request, caller.home_tenant)
             entry.name, entry.version = str(name), request.version
             entry.digest, entry.revision = await self._service.delete(caller, name, request.version)
         return pb.DeleteAdapterResponse(revision=entry.revision)
@@ -113,7 +114,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.ListVersionsResponse:
         caller = self._authorize(context, Action.READ)
         call_context.note(adapter=request.name)
-        name = parse_name(request.name, home=caller.home_tenant)
+        name = convert.from_name(request, caller.home_tenant)
         page = await self._service.versions(caller, name, request.page_size, request.page_token)
         return pb.ListVersionsResponse(
             adapters=map(convert.to_adapter, page.records),
@@ -131,14 +132,16 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         ):
             name, version, required = convert.from_rollback(request, caller.home_tenant)
             entry.name, entry.version = str(name), version
-            record, revision = await self._service.rollback(caller, name, version, required, entry)
+            record, revision = await _finish(
+                entry, await self._service.rollback(caller, name, version, required)
+            )
         return pb.RollbackAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
 
     async def PinAdapter(  # noqa: N802
         self, request: pb.PinAdapterRequest, context: Context
     ) -> pb.PinAdapterResponse:
         with self._audited(context, "PinAdapter", Action.PIN, request.ref) as (caller, entry):
-            ref = parse_ref(request.ref, home=caller.home_tenant)
+            ref = convert.from_ref(request, caller.home_tenant)
             record, revision = await self._service.set_pinned(caller, ref, True)
             entry.describe(record, revision)
         return pb.PinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
@@ -147,7 +150,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         self, request: pb.UnpinAdapterRequest, context: Context
     ) -> pb.UnpinAdapterResponse:
         with self._audited(context, "UnpinAdapter", Action.PIN, request.ref) as (caller, entry):
-            ref = parse_ref(request.ref, home=caller.home_tenant)
+            ref = convert.from_ref(request, caller.home_tenant)
             record, revision = await self._service.set_pinned(caller, ref, False)
             entry.describe(record, revision)
         return pb.UnpinAdapterResponse(adapter=convert.to_adapter(record), revision=revision)
@@ -168,12 +171,11 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
     ) -> None:
-        """Writes its responses itself, serialized, and does not wait for ever for its reader."""
+        """Writes its responses itself, serialized, so that it can drop a reader that stalls."""
         caller = self._authorize(context, Action.PULL)
         call_context.note(digest=request.digest, layout_id=request.layout_id)
-        digest = parse_sha256(request.digest, "digest")
-        layout_id = parse_sha256(request.layout_id, "layout_id")
-        pull = self._service.pull(caller, digest, layout_id, request.offset, request.image_id)
+        key = convert.from_pull(request)
+        pull = self._service.pull(caller, key, request.offset, request.image_id)
         async with aclosing(pull) as messages:
             async for message in messages:
                 response = convert.to_pull_response(message)
@@ -183,7 +185,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 except TimeoutError:
                     raise PullStalled(
                         f"the reader has taken nothing for {self._pull_stall_seconds:g} seconds",
-                        subject=digest,
+                        subject=key.digest,
                     ) from None
 
     async def WatchAdapters(  # noqa: N802
@@ -254,3 +256,12 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                     call_context.note(base_model=entry.name, layout_id=entry.digest)
                 else:
                     call_context.note(adapter=entry.name, digest=entry.digest)
+
+
+async def _finish(entry: StoreAuditEntry, change: Change) -> tuple[AdapterRecord, int]:
+    """Waits for a change. Its audit entry is written when it is recorded, also if the caller
+    leaves."""
+    entry.pending = change.recorded
+    record, revision = await change.wait()
+    entry.describe(record, revision)
+    return record, revision

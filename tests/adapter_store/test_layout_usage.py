@@ -13,7 +13,7 @@ from adapter_store import app
 from adapter_store.app import Store, open_store
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, ImageKey, ImageState, StoreAuditEntry
+from adapter_store.core import ANYONE, ImageKey, ImageState
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images import layout as layouts
 from adapter_store.registration.registrar import Registration
@@ -53,12 +53,12 @@ def start(tmp_path, clock, monkeypatch):
 
 async def register(store: Store, folder, name: str, **asked) -> str:
     registration = Registration(AdapterName("default", name), **asked)
-    line = StoreAuditEntry("RegisterAdapter")
-    return (await store.service.register(ANYONE, registration, f"file://{folder}", line))[0].digest
+    change = await store.service.register(ANYONE, registration, f"file://{folder}")
+    return (await change.wait())[0].digest
 
 
 async def pull(store: Store, digest: str, layout_id: str) -> None:
-    async for _ in store.service.pull(ANYONE, digest, layout_id, 0, ""):
+    async for _ in store.service.pull(ANYONE, ImageKey(digest, layout_id), 0, ""):
         pass
     await store.service.layout_usage.wait_idle()
     await store.precompiler.wait_idle()

@@ -22,7 +22,7 @@ import pytest
 
 from adapter_store.app import Store, open_store
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, AdapterRecord
+from adapter_store.core import ANYONE, AdapterRecord, ImageKey
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer
 from servicekit.refs import AdapterName
 
@@ -77,7 +77,7 @@ def as_json(record: AdapterRecord) -> dict[str, Any]:
 
 async def pull(store: Store, digest: str, layout_id: str) -> dict[str, Any]:
     data, image_id, trailer = b"", "", ""
-    async for message in store.service.pull(ANYONE, digest, layout_id, 0, ""):
+    async for message in store.service.pull(ANYONE, ImageKey(digest, layout_id), 0, ""):
         match message:
             case ImageHeader():
                 image_id = message.image_id

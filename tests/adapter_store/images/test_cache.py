@@ -12,7 +12,7 @@ import torch
 from adapter_store.app import Store, open_store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
-from adapter_store.core import ANYONE, DataType, ImageKey, ImageState, StoreAuditEntry
+from adapter_store.core import ANYONE, DataType, ImageKey, ImageState
 from adapter_store.errors import CorruptData, IncompatibleAdapter
 from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
@@ -62,8 +62,8 @@ def compiles(monkeypatch):
 
 async def register(store: Store, folder, name: str = "a", **asked):
     registration = Registration(AdapterName("default", name), **asked)
-    line = StoreAuditEntry("RegisterAdapter")
-    return (await store.service.register(ANYONE, registration, f"file://{folder}", line))[0]
+    change = await store.service.register(ANYONE, registration, f"file://{folder}")
+    return (await change.wait())[0]
 
 
 async def pulled_bytes(store: Store, key) -> bytes:
