@@ -1,4 +1,5 @@
-"""From settings to a running server: reads the model, builds the engine, serves, drains."""
+"""Wires the service, from settings to a running server: reads the model, builds the engine, serves,
+drains."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ async def serve(config: InferenceSettings) -> int:
     access = read_store_access(config)
     server = InferenceServer(config, access)
     if config.policy_file or config.tls_cert_file or config.audit_file:
-        # Else a terminal that closes ends the server, as ever.
+        # Without these, SIGHUP keeps its default: a closed terminal ends the server.
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
     with make_engine(config, server.replicas, access) as load:
@@ -63,22 +64,22 @@ async def serve(config: InferenceSettings) -> int:
 
 
 Load: TypeAlias = Callable[[], EngineThread | EngineProcess]
-"""Returns the engine when its model is loaded."""
+"""Blocks until the model is loaded, and returns the engine."""
 
 
 @contextmanager
 def _in_process(
     config: InferenceSettings, replicas: Replicas, access: StoreAccess
 ) -> Iterator[Load]:
-    """The child has its own access to the store. It begins to load at once."""
-    # We load our tokenizer beside the child, which checks the budget before that has ended.
+    """The engine's process has a store client of its own, and loads the model at once."""
+    # The process checks its memory budget before our tokenizer is loaded, so it gets the estimate.
     engine_config = replace(
         to_engine_config(config),
         frontend_bytes=resident_bytes(),
         tokenizer_bytes=tokenizer_bytes(config.model),
     )
     engine = EngineProcess(engine_config, ImageClientRecipe(config), replicas.on_update)
-    replicas.publish_to(lambda news: engine.send(StoreMessage(news)))
+    replicas.publish_to(lambda update: engine.send(StoreMessage(update)))
     try:
         yield engine.load
     finally:
@@ -97,7 +98,7 @@ def _in_thread(
 
 
 def _machine(config: InferenceSettings) -> Machine:
-    # Even asking takes memory of the device.
+    # Querying a device allocates memory on it, so it is skipped where none is used.
     if config.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
     weights_bytes = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))

@@ -137,36 +137,36 @@ def random_seed() -> int:
     return secrets.randbelow(NUM_SEEDS)
 
 
-def checked_sampling(given: SamplingParams, vocab_size: int, path: str = "") -> SamplingParams:
-    """Returns `given` in single precision, so that the same numbers give the same tokens whether
+def checked_sampling(params: SamplingParams, vocab_size: int, path: str = "") -> SamplingParams:
+    """Returns `params` in single precision, so that the same numbers give the same tokens whether
     they came as text or as floats. Raises InvalidArgument naming the field, prefixed by `path`."""
     check = _FieldChecks(path)
-    check.require(given.max_tokens >= 1, "max_tokens", "at least 1")
-    within = 0 <= given.min_tokens <= given.max_tokens
-    check.require(within, "min_tokens", f"from 0 to max_tokens ({given.max_tokens})")
-    check.require(given.top_k >= 0, "top_k", "at least 0")
+    check.require(params.max_tokens >= 1, "max_tokens", "at least 1")
+    within = 0 <= params.min_tokens <= params.max_tokens
+    check.require(within, "min_tokens", f"from 0 to max_tokens ({params.max_tokens})")
+    check.require(params.top_k >= 0, "top_k", "at least 0")
     return replace(
-        given,
+        params,
         temperature=check.number(
-            "temperature", given.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True
+            "temperature", params.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE, or_zero=True
         ),
         # More than the vocabulary has is the same as off.
-        top_k=given.top_k if given.top_k < vocab_size else 0,
-        top_p=check.share("top_p", given.top_p),
-        min_p=check.number("min_p", given.min_p, 0, 1),
-        seed=given.seed % NUM_SEEDS,
-        stop=check.stops(given.stop),
-        stop_token_ids=check.token_ids(given.stop_token_ids, vocab_size),
+        top_k=params.top_k if params.top_k < vocab_size else 0,
+        top_p=check.share("top_p", params.top_p),
+        min_p=check.number("min_p", params.min_p, 0, 1),
+        seed=params.seed % NUM_SEEDS,
+        stop=check.stops(params.stop),
+        stop_token_ids=check.token_ids(params.stop_token_ids, vocab_size),
         presence_penalty=check.number(
-            "presence_penalty", given.presence_penalty, -MAX_PENALTY, MAX_PENALTY
+            "presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY
         ),
         frequency_penalty=check.number(
-            "frequency_penalty", given.frequency_penalty, -MAX_PENALTY, MAX_PENALTY
+            "frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY
         ),
         repetition_penalty=check.number(
-            "repetition_penalty", given.repetition_penalty, MIN_REPETITION, MAX_REPETITION
+            "repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION
         ),
-        logprobs=check.logprobs(given.logprobs),
+        logprobs=check.logprobs(params.logprobs),
     )
 
 

@@ -1,7 +1,7 @@
-"""One record per request: who asked for what, what it took and how it ended.
+"""One record per request: its caller, its adapter, its costs and how it ended.
 
 When it closes it is counted in the metrics, logged as one line and shown in the trace. Tokens and
-prompts are not in it, unless a setting asks for prompts.
+prompts are not in it, except for prompts with the setting `log_prompts`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_PROMPT_CHARS = 10_000
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request so far. `adapter` is the caller's reference until `bind`."""
+    """The facts of one request so far. `adapter` is the caller's reference until `bind`."""
 
     request_id: str = ""
     adapter: str = ""

@@ -90,7 +90,7 @@ class TraceFile(NamedTuple):
 
 
 AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
-"""What is written down, by the names that the contract gives it."""
+"""The RPCs that are audited."""
 
 
 class Service:

@@ -13,7 +13,7 @@ from inference_svc.text.stop import StopMatcher
 
 @dataclass(slots=True)
 class Delta:
-    """What came since the previous delta; finish reason, usage and timings in the last one only."""
+    """The output since the previous delta; finish reason, usage and timings are in the last one."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

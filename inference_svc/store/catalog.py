@@ -12,7 +12,7 @@ from inference_svc.adapters.layout import ModelLayout
 
 @dataclass(frozen=True, slots=True)
 class LayoutVerdict:
-    """Whether an adapter can be served under a layout, and if not, why."""
+    """The store's verdict on an adapter under a layout; `reason` if it cannot be served."""
 
     servable: bool
     reason: str = ""
@@ -35,7 +35,7 @@ class AdapterRecord:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an adapter's files are. `base_model` "": what the adapter's own config names."""
+    """The location of an adapter's files. `base_model` "": the one in the adapter's own config."""
 
     uri: str
     base_model: str = ""

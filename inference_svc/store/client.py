@@ -51,7 +51,7 @@ from servicekit.telemetry.spans import outgoing_headers
 CALL_SECONDS = 5.0
 """A store that takes longer for a catalog call counts as unreachable."""
 FAILOVER_SECONDS = 2.0
-"""A replica that takes longer is given up while there is another one to try."""
+"""A slower replica is abandoned while there is another one to try."""
 PROBE_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
 """The watch sends events every second; silent for this long, its connection counts as dead."""
@@ -165,7 +165,7 @@ class ReplicaSession:
         return AdapterPage(records, response.next_page_token)
 
     async def register(self, name: str, source: Source, metadata: Metadata) -> int:
-        """Sends the caller's own `metadata`: the store's refusals say nothing about its health."""
+        """Sends the caller's own `metadata`: the store's refusals are no sign of its health."""
         pooled = self._channels.acquire(self._endpoint)
         request = pb.RegisterAdapterRequest(
             name=name, source_uri=source.uri, base_model=source.base_model

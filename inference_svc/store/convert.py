@@ -113,7 +113,7 @@ def to_forwarded_error(error: grpc.RpcError) -> ServiceError | None:
 
 
 def is_about(error: grpc.RpcError, subject: str) -> bool:
-    """Whether the status names `subject` as the culprit."""
+    """Returns whether the status names `subject` as the culprit."""
     status = rpc_status.from_call(error)
     return status is not None and any(subject.encode() in detail.value for detail in status.details)
 

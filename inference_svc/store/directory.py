@@ -34,8 +34,8 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a reference resolved to. `label` is "tenant/name@version", or the digest if that was
-    the reference."""
+    """A resolved reference. `label` is "tenant/name@version", or the digest if that was the
+    reference."""
 
     label: str
     tenant: str
@@ -46,7 +46,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """What this server can serve: adapters of these base models up to this rank."""
+    """This server's limits: adapters of these base models up to this rank."""
 
     base_models: tuple[str, ...]
     max_lora_rank: int
@@ -120,8 +120,8 @@ class Directory:
         return sorted(islice((ref for ref in refs if principal.is_for(tenant_of(ref))), limit))
 
     def is_owner(self, principal: Principal, digest: str) -> bool:
-        """Whether one of the caller's tenants has used a digest here and has it, or has had it
-        until lately; or the caller is for all tenants."""
+        """Returns whether one of the caller's tenants has used a digest here and has it, or has had
+        it until lately; or the caller is for all tenants."""
         tenants = principal.tenants
         return tenants is None or self._owners.is_owner(tenants, digest, self._clock())
 
@@ -237,7 +237,7 @@ class Directory:
         return record
 
     def is_servable(self, record: AdapterRecord) -> bool:
-        """Whether this server accepts requests for it."""
+        """Returns whether this server accepts requests for it."""
         try:
             self._check_servable(record)
         except AdapterUnusable:

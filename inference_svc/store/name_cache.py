@@ -31,7 +31,7 @@ class LookupKey:
 
     @property
     def cache_keys(self) -> list[str]:
-        """Where the answer may be cached. A name of another tenant is never cached."""
+        """The keys under which the answer may be cached; none for another tenant's name."""
         if self.tenants is None:
             return [str(self.ref)]
         return [] if self.ref.name else [f"{each}/{self.ref}" for each in sorted(self.tenants)]

@@ -46,14 +46,14 @@ class OwnershipCache:
             self._stale_from_s[key] = min(from_s, now_s)
 
     def is_owner(self, tenants: Collection[str], digest: str, now_s: float) -> bool:
-        """Whether one of these tenants has a valid claim."""
+        """Returns whether one of these tenants has a valid claim."""
         return any(
             now_s - self._stale_from_s[digest, name] < GRACE_SECONDS
             for name in self._names_of(tenants, digest)
         )
 
     def needs_revalidation(self, tenants: Collection[str], digest: str, now_s: float) -> bool:
-        """Whether these tenants have claims, none of which is valid without the store's word."""
+        """Returns whether these tenants have claims, all of which only the store can confirm."""
         claims = self._names_of(tenants, digest)
         return bool(claims) and not self.is_owner(tenants, digest, now_s)
 

@@ -43,7 +43,7 @@ def resolve(addresses: Sequence[str], lookup: Lookup = look_up_host) -> list[End
 
 
 def _is_literal(host: str) -> bool:
-    """Whether this is an IP address, or this machine, whose two addresses are one server."""
+    """Returns whether this is an IP address, or localhost, whose two addresses are one server."""
     if host == "localhost":
         return True
     try:

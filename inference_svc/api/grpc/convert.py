@@ -68,32 +68,32 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
     raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 
-def from_sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
+def from_sampling(message: pb.SamplingParams, vocab_size: int) -> SamplingParams:
     """Returns the parameters with defaults filled in. Raises InvalidArgument."""
     defaults = SamplingParams()
-    given = SamplingParams(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else defaults.max_tokens,
-        min_tokens=params.min_tokens,
+    params = SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
+        min_tokens=message.min_tokens,
         temperature=(
-            params.temperature if params.HasField("temperature") else defaults.temperature
+            message.temperature if message.HasField("temperature") else defaults.temperature
         ),
-        top_k=params.top_k,
-        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
-        min_p=params.min_p,
-        seed=params.seed if params.HasField("seed") else random_seed(),
-        stop=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
+        min_p=message.min_p,
+        seed=message.seed if message.HasField("seed") else random_seed(),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
         repetition_penalty=(
-            params.repetition_penalty
-            if params.HasField("repetition_penalty")
+            message.repetition_penalty
+            if message.HasField("repetition_penalty")
             else defaults.repetition_penalty
         ),
-        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
-    return checked_sampling(given, vocab_size, "sampling.")
+    return checked_sampling(params, vocab_size, "sampling.")
 
 
 def _check(holds: bool, field: str, requirement: str) -> None:

@@ -102,7 +102,7 @@ class ChatCompletions:
         """Without a limit, as many tokens as the context allows. Raises InvalidArgument."""
         if None not in (body.max_tokens, body.max_completion_tokens):
             raise InvalidArgument(
-                "max_tokens: is the old name of max_completion_tokens; give one of them",
+                "max_tokens: is the old name of max_completion_tokens; set one of them",
                 subject="max_tokens",
             )
         if body.top_logprobs is not None and not body.logprobs:

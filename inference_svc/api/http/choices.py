@@ -20,7 +20,7 @@ FINISH_REASONS = {
 }
 
 SLICE_TOKENS = 32
-"""Tokens with logprobs that are formatted before other requests get their turn."""
+"""Tokens with logprobs that are formatted before other requests may run."""
 
 
 def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:

@@ -39,7 +39,7 @@ B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
 
 
 class Endpoint(Protocol[B_contra]):
-    """What differs between the routes. `names` are its names for the subjects of errors."""
+    """The differences between the routes. `names` are its names for the subjects of errors."""
 
     body: ClassVar[Any]
     id_prefix: ClassVar[str]

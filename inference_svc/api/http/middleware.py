@@ -84,8 +84,8 @@ class RequestMiddleware:
             if not self._num_running:
                 self._idle.set()
             status = status_of(scope, sent)
-            given = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
-            end = CallEnd.of(route, str(status), error_of(scope), given.decode("latin-1"))
+            request_id = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
+            end = CallEnd.of(route, str(status), error_of(scope), request_id.decode("latin-1"))
             self._on_end(end)
             if span is not None and is_authenticated(scope):
                 _end(span, status, sent, end.reason)

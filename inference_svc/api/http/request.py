@@ -68,14 +68,14 @@ def authenticated(request: Request) -> Iterator[Caller]:
 def request_id_of(request: Request) -> str:
     """Returns the caller's id, so that it finds the request in our log; a new one if it gave none,
     or an invalid one."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id = request.headers.get(REQUEST_ID_HEADER, "")
+    return request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
 
 
 def check_request_id(request: Request) -> None:
     """Raises InvalidArgument for an invalid id."""
-    given = request.headers.get(REQUEST_ID_HEADER)
-    if given is not None and not _REQUEST_ID.fullmatch(given):
+    request_id = request.headers.get(REQUEST_ID_HEADER)
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
         raise InvalidArgument(
             f"{REQUEST_ID_HEADER} must be 1 to 128 visible ASCII characters",
             subject=REQUEST_ID_HEADER,
@@ -217,7 +217,7 @@ class GenerationBody(Body):
 
     def to_sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Returns parameters whose ranges are not checked yet."""
-        given = {
+        fields = {
             "temperature": _greedy_or(self.temperature),
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -228,14 +228,14 @@ class GenerationBody(Body):
             "ignore_eos": self.ignore_eos,
             "seed": self.seed,
         }
-        stated: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
+        present: dict[str, Any] = {name: v for name, v in fields.items() if v is not None}
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
             top_k=max(self.top_k or 0, 0),
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            **{"seed": random_seed(), **stated},
+            **{"seed": random_seed(), **present},
         )
 
     def to_call(

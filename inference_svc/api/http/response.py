@@ -19,7 +19,7 @@ from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10
-"""Sent before other requests get their turn."""
+"""Sent before other requests may run."""
 
 NO_USAGE = Usage(0, 0, 0)
 
