@@ -35,7 +35,7 @@ ELSEWHERE = {
     "--from-file", "--previous", "--format", "--file", "--exit-on-error", "--single-transaction",
     "--no-owner", "--dbname", "--env-file", "--build",
     # Of modules that are run with `python -m`; their own --help names them.
-    "--device-memory", "--rank", "--help", "--cert", "--key", "--pid",
+    "--device-memory", "--rank", "--systems", "--help", "--cert", "--key", "--pid",
 }  # fmt: skip
 
 
