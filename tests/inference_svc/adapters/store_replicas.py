@@ -94,7 +94,7 @@ def _header(image: TestImage, offset: int) -> pb.ImageHeader:
     )
 
 
-class Site:
+class ReplicaSet:
     """Replicas over the same images, and a client to all of them."""
 
     def __init__(self, num_replicas: int) -> None:
@@ -120,7 +120,7 @@ class Site:
         return [by_address[address] for address in rank(by_address, digest)]
 
 
-class Stop:
+class Block:
     """A hook that blocks a stream before a part; `reached` is set when it is there."""
 
     def __init__(self, part: int) -> None:
@@ -143,4 +143,4 @@ def abort(part: int, code: grpc.StatusCode) -> Hook:
     return hook
 
 
-__all__ = ["LAYOUT_ID", "Replica", "Site", "Stop", "abort"]
+__all__ = ["LAYOUT_ID", "Block", "Replica", "ReplicaSet", "abort"]
