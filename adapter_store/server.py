@@ -23,8 +23,7 @@ from adapter_store.app import Store, open_store
 from adapter_store.blobs.fsync import write_atomically
 from adapter_store.config import StoreSettings
 from adapter_store.core import Action, StoreAuditEntry
-from adapter_store.debug.info import DebugInfo
-from adapter_store.debug.last_errors import LastErrors
+from adapter_store.debug import DebugInfo
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.plan import COMPILER_REVISION
 from adapter_store.reload import Reload
@@ -38,6 +37,7 @@ from servicekit.errors import FailedPrecondition
 from servicekit.settings import split_address
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.recent_errors import RecentErrors
 from servicekit.telemetry.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
         store.metrics.expect_calls(_SERVICE.methods_by_name)
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
-        errors = LastErrors()
+        errors = RecentErrors()
         calls = StatusInterceptor(store.metrics, errors, tracing)
         authenticator = Authenticator[Action](store.policies)
         # Outermost what counts and drains.

@@ -37,6 +37,9 @@ from servicekit.errors import (
     Unavailable,
 )
 
+PROMPT_SUBJECTS = ("chat", "messages")
+"""Subjects of errors whose messages could quote the prompt."""
+
 
 class AdapterNotFound(NotFound):
     reason = "ADAPTER_NOT_FOUND"

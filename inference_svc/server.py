@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,8 +23,7 @@ from inference_svc.api.request_record import RequestLog
 from inference_svc.api.service import AUDITED, ServerFacts, Service
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE, ROLES, Action
-from inference_svc.debug.info import DebugInfo
-from inference_svc.debug.last_errors import CallEnd, LastErrors
+from inference_svc.debug import DebugInfo
 from inference_svc.engine.messages import LayoutAccepted, Repointed
 from inference_svc.frontend.async_engine import EngineHandle, Frontend
 from inference_svc.frontend.watchdog import watch_engine
@@ -46,6 +46,7 @@ from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.errors import ServiceError
 from servicekit.settings import split_address
 from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class InferenceServer:
         self._tracing = open_tracing(
             endpoint, ratio, service=SERVICE_NAME, version=version("loadout")
         )
-        self._errors = LastErrors()
+        self._errors = RecentErrors()
         self._calls = StatusInterceptor(self._note_end, self._load, self._tracing)
         interceptors = [TokenGuard(self._authenticator, self._note_refusal), self._calls]
         self._grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
@@ -218,11 +219,15 @@ class InferenceServer:
 
     def _note_end(self, end: CallEnd) -> None:
         self._metrics.count_rpc(end.method, end.code, end.reason)
-        self._errors.note(end)
+        self._note_error(end)
+
+    def _note_error(self, end: CallEnd) -> None:
+        if end.reason:
+            self._errors.add(asdict(end))
 
     def _note_http_end(self, end: CallEnd) -> None:
         self._metrics.count_http(end.method, end.code, end.reason)
-        self._errors.note(end)
+        self._note_error(end)
 
     def _note_refusal(self, method: str, peer: str, error: ServiceError) -> None:
         """Of a call of which nothing was read."""

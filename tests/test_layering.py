@@ -109,11 +109,7 @@ CUDA_PLACES = (
 PENDING: dict[str, set[str]] = {
     "library grpc": {"adapter_store.server", "inference_svc.server"},
     "library torch": {
-        "adapter_store.debug.info",
-        "adapter_store.debug",
         "adapter_store.server",
-        "inference_svc.debug.info",
-        "inference_svc.debug",
     },
     "flat files of adapter_store": {
         "access",
@@ -134,12 +130,7 @@ PENDING: dict[str, set[str]] = {
         "tls",
     },
     "cuda": {
-        "adapter_store.debug.info",
-        "adapter_store.debug",
         "inference_svc.app",
-        "inference_svc.debug.info",
-        "inference_svc.debug",
-        "inference_svc.metrics.definitions",
     },
 }
 """Violations by rule, "importer -> imported" or a module's name, that are being mended."""

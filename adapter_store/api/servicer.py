@@ -12,7 +12,7 @@ import grpc
 
 from adapter_store.api import call_context, convert
 from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
-from adapter_store.debug.info import DebugInfo
+from adapter_store.debug import DebugInfo
 from adapter_store.errors import PullStalled, RevisionTooOld
 from adapter_store.service import Change, StoreService
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb

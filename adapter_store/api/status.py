@@ -16,11 +16,11 @@ from google.rpc import code_pb2, status_pb2
 from grpc_status import rpc_status
 
 from adapter_store.api import call_context
-from adapter_store.debug.last_errors import LastErrors, where
 from adapter_store.metrics.metrics import Metrics
 from servicekit import errors
 from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc.status import to_status
+from servicekit.telemetry.recent_errors import RecentErrors, describe_bug
 from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         metrics: Metrics,
-        last_errors: LastErrors | None = None,
+        recent_errors: RecentErrors | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._metrics = metrics
-        self._last_errors = LastErrors() if last_errors is None else last_errors
+        self._recent_errors = RecentErrors() if recent_errors is None else recent_errors
         self._tracing = tracing
         self._is_draining = False
         self._running = 0
@@ -148,7 +148,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, status_pb2.Status(code=code_pb2.CANCELLED, message=GONE_TEXT))
         except Exception as error:
             code = "INTERNAL"
-            call_context.note(reason=code, why=where(error))
+            call_context.note(reason=code, why=describe_bug(error))
             logger.exception("call failed", extra={"method": method})
             await abort(context, to_status(error, ERROR_DOMAIN))
         finally:
@@ -165,7 +165,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         reason = facts.get("reason")
         if reason is not None:
             self._metrics.rejections.labels(method, reason).inc()
-            self._last_errors.note(code, facts)
+            self._recent_errors.add({"code": code} | facts)
         level = logging.DEBUG if code == "OK" and method in POLLED_METHODS else logging.INFO
         if logger.isEnabledFor(level):
             message = "call finished" if reason is None else "call refused"

@@ -57,3 +57,8 @@ class BufferPool:
         """Frees spare buffers until at most `max_bytes` are left."""
         while self.spare_bytes > max(0, max_bytes):
             self.spare_bytes -= self._spares.popleft().numel()
+
+
+def torch_versions() -> dict[str, str | None]:
+    """Returns the versions of torch and of the CUDA that it was built for."""
+    return {"version": torch.__version__, "cuda": torch.version.cuda}

@@ -36,8 +36,13 @@ def cpu_name() -> str:
     return next((named[key] for key in _MODEL_KEYS if named.get(key)), "unknown processor")
 
 
+def torch_versions() -> dict[str, str | None]:
+    """Returns the versions of torch and of the CUDA that it was built for."""
+    return {"version": torch.__version__, "cuda": torch.version.cuda}
+
+
 def device_facts(device: str) -> dict[str, object]:
-    """Returns the device's properties for the debug page."""
+    """Returns the device's properties for the debug bundle."""
     facts: dict[str, object] = {
         "device": device,
         "machine": machine_name(device),

@@ -164,8 +164,8 @@ STEPS = (
     _OWN.histogram("step_blocked_by_load_seconds", "Part of a step spent on loading adapters."),
     _OWN.histogram(
         "step_phase_seconds",
-        "Time of each phase of a step: schedule, prepare, forward, sample, settle. On CUDA forward "
-        "launches kernels, and sample waits for them.",
+        "Time of each phase of a step: schedule, prepare, forward, sample, settle. On a GPU "
+        "forward launches kernels, and sample waits for them.",
         "phase",
     ),
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),

@@ -8,4 +8,6 @@ otlp            sends spans over OTLP; imports OpenTelemetry, loaded on demand
 metrics         defines metrics, and the registry that makes and exports them
 histogram       durations counted in buckets, cheap enough for every step
 metrics_server  serves metrics over HTTP
+recent_errors   the calls that failed most recently, by method and reason
+debug_bundle    makes the parts of a debug bundle, without secrets
 """

@@ -12,7 +12,7 @@ from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
-from inference_svc.debug.info import DebugInfo
+from inference_svc.debug import DebugInfo
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 

@@ -13,11 +13,11 @@ from grpc_health.v1 import health, health_pb2
 from grpc_status import rpc_status
 
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
-from inference_svc.debug.last_errors import CallEnd
-from inference_svc.errors import QueueFull
+from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
 from servicekit import errors
 from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc.status import code_for, to_status
+from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.tracing import Tracing, begin_call, end_call
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 self._running -= 1
                 self._last_end = time.monotonic()
-                end = CallEnd.of(name, code, failure, getattr(request, "request_id", ""))
+                request_id = getattr(request, "request_id", "")
+                end = CallEnd.of(name, code, failure, request_id, private_subjects=PROMPT_SUBJECTS)
                 self._on_end(end)
                 if span is not None:
                     end_call(span, code, end.reason, context.time_remaining())

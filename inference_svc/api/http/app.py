@@ -21,10 +21,10 @@ from inference_svc.api.http.models import Models
 from inference_svc.api.http.request import authenticated
 from inference_svc.api.service import Service
 from inference_svc.core import Action
-from inference_svc.debug.last_errors import CallEnd
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
 from servicekit.errors import ServiceError
+from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.tracing import Tracing
 
 

@@ -19,7 +19,8 @@ from inference_svc.api.http.errors import (
 )
 from inference_svc.api.http.request import REQUEST_ID_HEADER
 from inference_svc.api.load_report import LOAD_HEADER
-from inference_svc.debug.last_errors import CallEnd
+from inference_svc.errors import PROMPT_SUBJECTS
+from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, set_current
 from servicekit.telemetry.tracing import Tracing
 
@@ -85,7 +86,13 @@ class RequestMiddleware:
                 self._idle.set()
             status = status_of(scope, sent)
             request_id = dict(scope["headers"]).get(REQUEST_ID_HEADER.encode(), b"")
-            end = CallEnd.of(route, str(status), error_of(scope), request_id.decode("latin-1"))
+            end = CallEnd.of(
+                route,
+                str(status),
+                error_of(scope),
+                request_id.decode("latin-1"),
+                private_subjects=PROMPT_SUBJECTS,
+            )
             self._on_end(end)
             if span is not None and is_authenticated(scope):
                 _end(span, status, sent, end.reason)

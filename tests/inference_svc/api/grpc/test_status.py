@@ -10,11 +10,11 @@ from grpc_status import rpc_status
 from inference_svc import errors
 from inference_svc.api.grpc.status import StatusInterceptor
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
-from inference_svc.debug.last_errors import CallEnd
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining, InvalidArgument, ServiceError
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
+from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.kinds import GENERAL, kinds_of
 
 

@@ -1,75 +1,61 @@
-"""What helps to find out what is wrong with a running server, in parts: one JSON document each, and
-the metrics. Each part is bounded, whatever runs, and one that cannot be made says why."""
+"""Debug bundle of a running server: what helps to find a fault, without secrets.
+
+The size of each part is bounded, whatever runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import platform
-import sys
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import distributions
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE
-from inference_svc.debug.config import secrets_of, shown_settings
-from inference_svc.debug.last_errors import LastErrors, where
 from inference_svc.engine.status_types import EngineDetails, MemoryDetails
 from inference_svc.frontend.async_engine import Frontend
 from inference_svc.host.cpus import usable_cpus
-from inference_svc.host.device_info import cpu_name
+from inference_svc.host.device_info import cpu_name, torch_versions
 from inference_svc.metrics.engine import MAX_NAMES
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.store.directory import Directory
 from inference_svc.store.replicas import Replicas
-from servicekit.telemetry.redact import Redactor
-
-log = logging.getLogger(__name__)
-
-MAX_ROWS = 1000
-"""Of anything, such as waiting requests: the engine tells them between two steps."""
-PART_SECONDS = 5.0
-"""For one part to be made."""
-
-
-class Part(NamedTuple):
-    """A file of an archive; `error` says why there is no content."""
-
-    name: str
-    content: bytes
-    error: str = ""
+from servicekit.settings import environment_secrets
+from servicekit.telemetry.debug_bundle import (
+    MAX_ROWS,
+    PART_SECONDS,
+    Part,
+    PartMaker,
+    describe_runtime,
+    describe_settings,
+    make_parts,
+)
+from servicekit.telemetry.recent_errors import RecentErrors, format_time
 
 
 @dataclass(frozen=True, slots=True)
 class DebugInfo:
-    """Lives on the event loop."""
+    """Makes the service's debug bundle. Lives on the event loop."""
 
     config: InferenceSettings
     frontend: Frontend
     directory: Directory
     metrics: Metrics
     replicas: Replicas
-    errors: LastErrors
+    errors: RecentErrors
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """One after the other; the engine is asked once for those that it has to tell."""
-        redactor = Redactor(secrets_of(self.config))
-        examined = asyncio.ensure_future(self.frontend.inspect(MAX_ROWS))
-        # Somebody who waits for it may leave; it is then nobody's to look at.
-        examined.add_done_callback(lambda done: done.cancelled() or done.exception())
+        """Yields one part after the other; the engine is inspected once for all of them."""
+        inspected = asyncio.ensure_future(self.frontend.inspect(MAX_ROWS))
+        # The caller may leave first; then nothing else retrieves the error.
+        inspected.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         async def details() -> EngineDetails:
             async with asyncio.timeout(PART_SECONDS):
-                return await asyncio.shield(examined)
+                return await asyncio.shield(inspected)
 
-        makers: dict[str, Callable[[], Awaitable[Any]]] = {
+        makers: dict[str, PartMaker] = {
             "config.json": self._config,
             "versions.json": lambda: asyncio.to_thread(_versions),
             "errors.json": self._errors,
@@ -81,13 +67,13 @@ class DebugInfo:
             "metrics.txt": self._metrics_text,
         }
         try:
-            for name, make in makers.items():
-                yield await _part(name, make, redactor)
+            async for part in make_parts(makers, secrets_of(self.config)):
+                yield part
         finally:
-            examined.cancel()
+            inspected.cancel()
 
     async def _config(self) -> dict[str, Any]:
-        return shown_settings(self.config)
+        return describe_settings(self.config)
 
     async def _errors(self) -> dict[str, Any]:
         return self.errors.describe()
@@ -101,13 +87,13 @@ class DebugInfo:
 
     async def _engine(self) -> dict[str, Any]:
         status = asdict(await self.frontend.describe())
-        # The metrics have these; and the queue who waits.
+        # These are in metrics.txt and queue.json.
         for key in ("histograms", "phases", "waiting_digests", "running_digests"):
             del status[key]
         return {"num_requests": self.frontend.num_requests} | status
 
-    async def _residency(self, asked: Awaitable[EngineDetails]) -> dict[str, Any]:
-        details = await asked
+    async def _residency(self, pending: Awaitable[EngineDetails]) -> dict[str, Any]:
+        details = await pending
         found: dict[str, Any] = {}
         for tier, memory in details.memories.items():
             found[tier] = {
@@ -122,7 +108,7 @@ class DebugInfo:
                         "pinned": image.pinned,
                         "draining": image.draining,
                         "users": image.users,
-                        "last_used_time": _time(image.last_used_time_s),
+                        "last_used_time": format_time(image.last_used_time_s),
                         "load_seconds": image.load_seconds,
                     }
                     for image in memory.images
@@ -131,8 +117,8 @@ class DebugInfo:
         loads = [asdict(load) | {"names": self._names(load.digest)} for load in details.loads]
         return {"tiers": found, "num_loads": details.num_loads, "loads": loads}
 
-    async def _queue(self, asked: Awaitable[EngineDetails]) -> dict[str, Any]:
-        details = await asked
+    async def _queue(self, pending: Awaitable[EngineDetails]) -> dict[str, Any]:
+        details = await pending
         digests = {each.digest for each in (*details.running, *details.waiting)} - {""}
         names = {digest: self._names(digest) for digest in digests}
         running = [asdict(each) | {"names": names.get(each.digest)} for each in details.running]
@@ -147,27 +133,18 @@ class DebugInfo:
         return self.directory.names_of(ANYONE, digest, MAX_NAMES)
 
 
-async def _part(name: str, make: Callable[[], Awaitable[Any]], redactor: Redactor) -> Part:
-    try:
-        async with asyncio.timeout(PART_SECONDS):
-            made = await make()
-    except Exception as error:
-        log.info("a part of the debug info is missing", extra={"part": name}, exc_info=error)
-        is_late = isinstance(error, TimeoutError)
-        why = f"nothing after {PART_SECONDS:g} s" if is_late else redactor.redact(_why(error))
-        return Part(name, b"", why)
-    if isinstance(made, str):
-        return Part(name, redactor.redact_known(made).encode())
-    return Part(name, json.dumps(redactor.redact_tree(made), indent=1).encode())
+def secrets_of(config: InferenceSettings) -> list[str]:
+    """Returns the secrets in the environment and the token for the store."""
+    found = environment_secrets()
+    if config.store_token_file is not None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            found.append(config.store_token_file.read_text().strip())
+    return found
 
 
-def _why(error: Exception) -> str:
-    return f"{where(error)}: {error}"
-
-
-async def _slots(asked: Awaitable[EngineDetails]) -> dict[str, Any]:
-    """The map of each memory: who holds which bytes."""
-    details = await asked
+async def _slots(pending: Awaitable[EngineDetails]) -> dict[str, Any]:
+    """Returns a map of each memory: which adapter has which bytes."""
+    details = await pending
     return {
         "device": details.device,
         "memories": {tier: _map(memory) for tier, memory in details.memories.items()},
@@ -201,19 +178,8 @@ def _map(memory: MemoryDetails) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
-    packages = {found.name: found.version for found in distributions()}
-    return {
-        "time": _time(time.time()),
-        "python": sys.version,
-        "packages": dict(sorted(packages.items())),
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "system": platform.platform(),
-        "kernel": f"{platform.release()} {platform.version()}",
-        "libc": " ".join(platform.libc_ver()),
+    return describe_runtime() | {
+        "torch": torch_versions(),
         "processor": cpu_name(),
         "num_usable_processors": usable_cpus(),
     }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -1,1 +1,0 @@
-"""What helps to find out what is wrong with a running server. Secrets stay in it."""
