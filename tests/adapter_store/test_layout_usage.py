@@ -74,7 +74,7 @@ def num_images(store: Store) -> tuple[int, int]:
     return store.images.memory_counts.images, store.images.disk_counts.images
 
 
-def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adapter, make_layout):
+def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_layout):
     a, b, c = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("abc"))
 
     async def main() -> None:
@@ -112,7 +112,7 @@ def test_a_layout_is_given_up_and_comes_back_with_a_pull(start, clock, make_adap
     asyncio.run(main())
 
 
-def test_a_layout_comes_back_with_its_registration(start, clock, make_adapter, make_layout):
+def test_unused_layout_is_live_after_registration(start, clock, make_adapter, make_layout):
     a, b = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("ab"))
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_a_use_that_cannot_be_recorded_fails_no_pull(
     asyncio.run(main())
 
 
-def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make_layout):
+def test_replica_may_leave_precompilation_to_others(start, make_adapter, make_layout):
     a, b = (make_adapter(folder=name, seed=seed) for seed, name in enumerate("ab"))
 
     async def main() -> None:
@@ -205,7 +205,7 @@ def test_a_replica_may_leave_compiling_ahead_to_others(start, make_adapter, make
     asyncio.run(main())
 
 
-def test_what_another_replica_was_told_of_is_compiled_ahead(start, make_adapter, make_layout):
+def test_layouts_of_other_replicas_are_precompiled(start, make_adapter, make_layout):
     async def main() -> None:
         async with start() as store:
             await register(store, make_adapter(), "a")

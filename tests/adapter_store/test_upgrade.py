@@ -135,7 +135,7 @@ def test_images_are_compiled_from_blobs_to_the_same_bytes(settings, expected):
     asyncio.run(main())
 
 
-def test_it_goes_on_from_there(settings, expected):
+def test_changes_continue_the_history(settings, expected):
     """A change is the next revision; opened again, all is as it was left."""
     record = expected["current"][0]
     name = AdapterName(*record["name"].split("/"))

@@ -29,7 +29,7 @@ NOW = datetime(2026, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
 DIGEST = "sha256:" + "0a" * 32
 
 
-def test_an_adapter_keeps_every_field():
+def test_adapter_has_every_field():
     record = AdapterRecord(
         name=AdapterName("t", "n"),
         version=3,

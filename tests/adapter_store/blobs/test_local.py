@@ -190,7 +190,7 @@ def test_registering_again_heals_a_damaged_blob(start, make_adapter):
     assert len(list((process.data_dir / "damaged").iterdir())) == 1
 
 
-def test_a_blob_is_removed_whole(tmp_path):
+def test_blob_is_removed_atomically(tmp_path):
     blobs = LocalBlobs(tmp_path)
     staged = blobs.stage()
     (staged / "file").write_bytes(b"x")
@@ -202,7 +202,7 @@ def test_a_blob_is_removed_whole(tmp_path):
     assert list((tmp_path / "trash").iterdir()) == []
 
 
-def test_a_blob_kept_before_stays(tmp_path):
+def test_earlier_local_blob_stays(tmp_path):
     blobs = LocalBlobs(tmp_path)
     for content in (b"first", b"second"):
         staged = blobs.stage()
@@ -211,7 +211,7 @@ def test_a_blob_kept_before_stays(tmp_path):
     assert (blobs.path(DIGEST) / "file").read_bytes() == b"first"
 
 
-def test_move_folder_tells_other_errors_from_an_existing_target(tmp_path):
+def test_move_folder_raises_other_errors(tmp_path):
     (tmp_path / "source").mkdir()
     with pytest.raises(FileNotFoundError):
         fsync.move_folder(tmp_path / "source", tmp_path / "no" / "target")

@@ -67,7 +67,7 @@ def collect(parts: SharedParts) -> str | None:
     return parts.catalog.take_blob(DIGEST)
 
 
-def test_what_one_replica_keeps_another_reads(parts):
+def test_blob_is_read_by_another_replica(parts):
     one, two = parts.blobs("one"), parts.blobs("two")
     assert not one.path(DIGEST).exists()
     register(parts, one)
@@ -122,7 +122,7 @@ def test_what_died_while_it_stored_is_swept(parts):
         record(parts, kept)
 
 
-def test_altered_objects_are_found_and_replaced_by_registering_again(parts):
+def test_registering_again_replaces_altered_objects(parts):
     blobs = parts.blobs("one")
     register(parts, blobs)
     [key] = [key for key in parts.keys("blobs") if key.endswith(".safetensors")]
@@ -135,7 +135,7 @@ def test_altered_objects_are_found_and_replaced_by_registering_again(parts):
     assert len(parts.keys("blobs")) == 2
 
 
-def test_copies_that_nobody_asked_for_lately_make_room(parts):
+def test_unused_copies_are_evicted(parts):
     register(parts, parts.blobs("one"))
     two = parts.blobs("two", capacity=1)
     folder = two.path(DIGEST)
@@ -147,7 +147,7 @@ def test_copies_that_nobody_asked_for_lately_make_room(parts):
     assert read(two.path(DIGEST)) == CONTENT
 
 
-def test_a_pull_that_comes_right_after_the_commit_disturbs_no_registration(parts):
+def test_pull_right_after_the_commit(parts):
     blobs = parts.blobs("one")
     kept, staged = keep(blobs)
     record(parts, kept)
@@ -157,7 +157,7 @@ def test_a_pull_that_comes_right_after_the_commit_disturbs_no_registration(parts
     assert read(folder) == CONTENT
 
 
-def test_what_nobody_knows_the_outcome_of_is_swept_although_its_replica_lives(parts):
+def test_abandoned_put_is_swept_while_its_replica_lives(parts):
     leases = parts.leases(lease_seconds=0.2)
     assert leases.acquire("another")  # is renewed all the time
     blobs = parts.blobs("one", leases)

@@ -26,7 +26,7 @@ def test_a_revision_of_another_history_is_refused(names, catalog):
         catalog.events_since(2, 10)
 
 
-def test_old_events_are_forgotten_and_the_watcher_is_told(place, names, clock):
+def test_dropped_events_are_an_error(place, names, clock):
     catalog = Catalog(place, event_retention=10, clock=clock)
     for i in range(200):
         catalog.register(names.new("a", f"d{i}"))

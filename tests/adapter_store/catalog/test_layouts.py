@@ -39,7 +39,7 @@ def states(names: Names, name: str) -> dict[str, ImageState]:
     return {verdict.layout_id: verdict.state for verdict in names.get(name).verdicts}
 
 
-def test_a_layout_is_live_until_nobody_uses_it_for_longer_than_the_ttl(catalog, clock):
+def test_layout_is_live_until_unused_for_the_ttl(catalog, clock):
     assert catalog.add_layout("L1", [BASE], {})
     clock.now += TTL - SECOND
     assert catalog.live_layouts() == ["L1"]
@@ -51,7 +51,7 @@ def test_a_layout_is_live_until_nobody_uses_it_for_longer_than_the_ttl(catalog, 
     assert catalog.counts().layouts == 0
 
 
-def test_an_unused_layout_is_kept_and_its_next_registration_makes_it_live(catalog, clock):
+def test_unused_layout_is_live_when_registered_again(catalog, clock):
     catalog.add_layout("L1", [BASE], {"x": 1})
     clock.now += 365 * DAY
     assert catalog.layout_ids() == ["L1"]
@@ -61,7 +61,7 @@ def test_an_unused_layout_is_kept_and_its_next_registration_makes_it_live(catalo
     assert catalog.live_layouts() == ["L1"]
 
 
-def test_a_pull_keeps_a_layout_live_or_makes_it_so(catalog, clock):
+def test_pull_makes_a_layout_live(catalog, clock):
     catalog.add_layout("L1", [BASE], {})
     clock.now += TTL - SECOND
     assert not catalog.use_layout("L1")
@@ -92,7 +92,7 @@ def test_a_use_is_recorded_at_most_once_per_hour(catalog, clock, place):
     other.close()
 
 
-def test_a_short_ttl_is_kept_to_a_tenth(place, clock):
+def test_short_ttl_is_precise_to_a_tenth(place, clock):
     catalog = open_catalog(place, clock, timedelta(seconds=10))
     catalog.add_layout("L1", [BASE], {})
     for _ in range(20):

@@ -170,7 +170,7 @@ def test_sql_in_a_filter_is_only_text(names, catalog):
     assert catalog.page(filter_text="name=%")[0] == []
 
 
-def test_page_size_is_kept_within_the_contract(names, catalog):
+def test_page_size_is_within_the_contract(names, catalog):
     fill(catalog, 1500)
     assert len(catalog.page()[0]) == 100
     assert len(catalog.page(5000)[0]) == 1000

@@ -25,7 +25,7 @@ def open_catalog(path: Path) -> Catalog:
     return Catalog(path, event_retention=1000)
 
 
-def test_a_catalog_of_the_first_release_is_taken_along(tmp_path):
+def test_catalog_of_the_first_release_is_migrated(tmp_path):
     path = tmp_path / "catalog.sqlite3"
     with sqlite3.connect(path) as connection:
         connection.executescript(FIRST_RELEASE.read_text())
@@ -69,7 +69,7 @@ def test_a_newer_catalog_is_refused_by_its_schema(tmp_path):
     assert caught.value.subject == "schema_version"
 
 
-def test_tables_of_somebody_else_are_refused(tmp_path):
+def test_tables_of_another_program_are_refused(tmp_path):
     path = tmp_path / "catalog.sqlite3"
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE meta (key TEXT, value TEXT)")

@@ -116,7 +116,7 @@ def test_delete_a_name(names, catalog):
     assert (last.kind, last.version, last.digest) == (EventKind.DELETED, 0, "d2")
 
 
-def test_a_version_number_never_comes_back_with_other_content(names, catalog):
+def test_version_numbers_are_never_reused(names, catalog):
     names.register("a", "d1")
     catalog.remove(A)
     again, _ = names.register("a", "d2")
@@ -126,7 +126,7 @@ def test_a_version_number_never_comes_back_with_other_content(names, catalog):
         names.get("a", 1)
 
 
-def test_deleting_the_current_version_points_to_the_newest_left(names, catalog):
+def test_deleting_the_current_version(names, catalog):
     for digest in ("d1", "d2", "d3"):
         names.register("a", digest)
     catalog.remove(A, 3)

@@ -117,7 +117,7 @@ def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):
     assert idle + every * count <= 10
 
 
-def test_a_server_that_became_read_only_is_left_for_the_next_connection(replicas):
+def test_read_only_server_is_disconnected(replicas):
     catalog = replicas[0]
     Names(catalog).register("a", "d1")
     catalog._follower.close()

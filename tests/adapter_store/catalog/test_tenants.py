@@ -132,7 +132,7 @@ def catalogs(request, tmp_path):
         yield made
 
 
-def test_a_tenant_cannot_tell_whether_there_are_others(catalogs):
+def test_other_tenants_are_invisible(catalogs):
     both, alone = catalogs
     for catalog in catalogs:
         catalog.add_layout(LAYOUT, ["base"], {})

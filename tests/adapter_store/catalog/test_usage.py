@@ -72,7 +72,7 @@ def test_a_lowered_quota_refuses_only_what_would_take_more(names):
     refused(names, "max_bytes", "t/a", "d-new", quota)
 
 
-def test_a_name_that_comes_back_counts_again(names):
+def test_restored_name_counts_again(names):
     quota = Quota(max_adapters=1)
     register(names, "t/a", "d1", quota)
     register(names, "t/a", "d2", quota)
@@ -139,7 +139,7 @@ def num_granted(replicas: list[Names], quota: Quota) -> int:
     return len(granted)
 
 
-def test_bytes_are_whole_numbers_in_every_database(names) -> None:
+def test_byte_counts_are_integers_in_every_database(names) -> None:
     """PostgreSQL sums them into a decimal number, which no answer could carry."""
     names.register("t/a", "sha256:a")
     names.register("t/b", "sha256:b")

@@ -76,7 +76,7 @@ def test_what_was_compiling_is_pending_after_a_restart(names, catalog, place):
     again.close()
 
 
-def test_another_compiler_judges_anew(names, catalog):
+def test_another_compiler_forgets_verdicts(names, catalog):
     assert catalog.adopt_compiler("1")
     catalog.add_layout("L1", ["org/tiny"], {})
     names.register("a", "d1")
@@ -99,7 +99,7 @@ def test_pinned_keys(names, catalog):
     assert catalog.pinned_keys() == []
 
 
-def test_any_number_of_digests_can_be_asked_for(names):
+def test_any_number_of_digests(names):
     names.register("a", "d1")
     digests = [f"d{i}" for i in range(70_000)]  # more than a statement has places for values
     assert names.catalog.unknown_digests(digests) == set(digests) - {"d1"}

@@ -110,7 +110,7 @@ def test_rollback_to_what_is_not_there_or_of_another_tenant(three):
             three.rollback(A, version, tenants=tenants)
 
 
-def test_what_came_back_beside_its_copy_stays_current(three, names):
+def test_restored_version_with_equal_content_stays_current(three, names):
     """Content that two versions have: registering it again changes nothing."""
     three.remove(A, 1)
     assert names.register("a", "d1")[0].version == 4

@@ -130,7 +130,7 @@ def test_a_slow_watcher_reads_on_from_the_catalog(catalog, monkeypatch):
     run(catalog, scenario)
 
 
-def test_a_watcher_that_fell_behind_the_history_is_told(catalog, monkeypatch):
+def test_watcher_behind_the_history_gets_an_error(catalog, monkeypatch):
     monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
 
     async def scenario(watch: Watch) -> None:
@@ -177,7 +177,7 @@ def test_others_events_are_passed_over_with_bookmarks(catalog):
     run(catalog, scenario)
 
 
-def test_a_filtered_watcher_far_behind_is_brought_up_in_batches(catalog, monkeypatch):
+def test_filtered_watcher_catches_up_in_batches(catalog, monkeypatch):
     monkeypatch.setattr(watch_module, "RECENT_EVENTS", 8)
     monkeypatch.setattr(watch_module, "BATCH_EVENTS", 5)
     register_for(catalog, *["b"] * 23)
@@ -215,7 +215,7 @@ def test_closing_ends_every_watcher(catalog):
     run(catalog, scenario)
 
 
-def test_a_change_after_the_loop_has_gone_harms_nobody(catalog):
+def test_change_after_the_loop_has_ended(catalog):
     async def scenario(watch: Watch) -> None:
         pass
 

@@ -192,7 +192,7 @@ def test_layer_fields_that_peft_refuses_are_refused(fields):
         (".", True),
     ],
 )
-def test_a_trainers_local_path_is_told_from_a_name(base_model, is_path):
+def test_local_path_is_no_model_name(base_model, is_path):
     assert parse(base_model_name_or_path=base_model).base_model == base_model
     assert names_local_path(base_model) == is_path
 

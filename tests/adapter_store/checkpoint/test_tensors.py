@@ -78,7 +78,7 @@ def test_an_adapter_with_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("adapter_name", ["default", "mine"])
-def test_a_state_dict_keeps_the_adapters_name(tmp_path, adapter_name):
+def test_state_dict_with_adapter_name(tmp_path, adapter_name):
     """What trainers that save the state dict themselves write."""
     model = adapt(LlamaForCausalLM(CONFIG), adapter_name)
     model.save_pretrained(tmp_path)
@@ -209,6 +209,6 @@ def test_one_target_under_two_names_is_refused(tmp_path):
     assert caught.value.reason == "TENSOR_DUPLICATE"
 
 
-def test_no_more_than_two_prefixes_are_taken_off():
+def test_at_most_two_prefixes_are_removed():
     assert parse_key("base_model.model." * 2 + "x.lora_A.weight").target == "x"
     assert parse_key("base_model.model." * 3 + "x.lora_A.weight").target == "base_model.model.x"

@@ -65,7 +65,7 @@ def test_its_digest_is_that_of_the_same_weights_in_safetensors(make_adapter, dty
     assert os.listdir(folder.parent) == [folder.name], "left something behind"
 
 
-def test_parameters_views_and_another_order_of_bytes_are_the_same(make_adapter):
+def test_parameters_views_and_byte_order(make_adapter):
     folder = make_adapter()
     digest = open_checkpoint(folder).digest
     tensors = {k: torch.nn.Parameter(v) for k, v in reversed(load_file(folder / WEIGHTS).items())}
@@ -97,7 +97,7 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run_it(tmp_path):
+def test_pickle_with_code_is_refused_unrun(tmp_path):
     (tmp_path / "work").mkdir()
     content = archive(pickle.dumps({"a": Runs(tmp_path / "ran")}, protocol=2))
     error = refusal(tmp_path / "work", content)
@@ -194,7 +194,7 @@ def test_a_file_over_the_limit_is_not_read(tmp_path):
         convert_pickle(tmp_path, CheckpointLimits(max_source_bytes=999))
 
 
-def test_a_link_is_not_followed(tmp_path):
+def test_link_is_refused(tmp_path):
     (tmp_path / BIN).symlink_to("/etc/passwd")
     with pytest.raises(InvalidAdapter) as caught:
         convert_pickle(tmp_path, LIMITS)
@@ -250,7 +250,7 @@ ARCHIVES = {
 
 
 @pytest.mark.parametrize("case", ARCHIVES)
-def test_archives_that_are_not_what_they_say(tmp_path, case):
+def test_lying_archives_are_refused(tmp_path, case):
     content, reason = ARCHIVES[case]
     path = tmp_path / BIN
     path.write_bytes(content)

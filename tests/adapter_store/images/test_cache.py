@@ -76,7 +76,7 @@ def state(store: Store, name: str = "a") -> ImageState:
     return record.verdicts[0].state
 
 
-def test_an_image_is_made_once_for_all_who_ask(start, make_adapter, make_layout, compiles):
+def test_image_is_built_once_for_all_callers(start, make_adapter, make_layout, compiles):
     folder = make_adapter()
 
     async def main() -> None:
@@ -150,7 +150,7 @@ def test_from_memory_then_disk_then_blob(start, make_adapter, make_layout, compi
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "header", "gone"])
-def test_a_damaged_disk_file_is_built_anew(start, make_adapter, make_layout, tmp_path, damage):
+def test_damaged_disk_file_is_rebuilt(start, make_adapter, make_layout, tmp_path, damage):
     folder = make_adapter()
 
     async def main() -> None:
@@ -224,9 +224,7 @@ def test_incompatible_is_a_verdict_with_a_reason(start, make_adapter, make_layou
     asyncio.run(main())
 
 
-def test_overflow_in_the_cast_is_incompatible_with_that_dtype_only(
-    start, make_adapter, make_layout
-):
+def test_cast_overflow_is_incompatible_with_one_dtype(start, make_adapter, make_layout):
     folder = make_adapter(lora_alpha=1e7)
 
     async def main() -> None:
@@ -263,7 +261,7 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
     asyncio.run(main())
 
 
-def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compiles):
+def test_pulls_go_before_precompilation(start, make_adapter, make_layout, compiles):
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
 
     async def main() -> None:
@@ -288,7 +286,7 @@ def test_pulls_go_before_compiling_ahead(start, make_adapter, make_layout, compi
     asyncio.run(main())
 
 
-def test_ahead_fills_free_disk_space_only(start, make_adapter, make_layout, compiles):
+def test_precompilation_fills_free_disk_space_only(start, make_adapter, make_layout, compiles):
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(4)]
     size = compile_image(open_checkpoint(folders[0]), make_layout()).plan.total_bytes
 

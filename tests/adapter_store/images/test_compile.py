@@ -189,7 +189,7 @@ def test_scale_is_folded_in_fp32_before_the_cast(make_adapter, make_layout):
     assert torch.equal(tensors[SegmentKind.A], checkpoint.read_tensor(target.a))
 
 
-def test_slices_are_cut_from_the_whole(make_adapter, make_layout):
+def test_slices_are_cut_from_full_tensors(make_adapter, make_layout):
     checkpoint = open_checkpoint(make_adapter(("q_proj", "embed_tokens"), rank=3, lora_alpha=6))
     whole_layout = make_layout()
     whole = tensors_of(compile_image(checkpoint, whole_layout), whole_layout)
@@ -365,7 +365,7 @@ def test_changed_scale_of_a_blob_is_noticed(make_adapter, make_layout):
 
 
 @pytest.mark.parametrize("top", [0x7F, 0x47], ids=["NaN", "overflow"])
-def test_damage_is_not_taken_for_an_overflow(make_adapter, make_layout, top):
+def test_damage_is_not_reported_as_overflow(make_adapter, make_layout, top):
     """A verdict of a layout is for good, and damage is not."""
     folder = make_adapter(("q_proj",))
     digest = open_checkpoint(folder).digest
@@ -377,7 +377,7 @@ def test_damage_is_not_taken_for_an_overflow(make_adapter, make_layout, top):
         compile_image(open_checkpoint(folder, digest=digest), make_layout(DataType.FLOAT16))
 
 
-def test_damage_is_not_taken_for_a_misfit(make_adapter, make_layout):
+def test_damage_is_not_reported_as_incompatible(make_adapter, make_layout):
     folder = make_adapter(("q_proj",))
     digest = open_checkpoint(folder).digest
     weights = folder / "adapter_model.safetensors"

@@ -24,7 +24,7 @@ def write(tier: DiskTier, name: str, num_bytes: int) -> bool:
     return True
 
 
-def test_disk_keeps_within_its_capacity(tmp_path):
+def test_disk_stays_within_its_capacity(tmp_path):
     tier = DiskTier(tmp_path / "images", 100)
     for name in "abc":
         assert write(tier, name, 30)

@@ -113,7 +113,7 @@ def test_swapped_parts_are_noticed(path, image):
 
 
 @pytest.mark.parametrize("field", ["image_id", "digest", "layout_id"])
-def test_another_image_is_not_taken_for_this_one(path, image, field):
+def test_another_image_is_not_accepted(path, image, field):
     other = dataclasses.replace(image.plan, **{field: "sha256:" + "0" * 64})
     with pytest.raises(CorruptData):
         read_image(path, other)
@@ -135,7 +135,7 @@ def test_writing_again_replaces_and_leaves_nothing_behind(path, image):
     assert not any(file.is_file() for file in path.parent.iterdir())
 
 
-def test_failed_write_keeps_the_old_file(path, image, monkeypatch):
+def test_failed_write_leaves_the_old_file(path, image, monkeypatch):
     before = path.read_bytes()
 
     def no_space(fd: int) -> None:

@@ -89,7 +89,7 @@ def test_bytes_are_accounted_from_the_buffer_to_its_end():
 
 
 @on_loop
-def test_what_is_dropped_while_held_takes_its_bytes_until_released():
+def test_dropped_image_is_accounted_until_released():
     tier = memory()
     a = put(tier, "a", 80)
     with tier.hold(a), tier.hold(a):
@@ -101,7 +101,7 @@ def test_what_is_dropped_while_held_takes_its_bytes_until_released():
 
 
 @on_loop
-def test_an_image_larger_than_the_tier_stays_only_as_long_as_it_is_held():
+def test_image_larger_than_the_tier_stays_while_held():
     tier = memory()
     big = begin(tier, "big", 500)
     tier.put(big)
@@ -111,7 +111,7 @@ def test_an_image_larger_than_the_tier_stays_only_as_long_as_it_is_held():
 
 
 @on_loop
-def test_a_spare_is_wanted_where_there_is_room_and_serves_the_next_image_of_its_size():
+def test_spare_serves_the_next_image_of_its_size():
     tier = memory()
     a = put(tier, "a", 30)
     assert tier.lacks_spare(30)
@@ -130,7 +130,7 @@ def test_a_spare_is_wanted_where_there_is_room_and_serves_the_next_image_of_its_
 
 
 @on_loop
-def test_a_spare_for_which_there_is_no_room_is_not_kept():
+def test_spare_without_space_is_freed():
     tier = memory()
     put(tier, "a", 80)
     tier.add_spare(torch.zeros(30, dtype=torch.uint8))
@@ -139,7 +139,7 @@ def test_a_spare_for_which_there_is_no_room_is_not_kept():
 
 
 @on_loop
-def test_those_who_want_room_wait_for_those_who_read():
+def test_reservations_wait_for_readers():
     tier = memory()  # with a margin of 12
     a = put(tier, "a", 60)
     with tier.hold(a):
@@ -153,7 +153,7 @@ def test_those_who_want_room_wait_for_those_who_read():
 
 
 @on_loop
-def test_pulls_get_room_before_work_ahead_and_in_order():
+def test_pulls_reserve_before_precompilation():
     tier = memory()
     a = begin(tier, "a", 100)
     ahead, joined = (tier.reserve(100, Priority.PRECOMPILE) for _ in range(2))
@@ -173,7 +173,7 @@ def test_pulls_get_room_before_work_ahead_and_in_order():
 
 
 @on_loop
-def test_room_that_is_given_up_goes_to_the_next():
+def test_cancelled_reservation_is_granted_to_the_next():
     tier = memory()
     a = begin(tier, "a", 100)
     first, second = (tier.reserve(50, Priority.PULL) for _ in range(2))
@@ -198,7 +198,7 @@ def test_one_image_always_can_be_made_even_when_all_is_pinned():
 
 
 @on_loop
-def test_a_freed_buffer_is_used_again_and_counts_until_it_is_freed():
+def test_spare_buffer_is_reused_and_accounted():
     tier = memory(800)
     a = put(tier, "a", 50)
     buffer = a.image.buffer

@@ -29,7 +29,7 @@ def stream(offset: int) -> list[ImageChunk | LayerEnd]:
     return [m for part in PARTS[first:] for m in part_messages(memoryview(DATA), part, offset)]
 
 
-def test_the_whole_image_in_order():
+def test_complete_image_in_order():
     messages = stream(0)
     chunks = [message for message in messages if isinstance(message, ImageChunk)]
     assert b"".join(chunk.data for chunk in chunks) == DATA

@@ -88,7 +88,7 @@ def test_of_many_replicas_one_compiles(parts, tmp_path):
     assert found == [b"image"] * 4
 
 
-def test_a_claim_keeps_others_out_until_it_is_released(parts):
+def test_claim_excludes_others_until_released(parts):
     one, two = parts.tier(), parts.tier()
     claim = one.claim(KEY, wait=False)
     assert claim is not None
@@ -98,7 +98,7 @@ def test_a_claim_keeps_others_out_until_it_is_released(parts):
     assert again is not None
 
 
-def test_a_replica_that_died_compiling_is_taken_over_from(parts):
+def test_claim_of_a_dead_replica_expires(parts):
     leases = parts.leases(lease_seconds=0.3)
     assert parts.tier(leases).claim(KEY, wait=False) is not None
     two = parts.tier()
@@ -108,7 +108,7 @@ def test_a_replica_that_died_compiling_is_taken_over_from(parts):
     assert two.claim(KEY, wait=True) is not None
 
 
-def test_a_claim_that_could_not_be_released_ends_although_its_replica_lives(parts, monkeypatch):
+def test_unreleased_claim_expires_while_its_replica_lives(parts, monkeypatch):
     leases = parts.leases(lease_seconds=0.3)
     assert leases.acquire("another")  # is renewed all the time
     claim = parts.tier(leases).claim(KEY, wait=False)
@@ -173,7 +173,7 @@ def test_images_of_collected_digests_are_swept(parts, tmp_path):
     assert read(tier) is None
 
 
-def test_images_for_unused_layouts_leave_the_shared_tier_and_every_disk(parts, tmp_path):
+def test_images_for_unused_layouts_are_removed(parts, tmp_path):
     """One replica at a time looks after what is shared, each after its own disk."""
     (tmp_path / "image").write_bytes(b"x")
     replicas = []

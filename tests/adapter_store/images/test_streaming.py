@@ -162,7 +162,7 @@ def test_sixteen_pulls_of_one_image_of_which_some_leave(
     scenario(start, make_adapter, make_layout, test)
 
 
-def test_all_who_wait_may_leave_and_the_work_goes_on(
+def test_job_continues_without_waiters(
     start,
     make_adapter,
     make_layout,
@@ -181,7 +181,7 @@ def test_all_who_wait_may_leave_and_the_work_goes_on(
     scenario(start, make_adapter, make_layout, test)
 
 
-def test_an_error_after_the_start_ends_every_stream_without_a_trailer(
+def test_late_error_ends_streams_without_trailer(
     start,
     make_adapter,
     make_layout,
@@ -237,7 +237,7 @@ def test_a_part_damaged_on_disk_is_never_sent_and_pulls_go_on(
     scenario(start, make_adapter, make_layout, test)
 
 
-def test_a_pull_without_room_is_refused_and_told_to_come_again(
+def test_pull_without_memory_gets_a_retry_time(
     start,
     make_adapter,
     make_layout,
@@ -270,7 +270,7 @@ def test_a_pull_without_room_is_refused_and_told_to_come_again(
     asyncio.run(main())
 
 
-def test_a_compile_right_behind_a_registration_does_not_hash_again(
+def test_compile_after_registration_does_not_hash_again(
     start,
     make_adapter,
     make_layout,
@@ -290,7 +290,7 @@ def test_a_compile_right_behind_a_registration_does_not_hash_again(
     scenario(start, make_adapter, make_layout, test)
 
 
-def test_verified_checkpoints_are_trusted_for_a_while_and_untouched(make_adapter):
+def test_verified_checkpoints_are_trusted_while_fresh_and_unchanged(make_adapter):
     folder = make_adapter()
     checkpoint = open_checkpoint(folder)
     verified = VerifiedCheckpoints()

@@ -140,7 +140,7 @@ def test_a_shared_tier_that_does_not_answer_fails_nothing(
     scenario(start, make_adapter, make_layout, test)
 
 
-def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
+def test_pull_waits_limited_time_for_another_claim(
     start, make_adapter, make_layout, share, steps, monkeypatch
 ):
     """Two replicas that both let work ahead wait for pulls would otherwise wait for each other."""
@@ -158,9 +158,7 @@ def test_a_pull_does_not_wait_for_ever_for_a_replica_that_claimed_its_image(
     scenario(start, make_adapter, make_layout, pull)
 
 
-def test_what_is_collected_while_it_is_compiled_leaves_no_image(
-    start, make_adapter, make_layout, share, steps
-):
+def test_collected_while_compiled_leaves_no_image(start, make_adapter, make_layout, share, steps):
     async def collected(store: Store, pulls: Pulls, key, folder) -> None:
         reading = asyncio.create_task(read(pulls.stream(key, 0, "")))
         assert await asyncio.to_thread(steps.reached.acquire, timeout=SECONDS)

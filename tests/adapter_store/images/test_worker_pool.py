@@ -20,7 +20,7 @@ def run(scenario, num_workers: int = 1):
     return asyncio.run(main())
 
 
-def test_pulls_go_before_work_ahead():
+def test_pulls_go_before_precompilation():
     done: list[str] = []
 
     async def scenario(workers: WorkerPool) -> None:
@@ -107,7 +107,7 @@ def steps(name: str, did: list[str], started: threading.Event, go: threading.Eve
     return work
 
 
-def test_work_ahead_gives_way_to_a_pull_between_two_steps():
+def test_precompilation_yields_to_a_pull():
     did: list[str] = []
 
     async def scenario(workers: WorkerPool) -> None:
@@ -133,7 +133,7 @@ def test_work_ahead_gives_way_to_a_pull_between_two_steps():
     assert did == ["ahead 1", "pull", "ahead 2", "later"]
 
 
-def test_work_ahead_does_not_go_on_beside_a_pull():
+def test_precompilation_does_not_continue_during_a_pull():
     did: list[str] = []
 
     async def scenario(workers: WorkerPool) -> None:
@@ -164,7 +164,7 @@ def test_work_ahead_does_not_go_on_beside_a_pull():
     assert sorted(did) == ["ahead 1", "ahead 2", "next", "pull"]
 
 
-def test_work_ahead_that_a_pull_joins_gives_way_no_more():
+def test_promoted_job_yields_no_more():
     did: list[str] = []
 
     async def scenario(workers: WorkerPool) -> None:

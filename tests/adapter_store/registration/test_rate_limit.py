@@ -40,7 +40,7 @@ def test_a_minutes_worth_at_once_and_then_the_rate(limiter, clock, per_minute):
     assert num_granted(limiter, "t", per_minute, per_minute + 5) == per_minute
 
 
-def test_who_waits_as_told_is_granted(limiter, clock):
+def test_retry_time_is_sufficient(limiter, clock):
     assert num_granted(limiter, "t", 7, 7) == 7
     for _ in range(50):
         with pytest.raises(QuotaExceeded, match="registrations_per_minute: tenant 't'") as caught:
@@ -61,7 +61,7 @@ def test_no_rate_grants_all(limiter):
         limiter.acquire("t", None)
 
 
-def test_a_lower_rate_counts_from_what_was_taken(limiter, clock):
+def test_lower_rate_counts_earlier_registrations(limiter, clock):
     assert num_granted(limiter, "t", 60, 30) == 30
     assert num_granted(limiter, "t", 2, 5) == 1
     clock.now_s += 60

@@ -103,7 +103,7 @@ def test_malformed_uris(source, staging, uri):
     assert caught.value.subject == "source_uri"
 
 
-def test_only_the_adapters_files_are_read_and_the_commit_is_told(hub, source, repo, staging):
+def test_only_the_adapters_files_are_read(hub, source, repo, staging):
     assert source.fetch("hf://team/adapter", staging) == repo.refs["main"]
     assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
     assert not any("training_args" in path or "README" in path for path, _ in hub.requests)
@@ -128,7 +128,7 @@ def test_a_revision_that_moves_while_it_is_read_is_not_mixed(shaky, proxy, repo,
     assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}
 
 
-def test_other_organisations_are_refused_before_anything_is_asked(hub, staging):
+def test_other_organisations_are_refused_without_a_request(hub, staging):
     hub.repos["other/adapter"] = Repo()
     with pytest.raises(InvalidArgument, match="hf_organizations") as caught:
         HubSource(["team"], hub.url).fetch("hf://other/adapter", staging)
@@ -200,7 +200,7 @@ def test_content_that_the_commit_does_not_record_is_refused(hub, source, repo, s
     assert caught.value.reason == "SOURCE_CHANGED"
 
 
-def test_content_of_another_length_is_refused_before_it_is_stored(hub, source, repo, staging):
+def test_content_of_another_length_is_refused(hub, source, repo, staging):
     hub.tampered[WEIGHTS] = BODY + b"more"
     with pytest.raises(SourceUnavailable, match=f"has {len(BODY) + 4} bytes"):
         source.fetch("hf://team/adapter", staging)
@@ -223,7 +223,7 @@ def test_a_server_that_is_no_hub(hub, source, repo, staging, body):
 
 
 @pytest.mark.parametrize("then", ["reset", "closed"])
-def test_a_broken_connection_is_taken_up_where_it_broke(shaky, proxy, repo, staging, then):
+def test_broken_connection_is_resumed(shaky, proxy, repo, staging, then):
     proxy.faults = [Fault("/lfs/", after=5000, then=then)]
     shaky.fetch("hf://team/adapter", staging)
     assert contents(staging)[WEIGHTS] == BODY
@@ -232,7 +232,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(shaky, proxy, repo, stag
 
 @pytest.mark.parametrize("path", ["/api/models/", "/resolve/", "/lfs/"])
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_hub_is_asked_again(shaky, proxy, repo, staging, path, status):
+def test_busy_hub_is_retried(shaky, proxy, repo, staging, path, status):
     proxy.faults = [Fault(path, status=status, times=2)]
     shaky.fetch("hf://team/adapter", staging)
     assert contents(staging) == {CONFIG: b"{}", WEIGHTS: BODY}

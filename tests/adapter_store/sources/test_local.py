@@ -80,7 +80,7 @@ def test_nothing_outside_the_roots_is_read(source, root, staging, write_adapter,
     assert names(staging) == []
 
 
-def test_whether_something_outside_exists_is_not_told(source, root, staging, write_adapter):
+def test_existence_outside_is_not_revealed(source, root, staging, write_adapter):
     write_adapter(root.parent / "there")
     messages = []
     for name in ("there", "gone0"):
@@ -113,7 +113,7 @@ def test_a_file_link_that_leads_out_is_refused(source, root, staging, write_adap
     assert names(staging) == []
 
 
-def test_links_within_a_root_are_followed(source, root, staging, write_adapter):
+def test_links_within_a_root_are_allowed(source, root, staging, write_adapter):
     write_adapter(root / "blobs")
     (root / "snapshot").mkdir()
     for name in (CONFIG, WEIGHTS):
@@ -122,9 +122,7 @@ def test_links_within_a_root_are_followed(source, root, staging, write_adapter):
     assert names(staging) == [CONFIG, WEIGHTS]
 
 
-def test_a_link_put_in_after_the_check_is_not_followed(
-    source, root, staging, write_adapter, monkeypatch
-):
+def test_link_created_after_the_check_is_refused(source, root, staging, write_adapter, monkeypatch):
     """The race between resolving a path and opening it."""
     write_adapter(root / "a")
     write_adapter(root.parent / "outside", b"secret")

@@ -153,9 +153,7 @@ def test_limits_hold_before_the_first_byte(source, bucket, make_staging):
 
 @pytest.mark.parametrize("then", ["reset", "closed"])
 @pytest.mark.parametrize("after", [0, 4096, len(BODY) - 1])
-def test_a_broken_connection_is_taken_up_where_it_broke(
-    shaky, proxy, bucket, staging, monkeypatch, then, after
-):
+def test_broken_connection_is_resumed(shaky, proxy, bucket, staging, monkeypatch, then, after):
     monkeypatch.setattr(s3_module, "READ_BYTES", 1024)
     proxy.faults = [Fault(WEIGHTS, after=after, then=then)]
     shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
@@ -167,7 +165,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(
         assert ranges[1] == "bytes=4096-"
 
 
-def test_a_silent_connection_is_given_up_and_taken_up(proxy, bucket, staging, monkeypatch):
+def test_silent_connection_is_dropped_and_resumed(proxy, bucket, staging, monkeypatch):
     monkeypatch.setattr(s3_module, "READ_TIMEOUT_S", 2)
     proxy.faults = [Fault(WEIGHTS, after=4096, then="stalled")]
     source = S3Source([bucket[0]], proxy.url, retry=QUICK)
@@ -176,7 +174,7 @@ def test_a_silent_connection_is_given_up_and_taken_up(proxy, bucket, staging, mo
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_busy_service_is_asked_again(shaky, proxy, bucket, staging, status):
+def test_busy_service_is_retried(shaky, proxy, bucket, staging, status):
     proxy.faults = [
         Fault("list-type", status=status, times=2),
         Fault(WEIGHTS, status=status, times=2),
@@ -204,7 +202,7 @@ def test_progress_is_not_a_failed_attempt(shaky, proxy, bucket, staging, monkeyp
     assert (staging.folder / WEIGHTS).read_bytes() == body
 
 
-def test_a_redirect_is_not_followed(shaky, proxy, bucket, staging, endpoint):
+def test_redirect_is_refused(shaky, proxy, bucket, staging, endpoint):
     elsewhere = FaultyProxy(endpoint)
     try:
         place = f"{elsewhere.url}/{bucket[0]}/team/a/{WEIGHTS}"
@@ -216,7 +214,7 @@ def test_a_redirect_is_not_followed(shaky, proxy, bucket, staging, endpoint):
         elsewhere.stop()
 
 
-def test_an_object_replaced_before_the_connection_broke_is_not_mixed(shaky, proxy, bucket, staging):
+def test_object_replaced_before_a_break_is_not_mixed(shaky, proxy, bucket, staging):
     name, client = bucket
 
     def replace() -> None:

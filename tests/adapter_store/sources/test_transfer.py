@@ -48,7 +48,7 @@ def test_the_last_attempts_error_is_raised(tmp_path):
     assert len(waits.seconds) == 2
 
 
-def test_progress_counts_attempts_anew(tmp_path):
+def test_progress_resets_the_attempts(tmp_path):
     retry = Retry(RetryPolicy(attempts=2), Waits(tmp_path))
     for _ in range(10):
         retry.failed(TROUBLE)
@@ -62,7 +62,7 @@ def test_what_has_changed_is_not_tried_again(tmp_path):
     assert waits.seconds == []
 
 
-def test_a_wish_for_a_longer_wait_is_kept_within_bounds(tmp_path):
+def test_requested_wait_is_limited(tmp_path):
     waits = Waits(tmp_path)
     policy = RetryPolicy(attempts=10, first_seconds=0.1, max_seconds=5)
     Retry(policy, waits).failed(TROUBLE, at_least_seconds=3)
