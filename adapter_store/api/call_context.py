@@ -12,8 +12,7 @@ _FACTS: ContextVar[dict[str, object] | None] = ContextVar("call_facts", default=
 
 
 def begin(facts: dict[str, object]) -> None:
-    """From now on what is noted in this call's task goes into `facts`. Each call has a task of its
-    own."""
+    """Makes `note` add to `facts` in the current task; each call has a task of its own."""
     _FACTS.set(facts)
 
 

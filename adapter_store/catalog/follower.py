@@ -69,7 +69,10 @@ class Follower:
                     self._follow(wait)
             except (CatalogUnavailable, SQLAlchemyError) as error:
                 if not is_down:
-                    logger.warning("the catalog cannot be followed", extra={"why": str(error)})
+                    logger.warning(
+                        "no events from the catalog's database; trying again",
+                        extra={"why": str(error)},
+                    )
                 is_down = True
                 self._stopping.wait(RETRY_SECONDS)
             except Exception:

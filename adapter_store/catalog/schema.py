@@ -26,7 +26,7 @@ metadata = MetaData()
 Big = BigInteger().with_variant(Integer(), "sqlite")
 
 Plain = Text().with_variant(Text(collation="C"), "postgresql")
-"""Text in the order of its bytes, whatever the language of the database is."""
+"""Text in the order of its bytes, independent of the collation of the database."""
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), Column("value", Text))
 
@@ -47,8 +47,8 @@ blobs = Table(
     Column("targets", Text, nullable=False),  # JSON list of module names
     Column("source_bytes", Big, nullable=False),
     Column("create_time", Big, nullable=False),
-    Column("place", Text, nullable=False, server_default=""),  # where it is kept, if it is shared
-    Column("files", Text, nullable=False, server_default="[]"),  # JSON: what is kept there
+    Column("place", Text, nullable=False, server_default=""),  # where it is stored, if it is shared
+    Column("files", Text, nullable=False, server_default="[]"),  # JSON: the files stored there
 )
 
 adapters = Table(
@@ -75,7 +75,7 @@ versions = Table(
     Column("labels", Text, nullable=False),  # JSON object
     Column("pinned", Boolean, nullable=False),
     Column("create_time", Big, nullable=False),
-    Column("delete_time", Big),  # no longer resolved since; kept through the grace
+    Column("delete_time", Big),  # when it was deleted; kept for the grace
     Column("description", Text, nullable=False, server_default=""),
     Column("created_by", Text, nullable=False, server_default=""),
     Column("source_revision", Text, nullable=False, server_default=""),
@@ -140,7 +140,7 @@ events = Table(
     Column("time", Big, nullable=False),
 )
 
-# Who does what only one replica may do at a time, and until when it is believed to be alive.
+# The owner of what only one replica may do at a time, and when the lease expires.
 leases = Table(
     "leases",
     metadata,

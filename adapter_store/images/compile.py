@@ -43,7 +43,7 @@ _Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """An adapter's bytes for one layout. `buffer` is uint8 [total_bytes]; nobody changes it."""
+    """An adapter's bytes for one layout. `buffer` is uint8 [total_bytes] and immutable."""
 
     plan: ImagePlan
     buffer: torch.Tensor

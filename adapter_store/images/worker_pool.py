@@ -101,8 +101,8 @@ class WorkerPool:
         self._start_next()
 
     def drain(self) -> None:
-        """Lets started jobs and writes run to their end. Nothing else starts: whoever waits for it
-        is cancelled."""
+        """Lets started jobs and writes run to their end. Nothing else starts: its waiters are
+        cancelled."""
         self._is_draining = True
         for _, _, job in self._heap:
             if job.has_thread:

@@ -58,7 +58,7 @@ def parts(tmp_path):
     parts.catalog.close()
 
 
-def test_only_what_no_record_has_goes_and_only_after_the_grace(parts):
+def test_unreferenced_blobs_are_removed_after_the_grace(parts):
     for digest in (ONE, TWO):
         parts.keep(digest)
         parts.register(A, digest)
@@ -82,7 +82,7 @@ def test_what_a_crash_in_between_left_is_swept(parts):
     assert parts.exists(TWO) == (False, False)
 
 
-def test_a_digest_registered_again_during_its_collection_stays(parts):
+def test_digest_registered_again_during_collection(parts):
     """The registration holds the guard from keeping the blob until its commit."""
     parts.keep(ONE)
     parts.register(A, ONE)
@@ -99,7 +99,7 @@ def test_a_digest_registered_again_during_its_collection_stays(parts):
     assert parts.catalog.get(AdapterRef(digest=ONE))[0].version == 1
 
 
-def test_images_for_an_unused_layout_go_and_their_sources_stay(parts):
+def test_images_for_an_unused_layout_are_removed(parts):
     parts.keep(ONE)
     parts.register(A, ONE)
     parts.now += TTL

@@ -1,4 +1,4 @@
-"""A store does nothing for layouts that nobody uses, until their servers come back."""
+"""Unused layouts: nothing is compiled for them, until they are used again."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_unused_layout_is_live_after_a_pull(start, clock, make_adapter, make_lay
             assert (await store.service.status()).catalog.layouts == 0
             await pull(store, digest, layout_id)
             assert (await store.service.status()).catalog.layouts == 1
-            # A verdict is written down beside the pull, which does not wait for it.
+            # A verdict is recorded concurrently with the pull, which does not wait for it.
             for name in ("a", "b"):
                 await until_async(lambda name=name: state(store, name) is ImageState.READY)
             await until_async(lambda: ImageKey(digest, layout_id) in store.images._pinned)

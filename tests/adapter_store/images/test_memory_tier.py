@@ -41,12 +41,12 @@ def memory(capacity: int = 100, pinned: tuple[str, ...] = ()) -> MemoryTier:
 
 
 def begin(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
-    room = tier.reserve(num_bytes, Priority.PULL)
-    return tier.start(key(name), plan(num_bytes), room)
+    reservation = tier.reserve(num_bytes, Priority.PULL)
+    return tier.start(key(name), plan(num_bytes), reservation)
 
 
 def put(tier: MemoryTier, name: str, num_bytes: int) -> MemoryEntry:
-    """Made, kept, and held by nobody."""
+    """Built, cached, and not held."""
     entry = begin(tier, name, num_bytes)
     tier.put(entry)
     tier.release(entry)
@@ -120,7 +120,7 @@ def test_spare_serves_the_next_image_of_its_size():
     assert not tier.lacks_spare(30)
     assert tier.lacks_spare(40)
     assert not tier.lacks_spare(41)
-    assert tier.counts.used_bytes == 30  # nobody's, so it goes when others need its bytes
+    assert tier.counts.used_bytes == 30  # not held, so it is evicted when its bytes are needed
     b = begin(tier, "b", 30)
     assert b.image.buffer is spare
     tier.release(b)
@@ -238,17 +238,17 @@ def test_accounts_are_exact_whatever_happens(steps):
 
     async def main() -> None:
         tier = memory(pinned=("f",))
-        rooms, making, held, alive = [], [], [], set()
+        reservations, making, held, alive = [], [], [], set()
         for step, name, size in steps:
-            granted = [room for room in rooms if room.granted.done()]
+            granted = [reservation for reservation in reservations if reservation.granted.done()]
             if step == "ask":
-                rooms.append(tier.reserve(size, Priority(size % 4)))
-            elif step == "promote" and rooms:
-                tier.promote(rooms[size % len(rooms)])
-            elif step == "return" and rooms:
-                tier.cancel_reservation(rooms.pop(size % len(rooms)))
+                reservations.append(tier.reserve(size, Priority(size % 4)))
+            elif step == "promote" and reservations:
+                tier.promote(reservations[size % len(reservations)])
+            elif step == "return" and reservations:
+                tier.cancel_reservation(reservations.pop(size % len(reservations)))
             elif step == "start" and granted:
-                rooms.remove(granted[0])
+                reservations.remove(granted[0])
                 entry = tier.start(key(name), plan(granted[0].num_bytes), granted[0])
                 making.append(entry)
                 alive.add(entry)
@@ -266,7 +266,9 @@ def test_accounts_are_exact_whatever_happens(steps):
             elif step == "drop":
                 tier.drop_digests({key(name)[0]})
             alive = {entry for entry in alive if not entry.is_freed}
-            taken = sum(room.num_bytes for room in rooms if room.granted.done())
+            taken = sum(
+                reservation.num_bytes for reservation in reservations if reservation.granted.done()
+            )
             assert tier.counts.used_bytes == taken + sum(entry.num_bytes for entry in alive)
             assert tier.counts.images == len(alive)
             pinned = max((e.num_bytes for e in alive if e.key == key("f")), default=0)
@@ -274,8 +276,8 @@ def test_accounts_are_exact_whatever_happens(steps):
             assert tier.counts.used_bytes + tier._pool.spare_bytes <= max(
                 100, tier.counts.used_bytes
             )
-        for room in rooms:
-            tier.cancel_reservation(room)
+        for reservation in reservations:
+            tier.cancel_reservation(reservation)
         for hold in held:
             hold.__exit__(None, None, None)
         for entry in making:
@@ -296,5 +298,5 @@ def test_collected_digests_leave_in_one_pass():
     assert tier.counts.used_bytes == 10
     tier.drop_layouts({"sha256:layout"})
     assert (tier.counts.removals[Removal.DELETED], tier.counts.removals[Removal.UNUSED]) == (2, 1)
-    assert tier.counts.evictions == 0, "none of it for room"
+    assert tier.counts.evictions == 0, "none of them evictions"
     tier.check_integrity()

@@ -143,7 +143,7 @@ def test_a_shared_tier_that_does_not_answer_fails_nothing(
 def test_pull_waits_limited_time_for_another_claim(
     start, make_adapter, make_layout, share, steps, monkeypatch
 ):
-    """Two replicas that both let work ahead wait for pulls would otherwise wait for each other."""
+    """Two replicas whose precompilations yield to pulls would otherwise wait for each other."""
     steps.go()
     monkeypatch.setattr(builder_module, "CLAIM_WAIT_SECONDS", 0.1)
 

@@ -93,7 +93,7 @@ def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
     assert process.end(signal.SIGTERM)[0] == 0
 
 
-def test_every_change_that_is_asked_for_has_its_line(spawn, connect, make_adapter, tmp_path):
+def test_every_requested_change_has_a_line(spawn, connect, make_adapter, tmp_path):
     folder = make_adapter()
     audit = tmp_path / "audit.jsonl"
     policy = write_policy(tmp_path, ROOT, token_lines("a", ["publisher"]))

@@ -130,7 +130,7 @@ def test_not_yours_and_not_there_are_one_answer(house, rpc):
     assert house.clients["root"].get(name).version == 2
 
 
-def test_a_page_token_made_up_for_anothers_name_shows_nothing(house, refused):
+def test_forged_page_token_reveals_nothing(house, refused):
     names = [f"{OTHER}/kept", f"{OTHER}/n{next(house.numbers)}"]
     answers = []
     for name in names:
@@ -205,9 +205,7 @@ def test_a_server_asks_on_behalf_of_its_callers(house, shared_folder):
     assert str(refused[0]).replace(digest, nowhere) == str(absent[0])
 
 
-def test_a_base_model_that_only_another_tenant_named_serves_nobody_else(
-    house, shared_folder, refused
-):
+def test_base_model_of_another_tenant(house, shared_folder, refused):
     folder = save_adapter(shared_folder / "based", seed=78)
     root, reader = house.clients["root"], house.clients["reader"]
     digest = root.register("team-b/based", folder).adapter.digest

@@ -91,7 +91,7 @@ def test_a_hostile_file_name_is_refused(client, folder, check, refused, case):
     check()
 
 
-def test_a_file_of_more_bytes_than_its_offset_says(client, folder, check, refused):
+def test_file_longer_than_its_offset(client, folder, check, refused):
     def requests():
         yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="evil"))
         for offset in (0, 1 << 60):

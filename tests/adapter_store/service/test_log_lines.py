@@ -37,7 +37,7 @@ def lines_of(log: io.StringIO, method: str) -> list[dict[str, object]]:
     return [line for line in call_lines(log) if line["method"] == method]
 
 
-def test_lines_say_who_asked_for_what_and_how_it_ended(
+def test_lines_have_caller_request_and_result(
     serve, log, make_adapter, make_layout, refused, tmp_path
 ):
     policy = write_policy(

@@ -90,7 +90,7 @@ def test_too_large(serve, make_adapter, refused):
         client.upload("a", {path.name: path.read_bytes() for path in folder.iterdir()})
 
 
-def test_a_config_that_says_twice_what_it_means(client, make_adapter, refused):
+def test_config_with_duplicate_keys(client, make_adapter, refused):
     folder = make_adapter(("q_proj",))
     fields = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(fields)[:-1] + ', "r": 9}')
@@ -127,7 +127,7 @@ def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp
     assert sorted(path.name for path in blob.iterdir()) == [CONFIG, WEIGHTS]
 
 
-def test_a_hostile_pickle_disturbs_nobody(serve, make_adapter, refused, tmp_path):
+def test_hostile_pickle_disturbs_no_other_call(serve, make_adapter, refused, tmp_path):
     client = serve(allow_pickle_files=True).client
     folder = make_adapter(("q_proj",))
     good = client.register("good", folder).adapter

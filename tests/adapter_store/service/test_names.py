@@ -120,7 +120,7 @@ def test_a_malformed_upload_leaves_nothing(client, store, make_adapter, refused,
     assert list((tmp_path / "data" / "blobs").iterdir()) == []
 
 
-def test_an_upload_given_up_midway_leaves_nothing(client, make_adapter, tmp_path):
+def test_aborted_upload_leaves_nothing(client, make_adapter, tmp_path):
     staging = tmp_path / "data" / "staging"
     sent = []
 
@@ -284,9 +284,7 @@ def test_a_base_model_has_to_be_known(client, make_adapter, refused):
         client.register("a", folder, base_model="x" * 600)
 
 
-def test_a_trainers_local_path_does_for_a_base_model_only_if_another_is_named(
-    client, make_adapter, refused
-):
+def test_local_path_as_base_model_needs_another(client, make_adapter, refused):
     folder = make_adapter(base_model_name_or_path="/mnt/models/llama")
     with refused("INVALID_ARGUMENT", "base_model", "local path", "/mnt/models/llama"):
         client.register("a", folder)

@@ -90,7 +90,7 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert 0 < found["volume_free_bytes",] < found["volume_capacity_bytes",]
 
 
-def test_an_address_that_is_taken_is_an_error(serve, client, tmp_path):
+def test_address_in_use_is_an_error(serve, client, tmp_path):
     with pytest.raises(OSError, match="cannot listen on"):
         serve(listen=client.address, data_dir=tmp_path / "other")
 
@@ -157,7 +157,7 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
     assert "call failed" not in messages
 
 
-def test_kill_9_while_registering_leaves_the_catalog_whole(
+def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
@@ -219,7 +219,7 @@ def test_kill_9_while_registering_leaves_the_catalog_whole(
     assert process.end(signal.SIGTERM)[0] == 0
 
 
-def test_what_keeps_it_from_starting_is_one_plain_line(spawn, tmp_path):
+def test_start_failure_is_one_line(spawn, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -30,7 +30,7 @@ def adapter(client, make_adapter, make_layout):
     return digest, client.register_layout(make_layout()), expected
 
 
-def test_a_whole_image(client, adapter):
+def test_complete_image(client, adapter):
     digest, layout_id, expected = adapter
     pulled = client.pull(digest, layout_id)
     assert pulled.is_whole
@@ -80,7 +80,7 @@ def test_registering_a_layout_again_is_the_same(client, make_layout):
     assert client.register_layout(make_layout()) == client.register_layout(make_layout())
 
 
-def test_images_are_made_ahead(store, client, make_adapter, make_layout):
+def test_images_are_precompiled(store, client, make_adapter, make_layout):
     client.register("before", make_adapter(folder="one", seed=1))
     layout_id = client.register_layout(make_layout())
     client.register("after", make_adapter(folder="two", seed=2))
@@ -137,7 +137,7 @@ def test_what_cannot_be_pulled(client, adapter, make_adapter, make_layout, refus
         client.pull(digest, client.register_layout(make_layout(base_model="org/other")))
 
 
-def test_incompatible_says_why(store, client, make_adapter, make_layout, refused):
+def test_incompatible_has_a_reason(store, client, make_adapter, make_layout, refused):
     narrow = tuple(
         Target(t.name, t.layer, t.group, TargetKind.LINEAR, t.in_features, 99)
         if t.name.endswith("layers.1.self_attn.q_proj")
@@ -211,7 +211,7 @@ def test_a_cancelled_pull_releases_its_image(store, client, large):
     store.running.store.images.check_integrity()
 
 
-def test_a_reader_that_stalls_is_not_sent_more_than_fits_in_between(store, client, large):
+def test_stalled_reader_gets_a_limited_number_of_bytes(store, client, large):
     digest, layout_id = large
     stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
     header = next(stream).header
@@ -292,7 +292,7 @@ def test_a_slow_reader_is_not_dropped(serve, make_adapter, make_layout):
     assert time.monotonic() - began > 1.5
 
 
-def test_a_store_without_room_says_when_to_come_again(serve, make_adapter, make_layout, refused):
+def test_full_memory_answers_with_a_retry_time(serve, make_adapter, make_layout, refused):
     store = serve(memory_bytes=40 << 20)
     store.running.store.images._memory_wait_seconds = 0.05
     first = make_large(store.client, make_adapter, make_layout)

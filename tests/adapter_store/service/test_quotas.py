@@ -76,7 +76,7 @@ def test_a_tenant_without_bytes_left_costs_no_fetch(serve_with, make_adapter, tm
     assert client.register("two", folder, expected_digest=digest).adapter.version == 1
 
 
-def test_the_rate_says_when_to_come_back(serve_with, make_adapter, tmp_path, refused):
+def test_rate_limit_has_a_retry_time(serve_with, make_adapter, tmp_path, refused):
     client = serve_with("[tenants.'*']\nregistrations_per_minute = 2").connect(token_of("a"))
     folder = make_adapter()
     client.register("one", folder)

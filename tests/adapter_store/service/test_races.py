@@ -90,7 +90,9 @@ def test_one_of_all_that_expect_the_same_current_wins(
     assert not list((tmp_path / "data" / "trash").iterdir())
 
 
-def test_the_loser_keeps_what_others_have(client, make_adapter, tmp_path, all_checked) -> None:
+def test_refused_registration_leaves_shared_blobs(
+    client, make_adapter, tmp_path, all_checked
+) -> None:
     """Its content is that of another name: that name's blob stays."""
     shared, new = make_adapter(folder="shared"), make_adapter(folder="new", seed=1)
     other = client.register("other", shared).adapter
@@ -120,7 +122,7 @@ def test_other_content_than_expected_leaves_nothing(
     assert not list((tmp_path / "data" / "staging").iterdir())
 
 
-def test_a_rollback_that_comes_late_changes_nothing(client, make_adapter, refused) -> None:
+def test_late_rollback_changes_nothing(client, make_adapter, refused) -> None:
     first = client.register("raced", make_adapter(folder="1")).adapter
     second = client.register("raced", make_adapter(folder="2", seed=1)).adapter
     request = pb.RollbackAdapterRequest(name="raced", version=1, if_current_digest=first.digest)

@@ -126,7 +126,7 @@ def test_a_signature_may_come_later_and_stays(served, make_adapter) -> None:
     assert elsewhere.adapter.signature_state == pb.SIGNATURE_STATE_UNSIGNED
 
 
-def test_an_old_version_keeps_its_signature(served, make_adapter) -> None:
+def test_old_version_has_its_signature(served, make_adapter) -> None:
     client = served.connect(token_of("b"))
     first, second = make_adapter(folder="1"), make_adapter(folder="2", seed=1)
     client.register("french", first, signature=sign(digest_of(first)))
@@ -155,7 +155,7 @@ def test_what_is_not_signed_does_not_come_back(serve, tmp_path, make_adapter, re
     assert (back.adapter.version, back.adapter.signed_by) == (2, "release")
 
 
-def test_a_key_taken_away_signs_no_more(served, tmp_path, make_adapter, refused) -> None:
+def test_removed_key_no_longer_counts(served, tmp_path, make_adapter, refused) -> None:
     client = served.connect(token_of("a"))
     folder = make_adapter()
     signature = sign(digest_of(folder))
@@ -168,7 +168,7 @@ def test_a_key_taken_away_signs_no_more(served, tmp_path, make_adapter, refused)
 
 
 @pytest.mark.parametrize("key", ["", "another"])
-def test_what_a_key_taken_away_has_signed_does_not_come_back(
+def test_removed_keys_versions_cannot_be_rolled_back_to(
     serve, tmp_path, make_adapter, refused, key
 ) -> None:
     """Nor once its name is another key's."""

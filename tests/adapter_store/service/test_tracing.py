@@ -51,9 +51,7 @@ def test_what_is_asked_for_all_the_time_is_in_its_callers_traces_only(
     assert get.attributes["loadout.adapter"] == "default/french"
 
 
-def test_a_pull_of_what_is_not_made_yet_shows_how_it_is_made(
-    serve, make_adapter, make_layout, receiver
-):
+def test_pull_traces_the_build(serve, make_adapter, make_layout, receiver):
     """Once from its blob, once from the disk."""
     store = serve(otlp_endpoint=receiver.endpoint)
     digest = store.client.register("french", make_adapter()).adapter.digest
@@ -72,7 +70,7 @@ def test_a_pull_of_what_is_not_made_yet_shows_how_it_is_made(
     assert read.attributes["loadout.digest"] == digest
 
 
-def test_a_receiver_that_says_nothing_holds_up_nobody(serve, make_adapter):
+def test_silent_trace_receiver_delays_no_call(serve, make_adapter):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = serve(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What versions came from and who vouches for them; what several replicas have in common."""
+"""Adds where versions came from, their signatures, and what several replicas share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def upgrade() -> None:
         sa.Column("owner", sa.Text(), nullable=False),
         sa.Column("expire_time", BIG, nullable=False),
     )
-    # The first release looks at this alone, and refuses to start.
+    # The first release checks only this, and refuses to start.
     op.execute("DELETE FROM meta WHERE key = 'schema_version'")
     op.execute("INSERT INTO meta (key, value) VALUES ('schema_version', '2')")
 

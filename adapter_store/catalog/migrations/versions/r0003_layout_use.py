@@ -1,4 +1,4 @@
-"""When each layout was last used. When those were that are here is not known: say now."""
+"""Adds when each layout was last used; for existing layouts, the time of the migration."""
 
 from __future__ import annotations
 
