@@ -1,1 +1,19 @@
-"""Service 2: runs one base model with any mix of its adapters."""
+"""Service 2, inference: runs one base model with any mix of its adapters.
+
+__main__  the command: reads the settings and runs the server until SIGTERM
+app       wires the parts together, starts them, and stops them in order
+config    the settings, and what "auto" becomes on this machine
+core      plain data that every module shares: requests, sequences, batches
+errors    the errors that a caller can get, each with its reason
+debug     what an operator needs to diagnose a running server
+api       the use cases, and their two transports: gRPC and OpenAI's HTTP API
+metrics   the Prometheus metrics
+frontend  the engine as coroutines see it: submit, stream, watch
+engine    schedule, run, settle: the loop, its queues, its process
+backends  how a step is computed on a kind of device
+store     the client of the adapter store: names, replicas, pulls
+adapters  which adapters are resident, where their bytes lie, and how they get there
+model     the decoder: architectures, geometry, weights, layers
+text      prompts to tokens, and tokens to text
+host      this machine: memory, processors, devices
+"""

@@ -1,1 +1,10 @@
-"""The operations, each with its plain definition beside the fast ones."""
+"""The operations, each with its plain definition beside the fast ones.
+
+attention         attention over keys and values that lie in pages
+elementwise       norms, gathers and activations between projections, in C++
+host_memory       large host memory that is there from the start
+linear            base projections on the CPU, with weights packed once
+lora              LoRA of many adapters in one batch, over one arena
+native            the C++ sources: compiled, loaded and called through a C ABI
+triton_launchers  Triton's launch modules, compiled ahead for machines without a C compiler
+"""

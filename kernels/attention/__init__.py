@@ -1,8 +1,15 @@
 """Attention of many sequences at once over keys and values that lie in pages.
 
-`reference.attend` is the definition; `attend` runs `cpu.attend` in plain torch, or on CUDA the
-kernels of `triton_ops`, as does `rotate_and_store`. `KVCache` owns the cells,
-`AttentionPlan` says for one step which queries see which cells.
+`attend` runs `cpu.attend`, or on CUDA the kernels of `triton_ops`, as does `rotate_and_store`.
+
+cpu             paged attention in plain torch, shaped for few large operations
+kv_cache        the memory of keys and values
+native          attention in C++, as operations of a program
+native_memory   the workspace of attention in C++, whose size is known before it runs
+plan            one step's attention: which queries see which cells
+reference       the definition: one query at a time, in fp32
+triton_kernels  the Triton kernels: store, decode, combine, prefill
+triton_ops      their launches; grids follow from the plan's sizes alone
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
 """Multi-adapter LoRA over one arena: `add_lora` and `add_lora_embedding` on CPU or CUDA.
 
-See README.md beside this file for the memory layout and the launches; `reference` is
-the definition.
+README.md beside this file describes the memory layout and the launches.
+
+cpu             two products per segment and target, on views made at an adapter's first use
+native          LoRA in C++, as operations of a program over a plan that is refilled every step
+plan            which tokens of one step use which slot
+reference       the definition: plain torch, fp32, a loop over tokens and targets
+table           where each adapter's A and B lie in the arena
+triton_kernels  the Triton kernels: shrink to the rank, then expand to the outputs
+triton_ops      their launches; grids follow from the plan's sizes alone
 """
 
 from __future__ import annotations
