@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loadout.client import Client
     from loadout.security import TlsConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AsyncClient", "Client", "TlsConfig", "__version__"]
 
 
