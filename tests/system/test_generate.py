@@ -28,7 +28,7 @@ def registered(services: Services) -> dict[str, types.Registration]:
     return made
 
 
-def test_a_mix_over_grpc_is_the_oracles(
+def test_mix_matches_the_oracle(
     services: Services, registered: dict[str, types.Registration]
 ) -> None:
     names = ["", *registered]
@@ -45,7 +45,7 @@ def test_a_mix_over_grpc_is_the_oracles(
             assert tokens == services.zoo.greedy(name, ids(TEXT), 32), name or "base"
 
 
-def test_the_last_chunk_tells_what_happened(
+def test_last_response_has_usage_and_timings(
     services: Services, registered: dict[str, types.Registration]
 ) -> None:
     done = services.client.complete(TEXT, adapter="default/r16@1", max_tokens=5, **GREEDY)
@@ -62,7 +62,7 @@ def test_text_and_token_ids_are_the_same_prompt(services: Services) -> None:
     assert by_text.token_ids == by_ids.token_ids
 
 
-def test_a_stop_string_across_tokens_ends_the_text_before_it(services: Services) -> None:
+def test_stop_string_across_tokens_ends_the_text(services: Services) -> None:
     whole = services.client.complete(TEXT, max_tokens=40, **GREEDY).text
     stop = whole[17:20]
     first = whole.index(stop)
@@ -71,7 +71,7 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(services: Services)
     assert done.finish_reason is types.FinishReason.STOP
 
 
-def test_logprobs_are_the_oracles(services: Services) -> None:
+def test_logprobs_match_the_oracle(services: Services) -> None:
     import torch
 
     done = services.client.complete(TEXT, max_tokens=3, logprobs=2, **GREEDY)
@@ -86,9 +86,7 @@ def test_logprobs_are_the_oracles(services: Services) -> None:
         assert len(found.top) == 2
 
 
-def test_an_adapter_by_its_digest(
-    services: Services, registered: dict[str, types.Registration]
-) -> None:
+def test_adapter_by_digest(services: Services, registered: dict[str, types.Registration]) -> None:
     digest = registered["r16"].adapter.digest
     by_digest = services.client.complete(TEXT, adapter=digest, max_tokens=8, **GREEDY)
     by_name = services.client.complete(TEXT, adapter="r16", max_tokens=8, **GREEDY)
@@ -108,7 +106,7 @@ def test_an_adapter_by_its_digest(
         ({"logprobs": 99}, errors.InvalidArgument, "sampling.logprobs"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unservable_adapters_are_refused(
     services: Services,
     registered: dict[str, types.Registration],
     request_fields: dict,
@@ -120,12 +118,12 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert subject in caught.value.subject
 
 
-def test_a_prompt_over_the_window_is_refused(services: Services) -> None:
+def test_prompt_over_the_context_is_refused(services: Services) -> None:
     with pytest.raises(errors.InvalidArgument, match="at most 255"):
         services.client.complete([5] * 300, max_tokens=1)
 
 
-def test_operators_see_and_move_adapters(
+def test_operators_list_and_move_adapters(
     services: Services, registered: dict[str, types.Registration]
 ) -> None:
     client = services.client
@@ -141,7 +139,7 @@ def test_operators_see_and_move_adapters(
     assert [s.layout_id for s in state] == [info.layout_id]
 
 
-def test_leaving_a_stream_frees_the_request(services: Services) -> None:
+def test_cancelled_stream_frees_the_request(services: Services) -> None:
     stream = services.client.generate(ids(TEXT), max_tokens=200, request_id="left", **GREEDY)
     next(iter(stream))
     stream.close()

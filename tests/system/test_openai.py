@@ -1,4 +1,4 @@
-"""OpenAI's own client against both real services: the same tokens as over gRPC, the same rights."""
+"""OpenAI's own client against both services: the same tokens and the same rights as over gRPC."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def client(house: OpenHouse) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize("adapter", ["", *ADAPTERS])
-def test_the_same_seed_gives_the_tokens_that_grpc_gives(
+def test_same_seed_gives_the_tokens_of_grpc(
     house: OpenHouse, client: openai.OpenAI, adapter: str
 ) -> None:
-    """Whole and streamed; a text and a conversation. And their logprobs."""
+    """Full and streamed, of a text and of a conversation, with logprobs."""
     model = adapter or "llama"
     parts = house.over_grpc(adapter, text=PROMPT)
     token_ids = [token for part in parts for token in part.token_ids]
@@ -144,7 +144,7 @@ def test_the_same_seed_gives_the_tokens_that_grpc_gives(
 
 
 def check_logprobs(told: list[Any], expected: list[Any]) -> None:
-    """Those of a chat, against those over gRPC."""
+    """Compares a chat's logprobs with those over gRPC."""
     assert [entry.logprob for entry in told] == pytest.approx(
         [entry.chosen.logprob for entry in expected], abs=1e-5
     )
@@ -158,7 +158,7 @@ def check_logprobs(told: list[Any], expected: list[Any]) -> None:
         assert bytes(entry.bytes).decode() == entry.token
 
 
-def test_greedy_is_the_oracles(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_greedy_matches_the_oracle(house: OpenHouse, client: openai.OpenAI) -> None:
     ids = [ord(char) for char in PROMPT]
     ours = {"ignore_eos": True, "return_token_ids": True}
     for adapter in ("", *ADAPTERS):
@@ -168,7 +168,9 @@ def test_greedy_is_the_oracles(house: OpenHouse, client: openai.OpenAI) -> None:
         assert answer.choices[0].token_ids == house.zoo.greedy(adapter, ids, 16)
 
 
-def test_each_choice_is_what_its_seed_gives_alone(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_each_choice_equals_a_request_with_its_seed(
+    house: OpenHouse, client: openai.OpenAI
+) -> None:
     fields: dict[str, Any] = {"model": "r16", "prompt": PROMPT, "extra_body": OURS}
     together = client.completions.create(n=3, **fields, **SAMPLING)
     for index, choice in enumerate(together.choices):
@@ -199,7 +201,7 @@ def test_stop_and_usage_of_a_stream(house: OpenHouse, client: openai.OpenAI) -> 
     assert last.usage.prompt_tokens_details.cached_tokens == 16, "a page of the whole one"
 
 
-def test_a_client_that_leaves_frees_its_sequence(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_closed_stream_frees_its_sequence(house: OpenHouse, client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "r16", "prompt": PROMPT, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, n=4, max_tokens=200, **fields)
     next(iter(stream))
@@ -226,7 +228,7 @@ def _metrics(house: OpenHouse) -> str:
 # --- models -------------------------------------------------------------------------------------
 
 
-def test_models_are_the_base_and_what_the_caller_has(
+def test_models_are_the_base_and_the_callers_adapters(
     house: OpenHouse, client: openai.OpenAI
 ) -> None:
     base, *adapters = client.models.list().data
@@ -247,7 +249,7 @@ def test_models_are_the_base_and_what_the_caller_has(
     assert {card.id for card in house.openai("neighbour").models.list().data} == {"llama", "secret"}
 
 
-def test_models_come_in_pages(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_models_are_paged(house: OpenHouse, client: openai.OpenAI) -> None:
     expected = [card.id for card in client.models.list().data]
     found: list[str] = []
     query: dict[str, Any] = {"limit": 2}
@@ -265,7 +267,7 @@ def test_models_come_in_pages(house: OpenHouse, client: openai.OpenAI) -> None:
         assert caught.value.param == param
 
 
-def test_what_others_have_is_not_there(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_other_tenants_adapters_are_not_found(house: OpenHouse, client: openai.OpenAI) -> None:
     answers = set()
     for name in (f"{OTHER}/secret", f"{OTHER}/nothing"):
         with pytest.raises(openai.NotFoundError) as caught:
@@ -280,7 +282,7 @@ def test_what_others_have_is_not_there(house: OpenHouse, client: openai.OpenAI) 
 # --- adapters -----------------------------------------------------------------------------------
 
 
-def test_load_registers_on_the_callers_behalf(house: OpenHouse, client: openai.OpenAI) -> None:
+def test_load_registers_on_behalf_of_the_caller(house: OpenHouse, client: openai.OpenAI) -> None:
     folder = house.make()
     name = house.fresh()
     loaded = house.post("/v1/load_lora_adapter", "trainer", lora_name=name, lora_path=str(folder))
@@ -315,10 +317,10 @@ def test_load_registers_on_the_callers_behalf(house: OpenHouse, client: openai.O
         ("trainer", "New", None, 400, "lora_name"),
     ],
 )
-def test_who_may_not_register_does_not(
+def test_load_without_the_right_to_register_is_refused(
     house: OpenHouse, token: str, name: str, path: str | None, status: int, param: str | None
 ) -> None:
-    """A path of None is one that the store may read."""
+    """A path of None stands for one that the store may read."""
     answer = house.post(
         "/v1/load_lora_adapter", token, lora_name=name, lora_path=path or str(house.make())
     )
@@ -331,10 +333,7 @@ def test_who_may_not_register_does_not(
         assert (line["who"], line["result"]) == (token, "refused")
 
 
-def test_a_stranger_does_not_spoil_the_store_for_others(
-    house: OpenHouse, client: openai.OpenAI
-) -> None:
-    """What the store refuses to a caller says nothing about the store."""
+def test_refused_caller_does_not_eject_the_store(house: OpenHouse, client: openai.OpenAI) -> None:
     for _ in range(3):
         answer = house.post(
             "/v1/load_lora_adapter", "operator", lora_name="x", lora_path=str(house.folder)

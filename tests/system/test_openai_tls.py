@@ -1,4 +1,4 @@
-"""TLS and mTLS of the HTTP front with the certificates of gRPC, and their renewal."""
+"""TLS and mTLS of the HTTP API with gRPC's certificates, and their renewal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
 
 
 def ask(inference: Inference, ca: Path | None, pair: tuple[Path, Path] | None = None) -> str:
-    """What a fresh client learns; no CA: without TLS."""
+    """Returns what a fresh client gets; without a CA it uses no TLS."""
     address = inference.server.http_address
     context: Any = True
     if ca is not None:
@@ -90,7 +90,7 @@ def test_mutual_tls(serve: Any, authority: Authority, tmp_path: Path) -> None:
 def test_renewed_certificates_need_no_restart(
     serve: Any, authority: Authority, tmp_path: Path
 ) -> None:
-    """By address, of which clients tell no name."""
+    """By address, for which clients send no server name."""
     cert, key = authority.issue("service")
     clients, later = Authority(tmp_path, "clients"), Authority(tmp_path, "later")
     trusted = tmp_path / "trusted.pem"

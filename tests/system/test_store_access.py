@@ -1,4 +1,4 @@
-"""The inference service's clients at a store that asks for certificates and tokens."""
+"""The inference service's clients at a store that requires certificates and tokens."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def ask(
     return asyncio.run(main())
 
 
-def test_all_that_a_server_asks_of_its_store(guarded: Guarded) -> None:
-    """With its certificate and token, in its tenants; what others have is not there."""
+def test_every_call_is_authorised(guarded: Guarded) -> None:
+    """With its certificate and token, within its tenants; other tenants' adapters are not found."""
     access = guarded.access()
     digest = guarded.register("team-a/mine")
     guarded.register("team-b/theirs")
@@ -120,8 +120,8 @@ def test_all_that_a_server_asks_of_its_store(guarded: Guarded) -> None:
     images.close()
 
 
-def test_without_them_nothing_is_answered(guarded: Guarded) -> None:
-    """The reason is for our log; callers learn that the store does not serve us."""
+def test_calls_without_credentials_are_refused(guarded: Guarded) -> None:
+    """The log has the reason; callers learn that the store does not serve us."""
     wrong = guarded.folder / "wrong-token"
     wrong.write_text("another")
     others = Authority(guarded.folder, "others")
@@ -146,8 +146,8 @@ def test_without_them_nothing_is_answered(guarded: Guarded) -> None:
         images.close()
 
 
-def test_the_certificate_is_for_the_name_that_was_given(guarded: Guarded) -> None:
-    """Not for the address that the name resolves to."""
+def test_certificate_is_checked_for_the_configured_name(guarded: Guarded) -> None:
+    """And not for the address that the name resolves to."""
     for name, is_good in (("localhost", True), ("store.example", False)):
         images = ImageClient(Replicas([Endpoint(guarded.address, name)]), guarded.access())
         unknown = images.pull("sha256:" + "0" * 64, "sha256:" + "1" * 64)

@@ -29,7 +29,7 @@ from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
 MAX_BODY_BYTES = 4 << 20
-"""As much as a gRPC message may have."""
+"""The same limit as of a gRPC message."""
 BODY_SECONDS = 60.0
 """A slower client would hold a connection for nothing."""
 REQUEST_ID_HEADER = "x-request-id"

@@ -60,6 +60,33 @@ def test_refused_requests_are_counted_by_reason(
     serve_http(body, store=True)
 
 
+def test_invalid_requests_have_a_record(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+    """With the adapter, once the body could be read."""
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        for invalid in ({"model": 5}, {"model": "upper", "prompt": "a", "top_p": 2.0}):
+            assert (await front.post("/v1/completions", invalid)).status_code == 400
+        found = [(line["status"], line["reason"], line["adapter"]) for line in lines(caplog)]
+        assert found == [
+            ("INVALID_ARGUMENT", "INVALID_ARGUMENT", ""),
+            ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "upper"),
+        ]
+
+    serve_http(body, store=True)
+
+
+def test_records_have_their_own_prompt(serve_http, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body(front: Front) -> None:
+        await front.complete(["abc", "cab"], n=2)
+        found = {line["request_id"].rpartition("-")[2]: line["prompt"] for line in lines(caplog)}
+        assert found == {"0": "abc", "1": "abc", "2": "cab", "3": "cab"}
+
+    serve_http(body, log_prompts=True)
+
+
 class FullAfter(dict[str, Exception]):
     """Errors of an engine, except for the first three requests."""
 
