@@ -1,4 +1,4 @@
-"""How one step is computed on a kind of device: the only folder that knows one kind from another.
+"""How one step is computed on a kind of device: the only folder that distinguishes them.
 
 base            the protocols Backend and BackendFactory, and what all backends allocate
 select          the list of backends, and the choice among them
@@ -31,5 +31,5 @@ Its `Backend`
    arena holds, and when, is decided by `adapters.residency`.
 
 A device's name for users is a value of `--device` in `config`, its memory copies are made in
-`adapters.arena`, and its kernels lie under `kernels/`; nothing else in the tree may ask for it.
+`adapters.arena`, and its kernels lie under `kernels/`; nothing else in the tree may test for it.
 """

@@ -1,4 +1,4 @@
-"""What the engine needs of a kind of device, and what every backend is made of."""
+"""The interface of backends to the engine, and what all of them allocate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Backend(Protocol[Inputs]):
 
     @property
     def kernels(self) -> str:
-        """What computes, for status: "native" and the instruction set; "torch"; "triton", or
+        """Names what computes, for status: "native" and the instruction set; "torch"; "triton", or
         "triton, captured" where decode steps are recorded and replayed."""
 
     @property
     def arena(self) -> Arena:
-        """What residency changes are applied to, before the step that they ride in."""
+        """The memory of adapters. The runner applies a batch's residency changes to it before the
+        step."""
 
     @property
     def num_pages(self) -> int:
@@ -67,8 +68,8 @@ class Backend(Protocol[Inputs]):
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The bytes that a backend takes on its device beside pages and arena. `loading_bytes` are what
-    reading the weights takes at its peak, before the workspace is allocated."""
+    """The bytes that a backend takes on its device in addition to pages and arena. `loading_bytes`
+    are the peak of reading the weights, before the workspace is allocated."""
 
     weights_bytes: int
     workspace_bytes: int
@@ -84,7 +85,7 @@ class DeviceMemory:
 
 
 class BackendFactory(Protocol):
-    """What is known of a backend before anything is allocated, and how it is made."""
+    """Describes a backend before anything is allocated, and makes it."""
 
     @property
     def has_device_memory(self) -> bool:

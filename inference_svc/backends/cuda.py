@@ -83,15 +83,15 @@ class CudaBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """The inputs, and what torch has taken of the device since the backend was made: it keeps
-        what a step has freed for the next, and replayed steps hold what they compute in."""
+        """The inputs, and what torch has reserved on the device since the backend was made: it
+        reuses what a step has freed, and recorded steps hold what they compute in."""
         device = self._step.block.device
         return self._step.block.num_bytes + _reserved_bytes(device) - self._reserved_bytes
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles what steps need, and records decode steps, before anybody waits for one. Writes
-        to nothing but padding's page.
+        """Compiles what steps need, and records decode steps. Writes to nothing but padding's
+        page.
 
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
         shares a context is cut into for so many decode rows: the sizes to record have all of them.
@@ -109,7 +109,7 @@ class CudaBackend:
                 self._decode(size, with_lora)
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
-        """A step of so many tokens, or as many as fit its rows."""
+        """Runs a step of so many tokens, or as many as fit its rows."""
         rows, longest = [], self._step.max_context
         num_rows = min(self._max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
@@ -119,7 +119,8 @@ class CudaBackend:
             rows.append(BatchRow(sequence, 0, length, samples=start == 0))
         self.prepare(Batch(tuple(rows)))
         inputs = self._step.inputs()
-        # Without tiles, too: beside others' prompts an adapter may have single tokens only.
+        # Without tiles, too: in a step with prompts of others an adapter may have single tokens
+        # only.
         steps = (self._lora.warm_up_step(len(inputs.token_ids), tiles) for tiles in (True, False))
         for lora in (None, *steps):
             self._transformer.forward(inputs, self._kv_cache, lora)
@@ -204,5 +205,5 @@ class CudaFactory:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What torch has of the device, in use or kept for later; 0 on a CPU, where tests run this."""
+    """Returns what torch has reserved on the device; 0 on a CPU, where tests run this."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -16,7 +16,7 @@ from kernels.attention.plan import TILE_QUERIES, query_tiles
 
 ALIGNMENT_BYTES = 256
 NUM_TENSORS = 16
-"""At least as many as lie in a block."""
+"""At least the number of tensors in a block."""
 
 
 class StepBlock:
@@ -39,7 +39,7 @@ class StepBlock:
 
     @property
     def num_bytes(self) -> int:
-        """Of either side."""
+        """The size of each side."""
         return len(self._host)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ class StepBlock:
         return self._host[start : start + num_bytes].view(dtype).view(shape)
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """What `tensor`, of this block's host side, is on the device."""
+        """Returns the device's twin of `tensor`, which lies in this block's host side."""
         start = tensor.data_ptr() - self._host.data_ptr()
         assert 0 <= start <= len(self._host) - tensor.nbytes, "not of this block"
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -69,7 +69,7 @@ class StepBlock:
         """One copy, ordered on the current stream: of everything but the rows behind
         `num_last_rows` of the tensor at the end, which on the device stay as they are."""
         if self._twin is not self._host:
-            # What nobody took, before the tensor at the end, is less than a second copy costs.
+            # The unused bytes before the tensor at the end cost less than a second copy.
             used = slice(0, self._end + num_last_rows * self._last_row_bytes)
             self._twin[used].copy_(self._host[used], non_blocking=True)
         if self._sent is not None:
@@ -84,7 +84,7 @@ class StepBlock:
 class CudaInputs:
     """Steps of up to `max_tokens` tokens of up to `max_rows` sequences of `max_pages` pages each.
 
-    `block` is shared with whatever else changes with every step: `reserved_bytes` of it.
+    `reserved_bytes` of `block` are left for other tensors that change with every step.
     """
 
     def __init__(
@@ -129,23 +129,23 @@ class CudaInputs:
         self._arrays.pad(num_rows, page)
 
     def fill_padding(self, page: int) -> None:
-        """As many decode rows as there may be, all of them padding."""
+        """Describes a step of as many decode rows as possible, all of them padding."""
         self._arrays.clear()
         self.pad(len(self._context_lengths), page)
 
     def send(self) -> None:
-        """What was filled, to the device."""
+        """Sends what was filled to the device."""
         self.block.send(int(self._arrays.num_rows))
 
     def inputs(self) -> StepInputs:
-        """What was filled, as views of the device."""
+        """Returns what was filled, as views of the device's side."""
         arrays = self._arrays
         counts = (arrays.num_tokens, arrays.num_rows, arrays.num_logits)
         num_tokens, num_rows, num_logits = (int(count) for count in counts)
         return self._views(num_tokens, num_rows, num_logits, self._num_tiles, self._has_decodes)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
-        """Views of a step of so many decode rows, whatever is filled in."""
+        """Returns views of a step of so many decode rows, whatever is filled in."""
         return self._views(num_rows, num_rows, num_rows, 0, True)
 
     def _views(

@@ -16,7 +16,7 @@ from kernels.lora.plan import ITEM_TILE, TILE_TOKENS, IntArray, plan_items, plan
 
 
 class CudaLora:
-    """For steps of up to `max_tokens` tokens of up to `max_rows` rows, in a block of their own."""
+    """LoRA plans for steps of up to `max_tokens` tokens of up to `max_rows` rows, in `block`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CudaLora:
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
-        """Of the block."""
+        """Returns what it takes of the block."""
         return _PlanArrays.num_bytes(max_tokens, max_rows) + _PlanArrays.num_bytes(
             max_rows, max_rows
         )
@@ -54,12 +54,12 @@ class CudaLora:
         return True
 
     def step(self) -> LoraStep:
-        """What was filled."""
+        """Returns the plans that were filled."""
         plans = (arrays.plan(self.arena, self._targets) for arrays in (self._tokens, self._heads))
         return LoraStep(self.arena, self._groups, *plans)
 
     def decode_step(self, num_rows: int) -> LoraStep:
-        """For a captured step of so many decode rows, whatever adapters they use."""
+        """Returns plans for a recorded step of so many decode rows, whatever adapters they use."""
         # Every row is one token that samples.
         plan = self._tokens.any_plan(self.arena, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._groups, plan, plan)
@@ -90,7 +90,7 @@ class _PlanArrays:
         return 4 * max_tokens + 16 * _max_items(max_tokens, max_rows) + 2 * ALIGNMENT_BYTES
 
     def fill(self, row_slots: IntArray, row_lengths: IntArray) -> None:
-        """What lies behind the step's own tokens and items is base, and nothing."""
+        """Fills the rest, after the step's own tokens and items, with base rows and empty items."""
         slots, items = self._slots.numpy(), self._items.numpy()
         of_tokens = np.repeat(row_slots, row_lengths)
         found = plan_items(row_slots, row_lengths)

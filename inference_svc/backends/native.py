@@ -51,7 +51,7 @@ from kernels.native.library import Library, NativeOp, Program, load
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 16
-"""Tenants choose what their adapters change, so that there could be any number."""
+"""Tenants choose what their adapters change, so that the number must be limited."""
 
 
 class AdapterOps(Protocol):
@@ -66,7 +66,7 @@ class AdapterOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What an operation computes: every token of a step, or only those that sample."""
+    """The rows that an operation computes: every token of a step, or only those that sample."""
 
     hidden: Tensor
     mixed: Tensor
@@ -112,8 +112,8 @@ class NativeTransformer:
         return self._workspace.logits[: int(self._step.num_logits)]
 
     def _program(self, groups: frozenset[str]) -> Program:
-        """The program of `groups`, or that of all where too many others were asked for: what no
-        adapter of the step changes costs it a look at their ranks."""
+        """Returns the program of `groups`, or that of all groups if there are too many programs:
+        then groups that no adapter changes cost the step a check of their ranks."""
         if groups not in self._programs:
             if len(self._programs) >= MAX_PROGRAMS:
                 return self._programs[self._every_group]
@@ -291,7 +291,7 @@ class NativeFactory:
         if geometry.tie_word_embeddings:  # packed, the head cannot share the embedding's memory
             needed_bytes += geometry.vocab_size * geometry.hidden_size * dtype.itemsize
         workspace = step_bytes(config, geometry) + _native_bytes(config, geometry)
-        # While a projection is read, the tensor of its file is there beside its packed form.
+        # While a projection is packed, the tensor of its file is in memory as well.
         return MemoryNeeds(needed_bytes, workspace, largest_projection_bytes(geometry, dtype))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
@@ -320,8 +320,8 @@ class NativeFactory:
 
 
 def _native_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
-    """What the native kernels add to a step's memory: what the rows that sample take apart in the
-    last layer, and what each thread computes attention in."""
+    """Returns what the native kernels add to a step's memory: the rows that sample apart in the
+    last layer, and each thread's memory for attention."""
     g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
     per_sample = (g.hidden_size + g.q_size + 3 * config.max_lora_rank) * item_bytes
     shape = AttentionShape(g.num_heads, g.num_kv_heads, g.head_dim, item_bytes)

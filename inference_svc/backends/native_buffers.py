@@ -55,7 +55,7 @@ class StepArrays:
 
     @property
     def rows(self) -> StepRows:
-        """What attention reads."""
+        """The inputs of attention."""
         return StepRows(
             self.num_rows,
             self.num_tokens,
@@ -81,7 +81,7 @@ class StepArrays:
                 tokens += row.sequence.token_ids[row.start : row.start + row.num_tokens]
             row_of_token = np.repeat(np.arange(len(rows)), counts)
             positions = np.arange(total) + (starts - ends + counts)[row_of_token]
-        assert len(tokens) == total, "a row asks for tokens that are not known yet"
+        assert len(tokens) == total, "a row has tokens that are not known yet"
         self._fill_pages(batch)
         pages = self._table[row_of_token, positions // self.page_size]
         self.token_ids.numpy()[:total] = tokens
@@ -96,13 +96,13 @@ class StepArrays:
         return len(samples)
 
     def clear(self) -> None:
-        """A step of no rows."""
+        """Describes a step of no rows."""
         for counts in (self.num_tokens, self.num_rows, self.num_logits):
             counts[0] = 0
 
     def pad(self, num_rows: int, page: int) -> None:
-        """Decode rows up to `num_rows`, of one token each, that read and write nothing but `page`.
-        The step's own rows decode and sample, all of them."""
+        """Adds decode rows up to `num_rows`, of one token each, that read and write nothing but
+        `page`. All of the step's own rows must decode."""
         used = int(self.num_rows[0])
         assert self.num_tokens[0] == self.num_logits[0] == used, "not only decode rows"
         padded = slice(used, num_rows)
@@ -118,7 +118,7 @@ class StepArrays:
             counts[0] = num_rows
 
     def _fill_pages(self, batch: Batch) -> None:
-        """A row that has kept its sequence and its pages is left as it is."""
+        """Skips rows whose sequence and pages are those of the step before."""
         for index, row in enumerate(batch.rows):
             pages = row.sequence.page_ids
             if self._pages_of_row[index] is pages and self._num_pages_of_row[index] == len(pages):

@@ -15,12 +15,12 @@ from kernels.lora.native import NativeLora, NativeLoraPlan
 from kernels.native.library import NativeOp
 
 MAX_KNOWN = 16
-"""Sets of changed groups that are told apart, at most: each is a program."""
+"""The maximum number of sets of changed groups that are distinguished: each is a program."""
 
 
 class NativeLoraOps:
     """Operations for steps of up to `max_tokens` tokens and `max_rows` rows; see
-    `model.native.AdapterOps`."""
+    `native.AdapterOps`."""
 
     def __init__(
         self, arena: Arena, groups: Mapping[str, LoraGroup], max_tokens: int, max_rows: int
@@ -45,16 +45,16 @@ class NativeLoraOps:
         return self._lora.shrunk.nbytes + self._sampling_lora.shrunk.nbytes
 
     def plan(self, rows: Sequence[BatchRow]) -> frozenset[str]:
-        """Takes in the step's rows. Returns the groups that any of their adapters changes, or all
-        where too many other sets of groups have been seen."""
+        """Plans the step's rows. Returns the groups that any of their adapters changes, or all
+        groups if too many other sets have been seen."""
         used = {row.slot for row in rows} - {BASE_SLOT}
         if not used:
             return frozenset()
-        wanted = [(row.slot, row.num_tokens, row.samples) for row in rows]
-        if wanted != self._planned:  # most steps are as the one before
+        current = [(row.slot, row.num_tokens, row.samples) for row in rows]
+        if current != self._planned:  # most steps equal the one before
             self._plan.fill([row.slot for row in rows], [row.num_tokens for row in rows])
             self._sampling_plan.fill([row.slot for row in rows if row.samples])
-            self._planned = wanted
+            self._planned = current
         return self._groups_of(used)
 
     def _groups_of(self, used: set[int]) -> frozenset[str]:

@@ -31,7 +31,7 @@ from kernels.lora import LoraGroup, LoraPlan, add_lora, add_lora_embedding
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """What the decoder calls after each base projection; see `model.lora.Lora`.
+    """Adds LoRA after each base projection; see `model.lora.Lora`.
 
     `plan` covers all tokens of the step, `head_plan` the rows that produce logits.
     """
@@ -142,9 +142,9 @@ class TorchFactory:
 
 
 def step_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
-    """What the widest step computes with: activations of `max_batch_tokens`, what adapters shrink
-    them to, the keys and values of one longest sequence side by side, logits and the sampler's
-    copies of `max_sequences`."""
+    """Returns what the widest step computes with: activations of `max_batch_tokens`, what adapters
+    shrink them to, the gathered keys and values of one longest sequence, and logits and the
+    sampler's copies of `max_sequences`."""
     item_bytes = getattr(torch, config.dtype).itemsize
     hidden, intermediate = geometry.hidden_size, geometry.intermediate_size
     attention = 3 * geometry.q_size + 4 * geometry.kv_size

@@ -1,1 +1,28 @@
-"""The engine: schedule, run, settle; reachable only through messages (`handle`)."""
+"""The engine: schedules, computes and settles one batch per step; driven by messages.
+
+engine         one step: take messages, schedule, run, settle
+messages       the picklable messages between front end and engine
+scheduler      which sequences run in the next step
+fair_queue     all waiting sequences, fair among tenants
+tenant_queue   one tenant's waiting sequences: priorities, adapters, aged requests
+round_robin    deficit round robin
+admission      which requests are refused before they wait, and when to retry
+throughput     recent rates, which admission predicts waits from
+expiries       timeouts of sequences
+pages          pages of keys and values, and the prefix cache
+runner         turns a batch into tokens
+sampler        chooses tokens from logits
+penalties      penalties and bans on logits
+settle         accounts for a step: appends tokens, publishes pages, ends sequences
+commands       commands of operators
+build          makes an engine from its config
+memory_budget  what the engine takes of each memory, and whether it fits
+thread         runs the engine in a thread
+process        runs the engine in a process of its own
+process_main   the main program of that process
+status         a snapshot for metrics and operators
+status_types   the types of that snapshot and of the details
+inspect        the details of sequences, images and loads
+step_times     how long steps and their phases take
+profiler       traces of steps, by torch's profiler
+"""

@@ -1,4 +1,4 @@
-"""Makes an engine from its config, in the order of time: model, memory, adapters, policy."""
+"""Makes an engine from its config: backend, adapters, policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from kernels.host_memory import return_freed
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and those of its parts that are used beside it."""
+    """An engine, and those of its parts that others use directly."""
 
     engine: Engine
     residency: Residency
@@ -48,8 +48,8 @@ class BuiltEngine:
     geometry: ModelGeometry
 
     def place_threads(self) -> None:
-        """Gives the calling thread, which will call `engine.step`, and those that compute with it
-        processors of their own, where there are as many."""
+        """Binds the calling thread, which will call `engine.step`, and those that compute with it
+        to processors of their own, if there are enough."""
         processors = partition_cpus(torch.get_num_threads())
         if processors:
             self.engine.runner.backend.place_threads(processors)
@@ -64,7 +64,7 @@ def build_engine(
     """
     if not 0 < config.max_sequences <= config.max_batch_tokens:
         raise ValueError("max_sequences must be above 0 and at most max_batch_tokens")
-    # Torch counts the machine's cores, whatever part of them is this process's.
+    # Torch counts the machine's cores, not those that this process may use.
     num_threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     geometry = load_geometry(config.model_dir)

@@ -1,4 +1,4 @@
-"""Lays the engine open, between two steps: bounded, so that no step waits for long."""
+"""Collects the details of the engine between two steps: bounded, so that no step waits for long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Called in the engine's thread, with how many rows of anything are wanted at most. `device`
+    """Called in the engine's thread, with the maximum number of rows of each list. `device`
     is torch's name of what computes."""
 
     scheduler: Scheduler

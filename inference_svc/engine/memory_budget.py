@@ -1,4 +1,4 @@
-"""The memory budget: what the engine will take, line by line, and whether it fits.
+"""The memory budget: the bytes that the engine will take, line by line, and whether they fit.
 
 Checked before anything large is allocated, so that a server that starts never runs out later.
 """
@@ -20,7 +20,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`change` says what makes it smaller; empty: nothing does."""
+    """`change` names the settings that make it smaller; empty: none does."""
 
     name: str
     num_bytes: int
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What lies in one memory, "device" or "host", and its limit. `limit_bytes` None: unknown."""
+    """The lines of one memory, "device" or "host", and its limit. `limit_bytes` None: unknown."""
 
     place: str
     lines: tuple[Line, ...]
@@ -44,7 +44,7 @@ class Budget:
         return sum(line.num_bytes for line in self.lines if line.name == name)
 
     def check(self) -> None:
-        """Raises ValueError with the whole arithmetic when the lines exceed the limit."""
+        """Raises ValueError with all lines when the lines exceed the limit."""
         if self.limit_bytes is None or self.needed_bytes <= self.limit_bytes:
             return
         missing = self.needed_bytes - self.limit_bytes

@@ -1,7 +1,7 @@
 """Traces steps of the running engine with torch's profiler: on demand, one trace at a time.
 
 Lives in the engine's thread, as the profiler sees only the thread that starts it. Without a trace
-it costs a step a few attribute look-ups.
+it costs a step a few attribute accesses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Marks:
 
 @dataclass(eq=False)
 class _Tracing:
-    """One trace, from when it is asked for until it is written. It has a `deadline_s` once the
+    """One trace, from its request until it is written. It has a `deadline_s` once the
     profiler is there. `writer` writes it, in `folder`; then there is an `answer`."""
 
     call_id: int
@@ -65,11 +65,11 @@ class _Tracing:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is traced for it."""
+        """Whether all of its steps have been traced."""
         return self.writer is not None or self.answer is not None
 
     def abandon(self) -> None:
-        """Nobody waits for it: its files go, now, and what is being written when it is there."""
+        """Removes the files, now and, if one is being written, when that is there."""
         self.is_abandoned = True
         if self.folder is not None:
             _remove_folder(self.folder)
@@ -87,8 +87,8 @@ class StepProfiler:
     _warmer: threading.Thread | None = None
 
     def start(self, call: Call) -> None:
-        """From the next step on: `call.limit` steps, or as many as there are in `call.timeout_s`.
-        Raises ProfileRunning."""
+        """Begins a trace with the next step: of `call.limit` steps, or as many as there are in
+        `call.timeout_s`. Raises ProfileRunning."""
         if self._tracing is not None:
             raise ProfileRunning("another trace is being made", subject="num_steps")
         self._tracing = _Tracing(call.call_id, call.limit, call.timeout_s)
@@ -98,7 +98,7 @@ class StepProfiler:
             self._warmer.start()
 
     def step(self) -> AbstractContextManager[object]:
-        """Around what may become a step."""
+        """Surrounds what may become a step."""
         tracing = self._tracing
         if tracing is None or tracing.deadline_s is None or tracing.is_over:
             return _NOTHING
@@ -113,12 +113,13 @@ class StepProfiler:
         return self.marks("step")
 
     def stepped(self) -> None:
-        """Tokens were computed in this step."""
+        """Counts a step that computed tokens."""
         if self._tracing is not None and self.marks.is_on:
             self._tracing.num_done += 1
 
     def poll(self, now_s: float) -> list[Reply]:
-        """Between two steps: ends what is whole or due, and tells of what is written."""
+        """Ends, between two steps, a trace that is complete or due; returns its reply once
+        written."""
         tracing = self._tracing
         if tracing is None or (tracing.deadline_s is None and self._is_warming):
             return []
@@ -138,7 +139,7 @@ class StepProfiler:
         return [] if tracing.is_abandoned else [tracing.answer]
 
     def abandon(self, call_id: int) -> None:
-        """Nobody waits for it any more."""
+        """Ends the trace of this call, whose caller has left."""
         tracing = self._tracing
         if tracing is None or tracing.call_id != call_id:
             return
@@ -148,12 +149,12 @@ class StepProfiler:
             tracing.abandon()
 
     def give_up(self) -> None:
-        """The engine has failed, and its process may end at any moment: no file stays behind."""
+        """Removes the files: the engine has failed, and its process may end at any moment."""
         if self._tracing is not None:
             self._tracing.abandon()
 
     def close(self) -> None:
-        """The engine ends: so does a trace, unfinished."""
+        """Ends an unfinished trace, and the threads."""
         if self._warmer is not None:
             self._warmer.join()
         tracing = self._tracing
@@ -168,14 +169,12 @@ class StepProfiler:
         return [] if self._tracing is None else [self._tracing.call_id]
 
     def next_expiry_s(self) -> float | None:
-        """When `poll` is to be called, though nothing else happens."""
+        """Returns when `poll` must be called even if nothing else happens."""
         if self._tracing is None:
             return None
         if self._tracing.deadline_s is None or self._tracing.is_over:
             return time.monotonic() + POLL_S
         return self._tracing.deadline_s
-
-    # Within.
 
     def _make(self) -> profile:
         return profile(use_kineto=True, use_device=self.device)
@@ -185,15 +184,15 @@ class StepProfiler:
             with self._make():
                 pass
         except Exception:
-            log.exception("the profiler does not start")  # nor will it for the trace, which says so
+            log.exception("the profiler does not start")  # the trace will fail with the same error
 
     @property
     def _is_warming(self) -> bool:
         return self._warmer is not None and self._warmer.is_alive()
 
     def _stop(self, tracing: _Tracing) -> profile | None:
-        """The profiler, with what it has collected. None: there is none, or it fails, and then that
-        is the answer: no reason to end the engine."""
+        """Returns the profiler with its records; None if there is none, or if it fails, which is
+        the answer then and no reason to end the engine."""
         self.marks.is_on = False
         profiler, tracing.profiler = tracing.profiler, None
         if profiler is None:
@@ -217,8 +216,8 @@ class StepProfiler:
             self._tracing = None
 
     def _write(self, tracing: _Tracing) -> None:
-        """In a thread, for it takes longer than the steps did. They go on meanwhile, but for the
-        time in which the records are collected, here, and turned into text, which holds the
+        """Starts a thread that writes the trace, which takes longer than the steps did. They go on
+        meanwhile, except while the records are collected, here, and formatted, which holds the
         interpreter."""
         profiler = self._stop(tracing)
         if profiler is None:
@@ -251,8 +250,8 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_file(profiler: profile, num_steps: int, folder: Path) -> str:
-    """The path of a file beside the folder, with the gzipped trace. Raises NoRoom for one of too
-    many events or without the space for them; OSError, and what the profiler raises."""
+    """Writes the gzipped trace and returns its path, next to the folder. Raises NoRoom for too many
+    events or too little space; OSError, and what the profiler raises."""
     results = profiler.kineto_results
     assert results is not None, "it has been stopped"
     _check_size(len(results.events()), num_steps, shutil.disk_usage(folder).free)
@@ -271,8 +270,8 @@ def _check_size(num_events: int, num_steps: int, free_bytes: int) -> None:
     if num_events > MAX_EVENTS:
         fitting = num_steps * MAX_EVENTS // num_events
         raise NoRoom(
-            f"the trace of {num_steps} steps has {num_events} events, more than {MAX_EVENTS}: ask "
-            f"for at most {max(1, fitting)} steps",
+            f"the trace of {num_steps} steps has {num_events} events, more than {MAX_EVENTS}: "
+            f"trace at most {max(1, fitting)} steps",
             subject="num_steps",
         )
     num_bytes = num_events * BYTES_PER_EVENT

@@ -2,7 +2,7 @@
 
 Randomness is a counter on (seed, position): one uniform number per token, independent of the
 batch, turned into a token by inverting the cumulative distribution. The same seed gives the same
-tokens whatever else runs.
+tokens whatever the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference_svc.engine.penalties import ban_ends, has_penalties, penalise
 _MASK64 = (1 << 64) - 1
 
 NUM_CANDIDATES = 1024
-"""The most likely tokens that are looked at before a whole vocabulary is put in order."""
+"""The number of most likely tokens that are tried before the full vocabulary is sorted."""
 
 _BLOCK = 256
 """Probabilities that are summed on their own, so that only one block's sums are walked."""
@@ -94,7 +94,7 @@ class _Draws:
 
 
 class _Rows:
-    """What the sequences of a batch ask for. Steps of the same sequences share it."""
+    """The sampling parameters of a batch, as tensors. Steps of the same sequences share them."""
 
     def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
         self.sequences = list(sequences)
@@ -103,9 +103,9 @@ class _Rows:
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
         self.with_logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
         drawn = [(row, s, _is_cut(p)) for row, s, p in rows if p.temperature > 0]
-        whole = [(row, s) for row, s, is_cut in drawn if not is_cut]
+        uncut = [(row, s) for row, s, is_cut in drawn if not is_cut]
         cut = [(row, s) for row, s, is_cut in drawn if is_cut]
-        self.whole = _Draws(whole, device) if whole else None
+        self.uncut = _Draws(uncut, device) if uncut else None
         self.cut = _Draws(cut, device) if cut else None
 
 
@@ -136,8 +136,8 @@ class Sampler:
 
 def _choose(logits: Tensor, rows: _Rows) -> list[int]:
     token_ids = _argmax(logits)
-    if rows.whole is not None:
-        token_ids[rows.whole.rows] = _draw_whole(logits, rows.whole)
+    if rows.uncut is not None:
+        token_ids[rows.uncut.rows] = _draw_uncut(logits, rows.uncut)
     if rows.cut is not None:
         token_ids[rows.cut.rows] = _draw_cut(logits, rows.cut)
     chosen: list[int] = token_ids.tolist()
@@ -154,8 +154,8 @@ def _is_cut(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
-def _draw_whole(logits: Tensor, draws: _Draws) -> Tensor:
-    """Token ids [N] of rows that draw from the whole vocabulary."""
+def _draw_uncut(logits: Tensor, draws: _Draws) -> Tensor:
+    """Returns token ids [N] of rows that draw from the full vocabulary."""
     size = len(draws.rows)
     if logits.is_cpu:
         size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
@@ -169,9 +169,9 @@ def _draw_whole(logits: Tensor, draws: _Draws) -> Tensor:
 
 
 def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
-    """Token ids [N] of rows that top_k, top_p or min_p cut.
+    """Returns token ids [N] of rows that top_k, top_p or min_p cut.
 
-    Ordering a whole vocabulary is what costs here. The first NUM_CANDIDATES tell nearly always;
+    Sorting the full vocabulary is what costs here. The first NUM_CANDIDATES nearly always suffice;
     whether they do depends on the row alone, so its numbers do not depend on the batch.
     """
     scaled, u, limits = logits[draws.rows] / draws.temperatures, draws.numbers(), draws.limits

@@ -36,7 +36,7 @@ class Limits:
 
 
 class AdapterView(Protocol):
-    """What the scheduler needs of residency."""
+    """The part of residency that the scheduler uses."""
 
     def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
     def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...

@@ -114,11 +114,11 @@ def _usage(sequence: Sequence) -> Usage:
 def _timings(sequence: Sequence, now_s: float) -> Timings:
     """Counts what has not happened yet up to now."""
     arrival = sequence.request.arrival_s
-    wanted = sequence.adapter_wanted_s
+    since = sequence.adapter_wanted_s
     ready = now_s if sequence.adapter_ready_s is None else sequence.adapter_ready_s
     return Timings(
         queued_s=(now_s if sequence.started_s is None else sequence.started_s) - arrival,
-        adapter_wait_s=0.0 if wanted is None else max(0.0, ready - wanted),
+        adapter_wait_s=0.0 if since is None else max(0.0, ready - since),
         first_token_s=(now_s if sequence.first_token_s is None else sequence.first_token_s)
         - arrival,
         load=sequence.load_trace,

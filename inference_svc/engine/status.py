@@ -1,4 +1,4 @@
-"""A picture of the engine for operators: what runs, what waits, where the memory is."""
+"""A snapshot of the engine for operators: what runs, what waits, where the memory is."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Describe:
         )
 
     def _memory(self) -> dict[str, tuple[int, int]]:
-        """What is allocated counts as capacity whole, and `process` is the rest of what is resident
-        in this process: Python, libraries, buffers."""
+        """Counts all that is allocated as capacity; `process` is the rest of this process's
+        resident set: Python, libraries, buffers."""
         pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
         backend = self.runner.backend
         kv_used = backend.kv_bytes * pages.num_used // pages.num_pages
@@ -98,7 +98,7 @@ class Describe:
         }
 
     def _tiers(self) -> dict[str, TierStatus]:
-        """Whoever finds an adapter on the device does not look in the host tier."""
+        """Counts a lookup in the host tier only for requests that missed on the device."""
         counters, host = self.residency.counters, self.residency.host
         missed = counters.host_hits + counters.misses
         tiers = {"device": _tier(self.residency.device, counters.device_hits, missed)}

@@ -1,4 +1,4 @@
-"""What the engine tells of itself: a picture, and what is resident. Plain data that pickles."""
+"""The engine's status, resident adapters and details: plain data that pickles, without tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ResidentAdapter:
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """A memory that adapters lie in. Its free bytes are in `num_free_ranges` pieces, the largest of
-    `largest_free_bytes`. `hits` and `misses` are of requests that looked there, `evictions` by
+    `largest_free_bytes`. `hits` and `misses` are of requests that searched it, `evictions` by
     reason: all three are monotonic."""
 
     used_bytes: int
@@ -40,11 +40,11 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A picture of the engine for GetServerInfo, `loadout top` and metrics.
+    """A snapshot of the engine for GetServerInfo, `loadout top` and metrics.
 
     `memory` maps what ("weights", "kv_pages", "arena", "workspace", "host_tier", "process") to
     (used, capacity) bytes; `memory_limit_bytes` holds for the device, 0 if unknown. `process_id`
-    is the engine's. `kernels` says what computes, such as "native avx512_bf16" or "torch", and
+    is the engine's. `kernels` names what computes, such as "native avx512_bf16" or "torch", and
     `machine` on what.
     `counters`, `histograms` and `phases` are monotonic; `phases` are histograms by name and then by
     their label. `tiers` are "device" and perhaps "host"; `loads` counts adapters by state.
@@ -109,8 +109,8 @@ class ImageDetails:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDetails:
-    """Who holds which bytes of one memory: `images`, the last used first, and what is free, as
-    (start, bytes). What exceeds the asked-for limit is counted only."""
+    """The images in one memory, the last used first, and its free ranges as (start, bytes). Those
+    beyond the limit are counted only."""
 
     capacity_bytes: int
     used_bytes: int
@@ -124,7 +124,8 @@ class MemoryDetails:
 
 @dataclass(frozen=True, slots=True)
 class LoadDetails:
-    """An adapter on its way. `total_bytes` is 0 until the store has told; `source` sends it."""
+    """An adapter that is being loaded. `total_bytes` is 0 until the store has sent it; `source` is
+    the replica that sends."""
 
     digest: str
     state: str

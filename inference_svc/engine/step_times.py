@@ -1,4 +1,4 @@
-"""Where the time of steps goes, in numbers that cost a step almost nothing to keep."""
+"""How long steps and their phases take; measuring costs a step almost nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StepPhases(NamedTuple):
 class StepTimes:
     """One observation each per step that computes tokens.
 
-    `step` is the whole step, from its messages taken to its outputs handed over; `host` what of it
-    is not the model's computation. `blocked_by_load` is what loads cost it: their messages, their
+    `step` is from its messages taken to its outputs handed over; `host` what of that is not the
+    model's computation. `blocked_by_load` is what loads cost it: their messages, their
     placement, and their changes to arena and table.
     """
 

@@ -99,7 +99,7 @@ class EngineThread:
         self._refuse_the_rest(error)
 
     def _messages(self, wait: bool) -> list[Message | PullEvent]:
-        """Returns all messages in the inbox; if told to `wait`, waits for one or for the next
+        """Returns all messages in the inbox; with `wait`, waits for one or for the next
         expiry."""
         messages: list[Message | PullEvent] = []
         try:

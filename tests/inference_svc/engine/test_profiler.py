@@ -150,7 +150,7 @@ def test_trace_size_is_bounded(profiler: StepProfiler, monkeypatch: pytest.Monke
     error = answer(profiler).error
     assert isinstance(error, NoRoom)
     assert error.subject == "num_steps"
-    assert "events, more than 10: ask for at most " in error.message
+    assert "events, more than 10: trace at most " in error.message
     monkeypatch.setattr("inference_svc.engine.profiler.MAX_EVENTS", 1000)
     monkeypatch.setattr("inference_svc.engine.profiler.BYTES_PER_EVENT", 1 << 50)
     begin(profiler)
