@@ -4,7 +4,6 @@ drains."""
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,19 +11,17 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeAlias
 
-import torch
-
 from inference_svc.api.service import ServerFacts
 from inference_svc.config import (
-    EngineConfig,
     InferenceSettings,
-    Machine,
     ModelFacts,
     resolve,
+    to_engine_config,
 )
 from inference_svc.engine.messages import StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
+from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.server import InferenceServer
@@ -46,7 +43,7 @@ async def serve(config: InferenceSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     geometry = load_geometry(config.model)
-    config = resolve(config, _machine(config), model_facts(geometry))
+    config = resolve(config, find_machine(config), model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
     if config.policy_file or config.tls_cert_file or config.audit_file:
@@ -97,64 +94,12 @@ def _in_thread(
         images.close()
 
 
-def _machine(config: InferenceSettings) -> Machine:
-    # Querying a device allocates memory on it, so it is skipped where none is used.
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return Machine(has_cuda=False)
-    weights_bytes = sum(path.stat().st_size for path in config.model.glob("*.safetensors"))
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    if config.memory_limit is not None:
-        free_bytes = min(free_bytes, config.memory_limit - (total_bytes - free_bytes))
-    return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)
-
-
 def model_facts(geometry: ModelGeometry) -> ModelFacts:
     return ModelFacts(
         dtype=geometry.dtype,
         max_position_embeddings=geometry.max_position_embeddings,
         kv_elements_per_token=2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim,
     )
-
-
-def to_engine_config(config: InferenceSettings) -> EngineConfig:
-    assert config.kv_memory is not None, "the config is resolved"
-    assert config.host_memory is not None, "the config is resolved"
-    name, *aliases = config.base_model_names
-    return EngineConfig(
-        model_dir=config.model,
-        base_model=name,
-        aliases=tuple(aliases),
-        dtype=config.dtype,
-        device=config.device,
-        max_model_len=config.max_model_len,
-        max_sequences=config.max_sequences,
-        max_batch_tokens=config.max_batch_tokens,
-        max_prefill_chunk=config.max_batch_tokens,
-        max_queue=config.max_queue,
-        max_tenant_queue=_max_tenant_queue(config),
-        fair_quantum=config.fair_quantum_tokens,
-        fair_ageing_s=config.fair_ageing_seconds,
-        page_size=config.page_size,
-        kv_bytes=int(config.kv_memory),
-        arena_bytes=int(config.adapter_memory),
-        host_bytes=int(config.host_memory),
-        memory_limit_bytes=int(config.memory_limit or 0),
-        max_loras=config.max_loras,
-        max_lora_rank=config.max_lora_rank,
-        adapter_wait_s=config.adapter_wait_seconds,
-        pull_workers=config.pull_workers,
-        prefetch=config.prefetch,
-        prefix_cache=config.prefix_cache,
-        num_threads=config.num_threads,
-        native_kernels=config.native_kernels,
-        cuda_graphs=config.cuda_graphs,
-    )
-
-
-def _max_tenant_queue(config: InferenceSettings) -> int:
-    """Without a policy all callers are one tenant."""
-    share = 1.0 if config.policy_file is None else config.tenant_queue_share
-    return math.ceil(config.max_queue * share)
 
 
 def _facts(config: InferenceSettings, geometry: ModelGeometry) -> ServerFacts:

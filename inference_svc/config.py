@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -309,8 +310,8 @@ def _kv_memory(settings: InferenceSettings, device: str, machine: Machine) -> in
 
 
 def padding_pages(device: str) -> int:
-    """Pages of keys and values that no sequence may own: on a device what padding writes goes to
-    one of them."""
+    """Returns the number of pages that no sequence may own: on a device the rows that pad a step
+    write to one."""
     return int(device != "cpu")
 
 
@@ -354,3 +355,45 @@ class EngineConfig:
     num_threads: int = 0
     native_kernels: bool = True
     cuda_graphs: bool = True
+
+
+def to_engine_config(settings: InferenceSettings) -> EngineConfig:
+    """Returns the engine's part of resolved settings."""
+    assert settings.kv_memory is not None, "the settings are resolved"
+    assert settings.host_memory is not None, "the settings are resolved"
+    name, *aliases = settings.base_model_names
+    return EngineConfig(
+        model_dir=settings.model,
+        base_model=name,
+        aliases=tuple(aliases),
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        max_sequences=settings.max_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_prefill_chunk=settings.max_batch_tokens,
+        max_queue=settings.max_queue,
+        max_tenant_queue=_max_tenant_queue(settings),
+        fair_quantum=settings.fair_quantum_tokens,
+        fair_ageing_s=settings.fair_ageing_seconds,
+        page_size=settings.page_size,
+        kv_bytes=int(settings.kv_memory),
+        arena_bytes=int(settings.adapter_memory),
+        host_bytes=int(settings.host_memory),
+        memory_limit_bytes=int(settings.memory_limit or 0),
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        adapter_wait_s=settings.adapter_wait_seconds,
+        pull_workers=settings.pull_workers,
+        prefetch=settings.prefetch,
+        prefix_cache=settings.prefix_cache,
+        num_threads=settings.num_threads,
+        native_kernels=settings.native_kernels,
+        cuda_graphs=settings.cuda_graphs,
+    )
+
+
+def _max_tenant_queue(settings: InferenceSettings) -> int:
+    # Without a policy all callers are one tenant.
+    share = 1.0 if settings.policy_file is None else settings.tenant_queue_share
+    return math.ceil(settings.max_queue * share)

@@ -17,10 +17,10 @@ from pydantic import ByteSize, TypeAdapter
 
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.layout import ModelLayout, build_layout
-from inference_svc.app import model_facts, to_engine_config
+from inference_svc.app import model_facts
 from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
-from inference_svc.config import InferenceSettings, Machine, resolve
+from inference_svc.config import InferenceSettings, Machine, resolve, to_engine_config
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.weights import weights_bytes

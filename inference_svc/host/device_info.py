@@ -1,6 +1,6 @@
-"""The device that computes: its name and its properties.
+"""The device that computes: whether there is a GPU, its name and its properties.
 
-Called in the engine's process only: querying a GPU takes memory on it.
+All but `find_machine` is called in the engine's process only: querying a GPU takes memory on it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,23 @@ from pathlib import Path
 
 import torch
 
+from inference_svc.config import InferenceSettings, Machine
 from inference_svc.host.cpus import usable_cpus
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
+
+
+def find_machine(settings: InferenceSettings) -> Machine:
+    """Returns what decides the settings that are "auto". Asks for a GPU only if one may be used:
+    asking takes memory of it."""
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        return Machine(has_cuda=False)
+    weights_bytes = sum(path.stat().st_size for path in settings.model.glob("*.safetensors"))
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    if settings.memory_limit is not None:
+        free_bytes = min(free_bytes, settings.memory_limit - (total_bytes - free_bytes))
+    return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)
 
 
 @cache
@@ -60,3 +73,8 @@ def device_facts(device: str) -> dict[str, object]:
             "reserved_bytes": torch.cuda.memory_reserved(device),
         }
     return facts
+
+
+def torch_versions() -> dict[str, str | None]:
+    """Returns the versions of torch and of the CUDA that it was built with, None without."""
+    return {"version": torch.__version__, "cuda": torch.version.cuda}

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.app import _machine
 from inference_svc.config import InferenceSettings, Machine
+from inference_svc.host.device_info import find_machine
 
 
-def test_memory_beside_the_weights_is_asked_of_the_device_only_when_it_may_be_used(
+def test_device_is_queried_only_if_it_may_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -19,6 +19,6 @@ def test_memory_beside_the_weights_is_asked_of_the_device_only_when_it_may_be_us
     monkeypatch.setattr("torch.cuda.mem_get_info", mem_get_info)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(300))
-    assert _machine(InferenceSettings(model=tmp_path, device="cpu")) == Machine(has_cuda=False)
+    assert find_machine(InferenceSettings(model=tmp_path, device="cpu")) == Machine(has_cuda=False)
     assert not asked, "asking takes memory of the device"
-    assert _machine(InferenceSettings(model=tmp_path)) == Machine(has_cuda=True, free_bytes=700)
+    assert find_machine(InferenceSettings(model=tmp_path)) == Machine(has_cuda=True, free_bytes=700)
