@@ -129,9 +129,6 @@ PENDING: dict[str, set[str]] = {
         "server",
         "tls",
     },
-    "cuda": {
-        "inference_svc.app",
-    },
 }
 """Violations by rule, "importer -> imported" or a module's name, that are being mended."""
 

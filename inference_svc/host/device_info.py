@@ -73,8 +73,3 @@ def device_facts(device: str) -> dict[str, object]:
             "reserved_bytes": torch.cuda.memory_reserved(device),
         }
     return facts
-
-
-def torch_versions() -> dict[str, str | None]:
-    """Returns the versions of torch and of the CUDA that it was built with, None without."""
-    return {"version": torch.__version__, "cuda": torch.version.cuda}
