@@ -11,7 +11,7 @@ import sys
 import typer
 
 from loadout.cli.app import app
-from loadout.cli.failure import CommandFailed
+from loadout.cli.output import CommandFailed
 from loadout.errors import LoadoutError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130

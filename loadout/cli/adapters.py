@@ -17,11 +17,11 @@ from rich.progress import (
     TextColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 
 from loadout.cli import options
+from loadout.cli.completion import AdapterName, adapter_names
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import table_console
+from loadout.cli.output import new_table, print_json, table_console
 from loadout.cli.signing import compute_digest
 from loadout.cli.versions import list_versions
 from loadout.signing import SigningKey, parse_signature
@@ -41,12 +41,13 @@ Examples:
   loadout adapters
   loadout adapters --filter "tenant=acme base_model=llama label.team=cx"
   loadout adapters --versions french
+  loadout adapters --json | jq -r '.[].ref'
 """
 
 
 @connects
 def register(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="[tenant/]name of the adapter.")],
+    name: AdapterName,
     source: Annotated[
         str,
         typer.Argument(
@@ -54,35 +55,39 @@ def register(
         ),
     ],
     base_model: Annotated[
-        str, typer.Option(metavar="NAME", help="The base model, if the adapter's config is wrong.")
+        str,
+        typer.Option(metavar="NAME", help="Base model, if the adapter's config names it wrongly."),
     ] = "",
     expected_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Refuse any other content.")
+        str, typer.Option(metavar="DIGEST", help="Digest that the content must have.")
     ] = "",
     if_current_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Refuse unless the name points to this one now.")
+        str, typer.Option(metavar="DIGEST", help="Digest that the name must point to now.")
     ] = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Keep it in the store's memory.")] = False,
-    description: Annotated[str, typer.Option(metavar="TEXT", help="What it is for.")] = "",
+    pin: Annotated[bool, typer.Option("--pin", help="Pin it in the store's memory.")] = False,
+    description: Annotated[
+        str, typer.Option(metavar="TEXT", help="Description of the adapter.")
+    ] = "",
     label: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label; may be repeated.")
     ] = None,
     signature: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What `loadout sign` printed.")
+        Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
     ] = None,
     sign_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Sign it with this key; a URI needs --expected-digest."),
+        typer.Option(metavar="FILE", help="Key to sign it with; a URI needs --expected-digest."),
     ] = None,
+    as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
 ) -> None:
     """Register an adapter with the store.
 
-    It is checked, and recorded durably, before the command returns.
+    Returns when it is checked and durably recorded.
     """
-    labels = dict(_key_value(each) for each in label or ())
+    labels = dict(_label(each) for each in label or ())
     if sign_key is not None:
         expected_digest = expected_digest or _digest_to_sign(source)
     with connection.client(store=store) as client, _upload_bar() as show:
@@ -98,12 +103,15 @@ def register(
             signature=_signature(signature, sign_key, expected_digest),
             progress=show,
         )
+    if as_json:
+        print_json(result)
+        return
     adapter = result.adapter
     typer.echo(f"{adapter.ref} rank {adapter.rank} {adapter.digest} at revision {result.revision}")
 
 
 def _digest_to_sign(source: str) -> str:
-    """Only files that are here can be signed without knowing their digest."""
+    """Returns the digest of a local folder; that of a URI must be given."""
     if is_uri(source):
         raise typer.BadParameter("a URI needs --expected-digest", param_hint="--sign-key")
     return compute_digest(Path(source))
@@ -111,13 +119,13 @@ def _digest_to_sign(source: str) -> str:
 
 def _signature(file: Path | None, sign_key: Path | None, digest: str) -> Signature | None:
     if file is not None and sign_key is not None:
-        raise typer.BadParameter("is there already with --sign-key", param_hint="--signature")
+        raise typer.BadParameter("excludes --sign-key", param_hint="--signature")
     if file is not None:
         return parse_signature(file.read_text(encoding="utf-8", errors="replace"), str(file))
     return SigningKey.load(sign_key).sign(digest) if sign_key is not None else None
 
 
-def _key_value(text: str) -> tuple[str, str]:
+def _label(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--label")
@@ -126,7 +134,7 @@ def _key_value(text: str) -> tuple[str, str]:
 
 @contextmanager
 def _upload_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that appears with the first uploaded bytes, if somebody looks."""
+    """Yields what shows a bar on stderr from the first uploaded bytes on, on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -148,31 +156,38 @@ def list_adapters(
         str,
         typer.Option(
             metavar="TERMS",
-            help="Terms that must all hold: tenant=T base_model=B name=PREFIX label.KEY=VALUE",
+            help="Terms that must all hold: tenant=T base_model=B name=PREFIX label.KEY=VALUE.",
         ),
     ] = "",
     versions: Annotated[
-        str, typer.Option(metavar="NAME", help="All versions of this one, newest first.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="List all versions of this adapter, newest first.",
+            autocompletion=adapter_names,
+        ),
     ] = "",
+    as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
 ) -> None:
     """List the store's adapters."""
     if versions:
-        list_versions(versions, connection.client(store=store))
+        list_versions(versions, connection.client(store=store), as_json=as_json)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("adapter", "rank", "size", "base model", "targets", "images", "pinned"):
-        table.add_column(
-            column, justify="right" if column in ("rank", "size") else "left", overflow="fold"
-        )
     with connection.client(store=store) as client:
-        for adapter in client.list(filter):
-            table.add_row(*_cells(adapter))
-    if table.row_count == 0:
+        adapters = list(client.list(filter))
+    if as_json:
+        print_json(adapters)
+        return
+    if not adapters:
         typer.echo("no adapters")
         return
+    columns = ("adapter", "rank", "size", "base model", "targets", "images", "pinned")
+    table = new_table(*columns, right=("rank", "size"))
+    for adapter in adapters:
+        table.add_row(*_cells(adapter))
     table_console().print(table)
 
 
@@ -189,7 +204,7 @@ def _cells(adapter: Adapter) -> tuple[str, ...]:
 
 
 def _images(adapter: Adapter) -> str:
-    """States over all layouts, as in "2 ready, 1 incompatible: rank 128 ..."."""
+    """Returns the states over all layouts, as in "2 ready, 1 incompatible: rank 128 ..."."""
     states = [each.state for each in adapter.layout_states]
     counts = {state: states.count(state) for state in ImageState if state in states}
     text = ", ".join(f"{count} {state.value}" for state, count in counts.items())

@@ -13,7 +13,9 @@ from loadout.cli import (
     debug,
     demo,
     generate,
+    info,
     profile,
+    residents,
     services,
     signing,
     token,
@@ -23,20 +25,27 @@ from loadout.cli import (
 
 # Plain help: it keeps the examples' line breaks and reads the same in a log as on a terminal.
 app = typer.Typer(
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"loadout {version('loadout')}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(
+    invoke_without_command=True,
+    epilog="""\b
+Examples:
+  loadout demo
+  loadout COMMAND --help
+  loadout --install-completion
+""",
+)
 def root(
     context: typer.Context,
     version: Annotated[
@@ -60,11 +69,17 @@ app.command("adapters", epilog=adapters.LIST_EXAMPLES)(adapters.list_adapters)
 app.command("rollback", epilog=versions.ROLLBACK_EXAMPLES)(versions.rollback)
 app.command("delete", epilog=versions.DELETE_EXAMPLES)(versions.delete)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("load", epilog=residents.LOAD_EXAMPLES)(residents.load)
+app.command("unload", epilog=residents.UNLOAD_EXAMPLES)(residents.unload)
+app.command("pin", epilog=residents.PIN_EXAMPLES)(residents.pin)
+app.command("unpin", epilog=residents.UNPIN_EXAMPLES)(residents.unpin)
+app.command("residents", epilog=residents.RESIDENTS_EXAMPLES)(residents.residents)
+app.command("info", epilog=info.EXAMPLES)(info.info)
+app.command("top", epilog=top.EXAMPLES)(top.top)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
+app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
 app.command("digest", epilog=signing.DIGEST_EXAMPLES)(signing.digest)
 app.command("keygen", epilog=signing.KEYGEN_EXAMPLES)(signing.keygen)
 app.command("sign", epilog=signing.SIGN_EXAMPLES)(signing.sign)
 app.command("token", epilog=token.EXAMPLES)(token.token)
-app.command("top", epilog=top.EXAMPLES)(top.top)
-app.command("debug", epilog=debug.EXAMPLES)(debug.debug)
-app.command("profile", epilog=profile.EXAMPLES)(profile.profile)
-app.command("bench", epilog=bench.EXAMPLES)(bench.bench)

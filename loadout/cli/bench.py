@@ -1,4 +1,4 @@
-"""`loadout bench`: how fast a running server is, and whether it was faster before."""
+"""`loadout bench`: measures a running server, and compares with an earlier result."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from loadout.benchmark.compare import differences, verdicts
-from loadout.benchmark.measure import Figures, run
+from loadout.benchmark.compare import Verdict, differences, verdicts
+from loadout.benchmark.measure import METRICS, Figures, run
 from loadout.benchmark.result import BadResult, Result, conditions_of, parse
 from loadout.benchmark.tolerances import read_tolerances
 from loadout.benchmark.workload import Workload
 from loadout.cli import bench_adapters, options
-from loadout.cli.bench_tables import comparison_table, figures_table
 from loadout.cli.connection import Connection, connects
-from loadout.cli.failure import CommandFailed
-from loadout.cli.output import table_console
-from loadout.cli.output_file import new_file
+from loadout.cli.output import CommandFailed, new_file, new_table, table_console
 from loadout.client import Client
 from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
@@ -46,54 +44,52 @@ DEFAULTS = Workload()
 
 AdapterRefs = Annotated[
     list[str] | None,
-    typer.Option(metavar="REF", help="Ask for this one too; may be repeated. See the next."),
+    typer.Option(metavar="REF", help="Adapter to send requests for; may be repeated."),
 ]
 NumAdapters = Annotated[
-    int, typer.Option(min=0, help="Without --adapter: the first so many that are ready. 0: none.")
+    int,
+    typer.Option(min=0, help="Without --adapter: number of adapters, the first that are ready."),
 ]
-NumRequests = Annotated[int, typer.Option(min=1, help="In a round.")]
-NumInFlight = Annotated[int, typer.Option(min=1, help="At once.")]
+NumRequests = Annotated[int, typer.Option(min=1, help="Number of requests per round.")]
+NumInFlight = Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")]
 NumRounds = Annotated[
-    int, typer.Option(min=1, help="Whose medians count; one more goes before them.")
+    int, typer.Option(min=1, help="Number of measured rounds, after one for warm-up.")
 ]
-PromptChars = Annotated[int, typer.Option(min=1, help="Of each prompt.")]
-NumTokens = Annotated[int, typer.Option(min=2, help="Of each answer.")]
+PromptChars = Annotated[int, typer.Option(min=1, help="Number of characters per prompt.")]
+NumTokens = Annotated[int, typer.Option(min=2, help="Number of tokens per response.")]
 NumLoads = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Adapters to unload and load again in each round, of those that are not pinned; for "
-        "operators. 0: none.",
+        help="Number of adapters to unload and load again per round, except pinned ones; needs the "
+        "role operator.",
     ),
 ]
 BaselineFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Fail if something is slower than what --out wrote."),
+    typer.Option(metavar="FILE", help="Fail if a metric is worse than in this file of --out."),
 ]
 Tolerances = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[METRIC=]SHARE",
-        help="How much worse it may be, such as 10%, for all or one metric; may be repeated.",
+        help="How much worse a metric may be, such as 10%; may be repeated.",
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Compare with a baseline of other conditions, too.")
+    bool, typer.Option("--force", help="Compare with a baseline of other conditions.")
 ]
 OutFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the figures here, as JSON.")
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")
+    Path | None, typer.Option(metavar="FILE", help="Write the result to this file, as JSON.")
 ]
 Demo = Annotated[
-    bool, typer.Option("--demo", help="Start the demo's services for it, and stop them after.")
+    bool, typer.Option("--demo", help="Start the demo's services for it, and stop them afterwards.")
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the services are, and how to connect."""
+    """The addresses of the services, and how to connect."""
 
     inference: str
     store: str
@@ -114,7 +110,7 @@ def bench(
     tolerance: Tolerances = None,
     force: Force = False,
     out: OutFile = None,
-    as_json: AsJson = False,
+    as_json: options.Json = False,
     demo: Demo = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     store: options.Store = options.DEFAULT_STORE,
@@ -123,9 +119,9 @@ def bench(
 ) -> None:
     """Measure a running server, and compare with a baseline.
 
-    Requests for the base model and adapters, mixed, as callers see them; nothing else should run.
-    Fails if a metric is worse than the baseline by more than its tolerance, or if the baseline is
-    of another workload, model, or machine.
+    Sends mixed requests for the base model and adapters; nothing else should run. Fails if a metric
+    is worse than the baseline by more than its tolerance, or if the baseline is of another
+    workload, model or machine.
     """
     workload = Workload(requests, in_flight, rounds, prompt_chars, max_tokens, loads)
     tolerances = read_tolerances(tolerance or [])
@@ -139,7 +135,7 @@ def bench(
     if as_json:
         typer.echo(result.to_json())
     else:
-        table_console().print(figures_table(result.rounds, result.figures))
+        table_console().print(_figures_table(result.rounds, result.figures))
     if before is not None:
         _compare(before.figures, result.figures, tolerances, shows_table=not as_json)
 
@@ -176,7 +172,7 @@ def _read(path: Path) -> Result:
 
 @contextmanager
 def _demo_system() -> Iterator[Place]:
-    """The demo's services, with its adapters."""
+    """Starts the demo's services and registers its adapters."""
     try:
         with (
             tempfile.TemporaryDirectory(prefix="loadout-bench-") as folder,
@@ -192,7 +188,7 @@ def _demo_system() -> Iterator[Place]:
 
 
 def _check_conditions(before: Result, conditions: dict[str, Any], *, force: bool) -> None:
-    """Before anything is measured."""
+    """Raises CommandFailed, before anything is measured."""
     found = differences(before.conditions, conditions)
     if not found:
         return
@@ -200,7 +196,7 @@ def _check_conditions(before: Result, conditions: dict[str, Any], *, force: bool
     more = f"; and {len(found) - 6} more" if len(found) > 6 else ""
     message = f"the baseline is of other conditions: {shown}{more}"
     if not force:
-        raise CommandFailed(f"{message} (--force compares all the same)")
+        raise CommandFailed(f"{message} (--force compares anyway)")
     typer.echo(message, err=True)
 
 
@@ -222,7 +218,7 @@ def _compare(
     missing = sorted(before.keys() - now.keys())
     found = verdicts(before, now, tolerances)
     if shows_table:
-        table_console().print(comparison_table(found))
+        table_console().print(_comparison_table(found))
     worse = [each.metric for each in found if each.is_regression]
     if missing:
         raise CommandFailed(f"the baseline has {', '.join(missing)}, which was not measured now")
@@ -233,3 +229,37 @@ def _compare(
         raise CommandFailed(
             f"{len(worse)} of {len(found)} metrics are worse than the baseline: {listed}"
         )
+
+
+def _figures_table(rounds: list[Figures], medians: Figures) -> Table:
+    """Returns the median of each metric, and the range of the rounds."""
+    numbers = ("median", "lowest", "highest")
+    table = new_table("metric", *numbers, right=numbers)
+    for name, figure in medians.items():
+        values = [each[name] for each in rounds]
+        table.add_row(name, *(_format(name, value) for value in (figure, min(values), max(values))))
+    return table
+
+
+def _comparison_table(verdicts: list[Verdict]) -> Table:
+    numbers = ("baseline", "now", "change", "tolerance")
+    table = new_table("metric", *numbers, "verdict", right=numbers)
+    for each in verdicts:
+        change = (each.now - each.before) / each.before
+        verdict = "worse" if each.is_regression else "ok"
+        table.add_row(
+            each.metric,
+            _format(each.metric, each.before),
+            _format(each.metric, each.now),
+            f"{change:+.1%}",
+            f"{each.tolerance:.0%}",
+            verdict,
+            style="red" if each.is_regression else None,
+        )
+    return table
+
+
+def _format(name: str, value: float) -> str:
+    if METRICS[name].unit == "s":
+        return f"{value * 1000:.2f} ms"
+    return f"{value:.1f} {METRICS[name].unit}"

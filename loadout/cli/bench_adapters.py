@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from loadout.cli.failure import CommandFailed
+from loadout.cli.output import CommandFailed
 from loadout.client import Client
 from loadout.errors import PermissionDenied
 from loadout.types import Adapter, ImageState

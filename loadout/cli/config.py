@@ -1,4 +1,4 @@
-"""What a command takes from the environment and must not be an option: those show in `ps`."""
+"""What commands read from the environment beside their options."""
 
 from __future__ import annotations
 
@@ -6,5 +6,10 @@ import os
 
 
 def environment_token() -> str:
-    """LOADOUT_TOKEN, "" if it is not set."""
+    """Returns LOADOUT_TOKEN, "" if it is not set. A token is no option: options show in `ps`."""
     return os.environ.get("LOADOUT_TOKEN", "").strip()
+
+
+def environment_store() -> str:
+    """Returns LOADOUT_STORE, "" if it is not set, for commands that have no --store."""
+    return os.environ.get("LOADOUT_STORE", "").strip()

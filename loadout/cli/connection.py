@@ -1,4 +1,4 @@
-"""How a command connects: the options for token and TLS that all of them share."""
+"""How a command connects: the options for token and TLS that all commands share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ import typer
 
 from loadout._routing import addresses
 from loadout._routing.metadata import DEFAULT_TENANT
+from loadout._routing.replicas import Endpoint
+from loadout._rpc import threads
 from loadout.aio import AsyncClient
 from loadout.cli.config import environment_token
-from loadout.cli.failure import CommandFailed
+from loadout.cli.output import CommandFailed
 from loadout.client import Client
-from loadout.security import TlsConfig
+from loadout.security import ChannelOptions, TlsConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The options' values. TLS is used as soon as one of its options is given."""
+    """The values of the options. Any option of TLS turns TLS on."""
 
     tenant: str = DEFAULT_TENANT
     token_file: Path | None = None
@@ -34,12 +36,23 @@ class Connection:
     allow_insecure_token: bool = False
 
     def client(self, **arguments: Any) -> Client:
-        """A Client of these `arguments`, with token and TLS. Raises CommandFailed or
+        """Returns a Client of these `arguments`, with token and TLS. Raises CommandFailed or
         LoadoutError."""
         return Client(**self._arguments(), **arguments)
 
+    def replica_client(self, replica: Endpoint, **arguments: Any) -> Client:
+        """Returns a client of one replica, which is known by an IP address where several share a
+        name."""
+
+        def open_channel(address: str, credentials: Any, options: ChannelOptions) -> Any:
+            if credentials is not None and replica.server_name:
+                options = (*options, ("grpc.ssl_target_name_override", replica.server_name))
+            return threads.open_channel(address, credentials, options)
+
+        return self.client(inference=replica.address, channel_factory=open_channel, **arguments)
+
     def async_client(self, **arguments: Any) -> AsyncClient:
-        """The same for asyncio."""
+        """Returns the same for asyncio."""
         return AsyncClient(**self._arguments(), **arguments)
 
     def _arguments(self) -> dict[str, Any]:
@@ -66,17 +79,23 @@ class Connection:
         return token
 
 
-def only_replica(inference: str) -> str:
-    """The address of --inference, for a command that is about one replica. Raises CommandFailed if
-    it stands for several, of which any might answer."""
+def replicas_of(inference: str) -> list[Endpoint]:
+    """Returns the replicas that --inference stands for. Raises CommandFailed."""
     targets = addresses.split("inference", inference)
     if len(targets) == 1 and addresses.is_name(targets[0]):
-        with contextlib.suppress(OSError, ValueError):  # which a call will tell of
-            targets = [endpoint.address for endpoint in addresses.resolve(targets[0])]
-    if len(targets) > 1:
+        with contextlib.suppress(OSError, ValueError):  # which the call will report
+            return addresses.resolve(targets[0])
+    return [Endpoint(target) for target in targets]
+
+
+def only_replica(inference: str) -> str:
+    """Returns the address of --inference, for a command that is about one replica. Raises
+    CommandFailed if it stands for several, of which any might answer."""
+    found = [each.address for each in replicas_of(inference)]
+    if len(found) > 1:
         raise CommandFailed(
-            f"--inference: {inference} stands for {len(targets)} replicas, and this is about one: "
-            f"name one of {', '.join(targets)}"
+            f"--inference: {inference} stands for {len(found)} replicas, and this is about one: "
+            f"name one of {', '.join(found)}"
         )
     return inference
 
@@ -87,8 +106,8 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TENANT",
             metavar="TENANT",
-            help="Whose an adapter's name without a tenant is, for the choice of a replica: the "
-            "first tenant of the token.",
+            help="Tenant of adapter names without one, for the choice of a replica: the token's "
+            "first tenant.",
         ),
     ],
     "token_file": Annotated[
@@ -96,13 +115,13 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TOKEN_FILE",
             metavar="FILE",
-            help="File with the bearer token. Without it: LOADOUT_TOKEN, if that is set.",
+            help="File with the bearer token. Default: the token in LOADOUT_TOKEN, if it is set.",
         ),
     ],
     "tls": Annotated[
         bool,
         typer.Option(
-            "--tls", envvar="LOADOUT_TLS", help="Connect with TLS, to public authorities."
+            "--tls", envvar="LOADOUT_TLS", help="Connect with TLS and trust public authorities."
         ),
     ],
     "tls_ca": Annotated[
@@ -110,7 +129,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TLS_CA",
             metavar="FILE",
-            help="Connect with TLS to services that these CA certificates vouch for, PEM.",
+            help="Connect with TLS and trust these CA certificates, PEM.",
         ),
     ],
     "tls_cert": Annotated[
@@ -118,7 +137,7 @@ _OPTIONS: dict[str, Any] = {
         typer.Option(
             envvar="LOADOUT_TLS_CERT",
             metavar="FILE",
-            help="Own certificate, for services that ask for one, PEM.",
+            help="Client certificate, for services that require one, PEM.",
         ),
     ],
     "tls_key": Annotated[
@@ -133,7 +152,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def connects(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of a connection; its parameter `connection` gets their values."""
+    """Adds the options of a connection to a command, which gets their values as `connection`."""
     hints = get_type_hints(command, include_extras=True)
     own = [
         parameter.replace(annotation=hints[parameter.name])

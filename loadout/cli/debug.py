@@ -1,28 +1,32 @@
-"""`loadout debug`: one archive of what helps to find out what is wrong."""
+"""`loadout debug`: one archive of diagnostics for an incident."""
 
 from __future__ import annotations
 
+import io
+import json
 import platform
+import re
 import sys
+import tarfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
 from loadout._routing.addresses import split
-from loadout.cli import archive, options
-from loadout.cli.archive import Member
+from loadout.cli import options
 from loadout.cli.connection import Connection, connects
-from loadout.cli.failure import CommandFailed
-from loadout.cli.output_file import stamp
+from loadout.cli.output import CommandFailed, new_file, time_stamp
 from loadout.errors import LoadoutError
 from loadout.retry import RetryPolicy
+from loadout.types import DebugPart
 
 EXAMPLES = """\b
 Examples:
@@ -31,14 +35,26 @@ Examples:
 """
 
 TIMEOUT_S = 60.0
-"""More than all parts of a service may take together."""
+"""Longer than all parts of a service may take together."""
 RETRY = RetryPolicy(max_attempts=1)
-"""What does not answer now is what one wants to know."""
+"""A service that does not answer now is a finding."""
+MAX_PART_BYTES = 32 << 20
+MAX_PARTS = 64
+"""Limit per service. Ours have about ten; what answers in their place is not trusted."""
+_NAME = re.compile(r"[a-z0-9_]{1,40}\.(json|txt)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a service answered; `why` it told nothing, or not all."""
+class Member:
+    """A file in the archive."""
+
+    path: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a service answered; `why` something is missing."""
 
     folder: str
     address: str
@@ -51,69 +67,74 @@ class Asked:
 def debug(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The archive. Default: loadout-debug-TIME.tar.gz, here."),
+        typer.Option(
+            metavar="FILE",
+            help="Archive to write. Default: loadout-debug-TIME.tar.gz in this folder.",
+        ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="For each service to answer.")
+        float, typer.Option(min=1, metavar="SECONDS", help="Timeout of each service.")
     ] = TIMEOUT_S,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
 ) -> None:
-    """Collect what helps to find out what is wrong.
+    """Collect diagnostics of both services in one archive.
 
-    Of both services: settings, versions, slots and extents, residency, queue, work in progress,
-    metrics and the last errors. Neither secrets nor prompts are in it. Needs the roles operator and
-    admin for all tenants; what a service does not tell, the archive says why.
+    Settings, versions, slots and extents, residency, queue, work in progress, metrics and the last
+    errors; neither secrets nor prompts. Needs the roles operator and admin for all tenants. Where a
+    service does not answer, the archive says why.
     """
-    name = f"loadout-debug-{stamp()}"
+    name = f"loadout-debug-{time_stamp()}"
     path = out or Path(f"{name}.tar.gz")
-    asked = _ask_all(inference, store, connection, timeout)
-    members = [archive.json_member("client.json", _client_facts(asked))]
-    members += [member for each in asked for member in each.members]
-    size_bytes = archive.write(path, name, members)
+    reports = _collect_all(inference, store, connection, timeout)
+    members = [_json_member("client.json", _client_facts(reports))]
+    members += [member for each in reports for member in each.members]
+    size_bytes = _write(path, name, members)
     typer.echo(f"{path} ({decimal(size_bytes)})")
-    for each in asked:
+    for each in reports:
         if each.why:
             typer.echo(f"{each.folder} at {each.address}: {each.why}", err=True)
-    if all(each.why for each in asked):
+    if all(each.why for each in reports):
         raise CommandFailed("no service answered; the archive says why")
 
 
-def _ask_all(inference: str, store: str, connection: Connection, timeout_s: float) -> list[Asked]:
-    """At once, so that one that hangs costs no more than its own timeout."""
+def _collect_all(
+    inference: str, store: str, connection: Connection, timeout_s: float
+) -> list[Report]:
+    """Asks all at once, so that one that hangs costs no more than its own timeout."""
     replicas = split("inference", inference)
     jobs = [("store", "store", store)]
     for index, address in enumerate(replicas):
         folder = "inference" if len(replicas) == 1 else f"inference-{index}"
         jobs.append((folder, "inference", address))
 
-    def ask(job: tuple[str, str, str]) -> Asked:
-        return _ask(*job, connection=connection, timeout_s=timeout_s)
+    def collect(job: tuple[str, str, str]) -> Report:
+        return _collect(*job, connection=connection, timeout_s=timeout_s)
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(ask, jobs))
+        return list(pool.map(collect, jobs))
 
 
-def _ask(
+def _collect(
     folder: str, kind: str, address: str, *, connection: Connection, timeout_s: float
-) -> Asked:
+) -> Report:
     start_s = time.monotonic()
     members: list[Member] = []
     why = ""
     try:
         with connection.client(**{kind: address}, retry=RETRY) as client:
-            ask = client.store_debug_info if kind == "store" else client.server_debug_info
-            for part in islice(ask(timeout_s=timeout_s), archive.MAX_PARTS):
-                members.append(archive.member_of(folder, part))
+            stream = client.store_debug_info if kind == "store" else client.server_debug_info
+            for part in islice(stream(timeout_s=timeout_s), MAX_PARTS):
+                members.append(_member_of(folder, part))
     except (LoadoutError, CommandFailed) as error:
         why = f"{type(error).__name__}: {error}"
-        members.append(archive.failure(f"{folder}/rest" if members else folder, why))
-    return Asked(folder, address, members, time.monotonic() - start_s, why)
+        members.append(_missing(f"{folder}/rest" if members else folder, why))
+    return Report(folder, address, members, time.monotonic() - start_s, why)
 
 
-def _client_facts(asked: list[Asked]) -> dict[str, object]:
+def _client_facts(reports: list[Report]) -> dict[str, object]:
     services = [
         {
             "folder": each.folder,
@@ -121,7 +142,7 @@ def _client_facts(asked: list[Asked]) -> dict[str, object]:
             "seconds": each.seconds,
             "why": each.why,
         }
-        for each in asked
+        for each in reports
     ]
     return {
         "loadout": version("loadout"),
@@ -129,3 +150,33 @@ def _client_facts(asked: list[Asked]) -> dict[str, object]:
         "system": platform.platform(),
         "services": services,
     }
+
+
+def _member_of(folder: str, part: DebugPart) -> Member:
+    """Returns the file of a part; without content it says why."""
+    if not _NAME.fullmatch(part.name):
+        return _missing(f"{folder}/part", "a part with a bad name")
+    path = f"{folder}/{part.name}"
+    if part.error or len(part.content) > MAX_PART_BYTES:
+        return _missing(path, part.error or f"more than {MAX_PART_BYTES} bytes")
+    return Member(path, part.content)
+
+
+def _missing(path: str, why: str) -> Member:
+    """Returns a file that stands in place of `path`."""
+    return Member(f"{path}.missing.txt", f"{why}\n".encode())
+
+
+def _json_member(path: str, value: Any) -> Member:
+    return Member(path, json.dumps(value, indent=1, default=str).encode())
+
+
+def _write(path: Path, folder: str, members: Iterable[Member]) -> int:
+    """Writes a tar.gz with everything in `folder`. Returns its size in bytes; raises OSError."""
+    with new_file(path) as file:
+        with tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive:
+            for member in members:
+                info = tarfile.TarInfo(f"{folder}/{member.path}")
+                info.size, info.mode, info.mtime = len(member.content), 0o600, int(time.time())
+                archive.addfile(info, io.BytesIO(member.content))
+        return file.tell()

@@ -17,8 +17,7 @@ import typer
 from rich.console import Console
 
 from loadout.cli import options
-from loadout.cli.failure import CommandFailed
-from loadout.cli.output import table_console
+from loadout.cli.output import CommandFailed, table_console
 from loadout.client import Client
 from loadout.demo.adapters import MODEL, register_all
 from loadout.demo.jobs import BASE_MODEL, prompt

@@ -8,6 +8,7 @@ import typer
 
 from loadout._rpc.calls import Prompt
 from loadout.cli import options
+from loadout.cli.completion import adapter_names
 from loadout.cli.connection import Connection, connects
 from loadout.types import ChatMessage, Chunk, SamplingParams
 
@@ -23,29 +24,32 @@ AdapterRef = Annotated[
     str,
     typer.Option(
         metavar="REF",
-        help="[tenant/]name[@version] or sha256:<hex>. Without it: the plain base model.",
+        help="[tenant/]name[@version] or sha256:<hex>. Default: the base model.",
+        autocompletion=adapter_names,
     ),
 ]
 Chat = Annotated[
-    bool, typer.Option("--chat", help="Wrap TEXT as a user's message in the chat template.")
+    bool, typer.Option("--chat", help="Send TEXT as a user's message through the chat template.")
 ]
 MaxTokens = Annotated[
     int | None, typer.Option(min=1, help="Most tokens to generate. Default: the server's.")
 ]
-Temperature = Annotated[float | None, typer.Option(min=0, help="0: always the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus to sample from.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.")]
+Temperature = Annotated[
+    float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")
+]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Probability mass to sample from.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the sampling: the same seed gives the same text.")
+]
 Stop = Annotated[
     list[str] | None, typer.Option(help="Text that ends the generation; may be repeated.")
 ]
 MinRevision = Annotated[
-    int, typer.Option(min=0, help="Use the adapter as of this revision, which `register` printed.")
+    int, typer.Option(min=0, help="Least revision of the catalog to use, as `register` printed it.")
 ]
-Stats = Annotated[
-    bool, typer.Option("--stats", help="Say on stderr what was used and how long it took.")
-]
+Stats = Annotated[bool, typer.Option("--stats", help="Print usage and timings to stderr.")]
 Timeout = Annotated[
-    float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
+    float | None, typer.Option(min=0, metavar="SECONDS", help="Timeout of the request.")
 ]
 
 

@@ -23,3 +23,4 @@ Inference = Annotated[
         help="Address of the inference service; several replicas are separated by commas.",
     ),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

@@ -1,13 +1,84 @@
-"""Where commands print tables."""
+"""What commands print and write: tables, JSON, files, and the one line of a failure."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import typer
 from rich.console import Console
+from rich.table import Table
+
+from loadout.errors import LoadoutError
+from loadout.types import Adapter
 
 PIPED_WIDTH = 160
-"""Columns when nobody looks: in a pipe or a log a table must not be cut to a terminal's 80."""
+"""Columns in a pipe or a log, where a table must not be cut to a terminal's 80."""
+
+
+class CommandFailed(Exception):
+    """Ends the command with exit code 1; the message is what the user reads."""
 
 
 def table_console() -> Console:
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+
+
+def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Returns a table without borders; the columns in `right` are aligned right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def to_json(value: Any) -> Any:
+    """Returns the client's types as JSON has them: their fields are the keys."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            each.name: to_json(getattr(value, each.name)) for each in dataclasses.fields(value)
+        }
+        return {"ref": value.ref, **fields} if isinstance(value, Adapter) else fields
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, LoadoutError):
+        return {"error": str(value), "code": value.code}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(each) for each in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(to_json(value), indent=1))
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file that only its owner may read, and that appears complete or not at all. Raises
+    OSError."""
+    number, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            yield file
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def time_stamp() -> str:
+    """Returns the time for the name of a file."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")

@@ -10,8 +10,7 @@ from rich.filesize import decimal
 
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
-from loadout.cli.failure import CommandFailed
-from loadout.cli.output_file import new_file, stamp
+from loadout.cli.output import CommandFailed, new_file, time_stamp
 from loadout.retry import RetryPolicy
 
 EXAMPLES = """\b
@@ -23,22 +22,26 @@ Examples:
 NUM_STEPS = 20
 MAX_STEPS = 200
 WRITE_S = 120.0
-"""For the trace to be written and sent, once its steps have run."""
+"""Time for the trace to be written and sent, once its steps have run."""
 
 
 @connects
 def profile(
     steps: Annotated[
-        int, typer.Option(min=1, max=MAX_STEPS, help="How many steps to trace.")
+        int, typer.Option(min=1, max=MAX_STEPS, help="Number of steps to trace.")
     ] = NUM_STEPS,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The trace. Default: loadout-profile-TIME.json.gz, here."
+            metavar="FILE",
+            help="Trace to write. Default: loadout-profile-TIME.json.gz in this folder.",
         ),
     ] = None,
     wait: Annotated[
-        float, typer.Option(min=0.1, max=300, metavar="SECONDS", help="For so many steps to run.")
+        float,
+        typer.Option(
+            min=0.1, max=300, metavar="SECONDS", help="Time to wait for the steps to run."
+        ),
     ] = 30.0,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     *,
@@ -50,9 +53,9 @@ def profile(
     on a GPU its kernels. Requests go on meanwhile. Needs the role operator for all tenants.
     """
     replica = only_replica(inference)
-    path = out or Path(f"loadout-profile-{stamp()}.json.gz")
+    path = out or Path(f"loadout-profile-{time_stamp()}.json.gz")
     num_steps = size_bytes = 0
-    # Another attempt would trace other steps, and a second time.
+    # A second attempt would trace other steps.
     with (
         connection.client(inference=replica, retry=RetryPolicy(max_attempts=1)) as client,
         client.profile(steps, wait_s=wait, timeout_s=wait + WRITE_S) as pieces,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from loadout.cli.failure import CommandFailed
+from loadout.cli.output import CommandFailed
 from loadout.signing import SigningKey, format_signature
 
 KEYGEN_EXAMPLES = """\b
@@ -33,23 +33,26 @@ Examples:
 
 KeyId = Annotated[
     str,
-    typer.Option(metavar="NAME", help="The key's name in the store's policy, if not the file's."),
+    typer.Option(
+        metavar="NAME", help="Name of the key in the store's policy. Default: the file's name."
+    ),
 ]
 
 
 def keygen(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Where to keep the private key, named for it.")
+        Path,
+        typer.Argument(metavar="FILE", help="File to write the private key to; names the key."),
     ],
 ) -> None:
     """Make a key to sign adapters with.
 
-    Prints what the store's policy file needs in order to trust it; the private key is not shown.
+    Prints the lines for the store's policy file; the private key is not printed.
     """
     try:
         key = SigningKey.create(file)
     except FileExistsError as error:
-        raise CommandFailed(f"{file} exists: a key is never written over") from error
+        raise CommandFailed(f"{file} exists: keys are not overwritten") from error
     # A name with a dot in it would be two tables of TOML.
     typer.echo(f'[keys."{key.key_id}"]')
     typer.echo(f'ed25519 = "{key.public_key}"')
@@ -59,9 +62,9 @@ def keygen(
 def digest(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder as PEFT saves one.")],
 ) -> None:
-    """Print the digest that a store gives to an adapter.
+    """Print the digest of a local adapter.
 
-    It is computed here, from the files, after the same checks.
+    The files are checked as the store checks them.
     """
     typer.echo(compute_digest(folder))
 
@@ -70,7 +73,7 @@ def sign(
     what: Annotated[
         str, typer.Argument(metavar="DIR|DIGEST", help="A folder as PEFT saves one, or a digest.")
     ],
-    key: Annotated[Path, typer.Option(metavar="FILE", help="The private key, from keygen.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key, from `loadout keygen`.")],
     key_id: KeyId = "",
 ) -> None:
     """Sign an adapter.
@@ -83,7 +86,7 @@ def sign(
 
 
 def compute_digest(folder: Path) -> str:
-    """Asks the store's own code, in a process of its own. Raises CommandFailed."""
+    """Runs the store's own code in a process. Raises CommandFailed."""
     done = subprocess.run(
         [sys.executable, "-m", "adapter_store", "digest", str(folder)],
         stdin=subprocess.DEVNULL,

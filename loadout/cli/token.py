@@ -1,4 +1,4 @@
-"""`loadout token`: a fresh token, and what the services have to know of it."""
+"""`loadout token`: a new token, and its lines for the services' policy files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}|\*")
 
 
 class Role(StrEnum):
-    """Of the adapter store: reader to admin. Of the inference service: caller and operator."""
+    """The roles of the adapter store (reader to admin) and of the inference service."""
 
     READER = "reader"
     PUBLISHER = "publisher"
@@ -36,24 +36,23 @@ class Role(StrEnum):
 
 def token(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Who it is for; audit lines carry it.")
+        str, typer.Argument(metavar="NAME", help="Name of the token; it appears in audit logs.")
     ],
     role: Annotated[
-        list[Role] | None, typer.Option(help="May be repeated. Default: reader.")
+        list[Role] | None, typer.Option(help="Role; may be repeated. Default: reader.")
     ] = None,
     tenant: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TENANT",
-            help='May be repeated; "*" is all. The first is meant by names without a tenant. '
+            help='Tenant; may be repeated; "*" is all. The first completes names without one. '
             "Default: default.",
         ),
     ] = None,
 ) -> None:
     """Make a bearer token.
 
-    The lines for the policy file go to stdout. The token goes to stderr, this once: nothing keeps
-    it.
+    The lines for the policy file go to stdout, the token to stderr. It is stored nowhere.
     """
     if not _NAME.fullmatch(name):
         raise typer.BadParameter(f"{name!r} is not of the form {_NAME.pattern}", param_hint="NAME")
@@ -70,7 +69,7 @@ def token(
 
 
 def policy_lines(name: str, token: str, roles: list[str], tenants: list[str]) -> str:
-    """The token's table in a policy file."""
+    """Returns the token's table in a policy file."""
     key = name if "." not in name else json.dumps(name)
     return (
         f"[tokens.{key}]\n"

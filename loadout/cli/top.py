@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from rich.live import Live
 
 from loadout.cli import options
 from loadout.cli.connection import Connection, connects, only_replica
-from loadout.cli.failure import CommandFailed
-from loadout.cli.output import table_console
-from loadout.cli.top_view import MAX_RESIDENTS, Look, render
+from loadout.cli.output import CommandFailed, print_json, table_console
+from loadout.cli.top_overview import Sample, overview
+from loadout.cli.top_view import MAX_RESIDENTS, View
 from loadout.client import Client
 from loadout.errors import LoadoutError
 from loadout.prometheus import scrape
@@ -24,7 +25,7 @@ EXAMPLES = """\b
 Examples:
   loadout top
   loadout top --once
-  loadout top --interval 10 | tee -a top.log
+  loadout top --json | jq .traffic.rates
 """
 
 TIMEOUT_S = 3.0
@@ -35,11 +36,14 @@ T = TypeVar("T")
 @connects
 def top(
     once: Annotated[
-        bool, typer.Option("--once", help="Print one look and end; so it does in a pipe.")
+        bool, typer.Option("--once", help="Print one view and end, as in a pipe.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two samples.")
     ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one sample as JSON and end.")
+    ] = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     inference_metrics: Annotated[
         str,
@@ -55,45 +59,52 @@ def top(
 ) -> None:
     """Watch one replica and the store live.
 
-    Throughput, queue, latencies, memory, tiers, loads in progress, the busiest and the resident
-    adapters, and the store with its replicas. Rates are of the time between two looks.
+    Throughput, queue, latencies, memory, tiers, loads in progress, the busiest resident adapters,
+    and the store with its replicas. Rates are of the time between two samples.
     """
     console = table_console()
     replica = only_replica(inference)
+    view = View(replica)
     with (
         connection.client(inference=replica, store=store, timeout_s=TIMEOUT_S) as client,
         ThreadPoolExecutor(4) as pool,
     ):
-        before = look(client, inference_metrics, pool)
-        if once or not sys.stdout.isatty():
+        before = take_sample(client, inference_metrics, pool)
+        if once or as_json or not sys.stdout.isatty():
             if not isinstance(before.metrics, LoadoutError):
                 time.sleep(interval)
-            now = look(client, inference_metrics, pool)
-            console.print(render(now, before))
-            if failure := next((p for p in now.parts if isinstance(p, LoadoutError)), None):
-                raise CommandFailed(str(failure))
+            now = take_sample(client, inference_metrics, pool)
+            if as_json:
+                print_json(overview(now, before))
+            else:
+                console.print(view.update(overview(now, before)))
+            if now.errors:
+                raise CommandFailed(str(now.errors[0]))
             return
-        with Live(render(before), console=console, auto_refresh=False) as live:
+        first = dataclasses.replace(view.update(overview(before)), fills=True)
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            live.refresh()
             while True:
                 time.sleep(interval)
-                now = look(client, inference_metrics, pool)
-                live.update(render(now, before), refresh=True)
+                now = take_sample(client, inference_metrics, pool)
+                screen = dataclasses.replace(view.update(overview(now, before)), fills=True)
+                live.update(screen, refresh=True)
                 before = now
 
 
-def look(client: Client, inference_metrics: str, pool: ThreadPoolExecutor) -> Look:
-    """All is asked at once: what does not answer holds up nothing else."""
-    server = pool.submit(_ask, client.server_info)
-    residents = pool.submit(_ask, lambda: client.residents(MAX_RESIDENTS))
-    metrics = pool.submit(_ask, lambda: scrape(inference_metrics))
-    store = pool.submit(_ask, client.store_status)
-    return Look(
+def take_sample(client: Client, inference_metrics: str, pool: ThreadPoolExecutor) -> Sample:
+    """Reads everything at once: what does not answer delays nothing else."""
+    server = pool.submit(_try, client.server_info)
+    residents = pool.submit(_try, lambda: client.residents(MAX_RESIDENTS))
+    metrics = pool.submit(_try, lambda: scrape(inference_metrics))
+    store = pool.submit(_try, client.store_status)
+    return Sample(
         server.result(), residents.result(), metrics.result(), store.result(), time.monotonic()
     )
 
 
-def _ask(question: Callable[[], T]) -> T | LoadoutError:
+def _try(read: Callable[[], T]) -> T | LoadoutError:
     try:
-        return question()
+        return read()
     except LoadoutError as error:
         return error

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
 
 from loadout.cli import options
+from loadout.cli.completion import AdapterName
 from loadout.cli.connection import Connection, connects
-from loadout.cli.output import table_console
+from loadout.cli.output import new_table, print_json, table_console
 from loadout.client import Client
 from loadout.types import Adapter
 
@@ -27,52 +27,56 @@ Examples:
   loadout delete acme/support --version 2
 """
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="[tenant/]name of the adapter.")]
 
-
-def list_versions(name: str, client: Client) -> None:
+def list_versions(name: str, client: Client, *, as_json: bool) -> None:
     """Prints a name's versions, newest first; closes the client."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("adapter", "recorded", "by", "source", "size", "digest", "state"):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     with client:
-        page = client.version_page(name)
-        while True:
-            for adapter in page.adapters:
-                table.add_row(*_cells(adapter, page.current_version))
-            if not page.next_page_token:
-                break
-            page = client.version_page(name, page_token=page.next_page_token)
+        pages = [client.version_page(name)]
+        while token := pages[-1].next_page_token:
+            pages.append(client.version_page(name, page_token=token))
+    versions = [adapter for page in pages for adapter in page.adapters]
+    current = pages[-1].current_version
+    if as_json:
+        print_json({"current_version": current, "versions": versions})
+        return
+    columns = ("adapter", "recorded", "by", "source", "size", "digest", "state")
+    table = new_table(*columns, right=("size",))
+    for adapter in versions:
+        table.add_row(*_cells(adapter, current))
     table_console().print(table)
 
 
 @connects
 def rollback(
-    name: Name,
+    name: AdapterName,
     version: Annotated[
-        int, typer.Argument(metavar="VERSION", min=1, help="The one to go back to.")
+        int, typer.Argument(metavar="VERSION", min=1, help="Version to make current.")
     ],
     if_current_digest: Annotated[
-        str, typer.Option(metavar="DIGEST", help="Refuse unless the name points to this one now.")
+        str, typer.Option(metavar="DIGEST", help="Digest that the name must point to now.")
     ] = "",
+    as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,
     connection: Connection,
 ) -> None:
     """Make an older version current again.
 
-    Also one that was deleted, as long as its grace lasts.
+    A deleted version can be restored until its grace period ends.
     """
     with connection.client(store=store) as client:
         result = client.rollback(name, version, if_current_digest=if_current_digest)
+    if as_json:
+        print_json(result)
+        return
     typer.echo(f"{result.adapter.ref} {result.adapter.digest} at revision {result.revision}")
 
 
 @connects
 def delete(
-    name: Name,
+    name: AdapterName,
     version: Annotated[
-        int, typer.Option(metavar="VERSION", min=0, help="Only this one; the default is all.")
+        int, typer.Option(metavar="VERSION", min=0, help="Version to delete. Default: all.")
     ] = 0,
     store: options.Store = options.DEFAULT_STORE,
     *,
@@ -80,7 +84,7 @@ def delete(
 ) -> None:
     """Delete an adapter, or one version of it.
 
-    Running requests finish; `loadout rollback` brings it back as long as its grace lasts.
+    Running requests finish; `loadout rollback` restores it until its grace period ends.
     """
     with connection.client(store=store) as client:
         revision = client.delete(name, version)

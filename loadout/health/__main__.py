@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import grpc
-
-from loadout.health import is_serving
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -20,33 +19,65 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--key", type=Path, help="private key of --cert, PEM")
     parser.add_argument("--server-name", default="", help="name that the certificate must be for")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait")
-    found = parser.parse_args(arguments)
-    if (found.cert is None) != (found.key is None):
+    parsed = parser.parse_args(arguments)
+    if (parsed.cert is None) != (parsed.key is None):
         parser.error("--cert and --key go together")
-    if found.cert and not found.ca:
+    if parsed.cert and not parsed.ca:
         parser.error("--cert needs --ca")
-    return found
+    return parsed
+
+
+def is_serving(
+    address: str,
+    *,
+    service: str = "",
+    ca: bytes | None = None,
+    identity: tuple[bytes, bytes] | None = None,
+    server_name: str = "",
+    timeout_s: float = 5.0,
+) -> bool:
+    """Returns whether the server at `address` (host:port) is SERVING `service`; "" means all.
+
+    `ca` None means without TLS. `identity` is a client certificate chain and its key, PEM.
+    `server_name` is the name that the certificate must be for, if not the address's host. Raises
+    grpc.RpcError where nothing answers, or the service is unknown.
+    """
+    options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    if ca is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        chain, key = identity or (None, None)
+        credentials = grpc.ssl_channel_credentials(ca, key, chain)
+        channel = grpc.secure_channel(address, credentials, options=options)
+    with channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def main(arguments: list[str]) -> int:
-    wanted = parse_arguments(arguments)
+    options = parse_arguments(arguments)
     try:
         serves = is_serving(
-            wanted.address,
-            service=wanted.service,
-            ca=wanted.ca.read_bytes() if wanted.ca else None,
-            identity=(wanted.cert.read_bytes(), wanted.key.read_bytes()) if wanted.cert else None,
-            server_name=wanted.server_name,
-            timeout_s=wanted.timeout,
+            options.address,
+            service=options.service,
+            ca=options.ca.read_bytes() if options.ca else None,
+            identity=(options.cert.read_bytes(), options.key.read_bytes())
+            if options.cert
+            else None,
+            server_name=options.server_name,
+            timeout_s=options.timeout,
         )
     except OSError as error:
         print(f"--ca, --cert or --key: {error}", file=sys.stderr)
         return 1
     except grpc.RpcError as error:
-        print(f"{wanted.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+        print(f"{options.address}: {error.code().name}: {error.details()}", file=sys.stderr)
         return 1
     if not serves:
-        print(f"{wanted.address}: not serving", file=sys.stderr)
+        print(f"{options.address}: not serving", file=sys.stderr)
     return 0 if serves else 1
 
 

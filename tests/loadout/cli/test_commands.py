@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import os
 import pty
 import subprocess
@@ -21,8 +22,9 @@ from loadout.inference.v1 import inference_pb2 as inference_pb
 COMMANDS = (
     *("demo", "up", "store", "serve"),
     *("register", "adapters", "rollback", "delete", "generate"),
+    *("load", "unload", "pin", "unpin", "residents"),
+    *("info", "top", "bench", "debug", "profile"),
     *("digest", "keygen", "sign", "token"),
-    *("top", "debug", "profile", "bench"),
 )
 
 
@@ -51,7 +53,7 @@ def test_help_has_examples(run, command):
 def test_no_command_shows_all_of_them(run):
     code, out, err = run()
     assert (code, err) == (0, "")
-    listed = out.partition("Commands:\n")[2].splitlines()
+    listed = out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert tuple(line.split()[0] for line in listed) == COMMANDS
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
@@ -298,14 +300,13 @@ def test_top_once(run, running_system, metrics_address):
     code, out, err = run("top", "--once", "--inference-metrics", metrics_address)
     assert (code, err) == (0, "")
     for text in (
-        "llama  float32 on cpu with native avx2\n",
-        "arena  50 bytes of 200 bytes        25%",
-        "total  200 bytes of at most 1.0 kB  20%",
-        "requests  2 running, 1 waiting",
+        "llama  float32 on cpu with native avx2",
+        "25%  50 bytes of 200 bytes",
+        "20%  200 bytes of at most 1.0 kB",
         "default/a@1",
-        "store  7 adapters, 0 layouts, revision 12",
+        "7 adapters, 0 layouts, revision 12",
         "hit rate 75%",
-        "no look-ups",
+        "no lookups",
     ):
         assert text in out
 
@@ -344,3 +345,46 @@ def test_demo_without_its_extra(run, monkeypatch, command):
     code, out, err = run(command)
     assert (code, out) == (1, "")
     assert err == "loadout: the demo runs an S3 server: pip install 'loadout[demo]'\n"
+
+
+def test_json_of_tables(run, fake_store, registered):
+    adapter = registered.adapter
+    fake_store.on("ListAdapters", store_pb.ListAdaptersResponse(adapters=[adapter]))
+    fake_store.on(
+        "ListVersions", store_pb.ListVersionsResponse(adapters=[adapter], current_version=3)
+    )
+    fake_store.on("RegisterAdapter", registered)
+    [listed] = json.loads(run("adapters", "--json")[1])
+    assert (listed["ref"], listed["rank"], listed["labels"]) == ("default/a@3", 8, {})
+    versions = json.loads(run("adapters", "--versions", "a", "--json")[1])
+    assert versions == {"current_version": 3, "versions": [listed]}
+    made = json.loads(run("register", "a", "s3://b/p", "--json")[1])
+    assert made == {"adapter": listed, "revision": 41}
+
+
+def test_info(run, running_system):
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert ["inference", "base", "model", "llama"] in rows
+    assert ["store", "adapters", "7"] in rows
+    found = json.loads(run("info", "--json")[1])
+    assert found["server"]["limits"]["memory_bytes"] == 1000
+    assert found["store"]["revision"] == 12
+
+
+def test_info_of_what_does_not_answer(run, running_system):
+    code, out, err = run("info", "--json", "--store", "127.0.0.1:1")
+    assert code == 1
+    found = json.loads(out)
+    assert found["server"]["base_model"] == "llama"
+    assert found["store"]["code"] == "UNAVAILABLE"
+    assert "127.0.0.1:1" in err
+
+
+def test_top_json(run, running_system, metrics_address):
+    code, out, err = run("top", "--json", "--inference-metrics", metrics_address)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["traffic"]["running"], found["traffic"]["waiting"]) == (2, 1)
+    assert found["residents"][0]["names"] == ["default/a@1"]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 
 import pytest
 from rich.console import Console
 
 from loadout import types
-from loadout.cli.top_view import MAX_RESIDENTS, Look, render
+from loadout.cli.output import to_json
+from loadout.cli.top_overview import Sample, overview
+from loadout.cli.top_view import MAX_RESIDENTS, SPARKS, View, bar, sparkline
 from loadout.errors import StreamLost
 from loadout.prometheus import Metrics, parse, quantile
 
 DEAD = StreamLost("Socket closed", code="UNAVAILABLE")
 TIER = types.TierStatus(1, 2, 3, 3, 1, 0)
 STORE = types.StoreStatus("0", 5, 100_000, 1, TIER, TIER, 7, 0)
+LIMITS = types.ServerLimits(64, 4, 8, 8, 64, 16, 1000)
+SERVER = types.ServerInfo(
+    "llama", "llama", "float32", "cpu", "", LIMITS, (types.MemoryUse("arena", 50, 200),), {}, ""
+)
 PREFIX = "loadout_inference_"
 
 
 def scraped(tokens: float, num_adapters: int = 2, observed: tuple[int, int] = (0, 0)) -> Metrics:
-    """`observed`: of the first token, at most 10 ms and at most 100 ms."""
+    """`observed`: numbers of first tokens within 10 ms and within 100 ms."""
     lines = [
         f"{PREFIX}sampled_tokens_total {tokens}",
         f'{PREFIX}requests_total{{finish_reason="stop"}} {tokens / 10}',
@@ -34,6 +42,9 @@ def scraped(tokens: float, num_adapters: int = 2, observed: tuple[int, int] = (0
         f'{PREFIX}first_token_seconds_bucket{{le="0.01"}} {observed[0]}',
         f'{PREFIX}first_token_seconds_bucket{{le="0.1"}} {observed[1]}',
         f'{PREFIX}first_token_seconds_bucket{{le="+Inf"}} {observed[1]}',
+        "vllm:num_requests_running 2",
+        "vllm:num_requests_waiting 4",
+        f"{PREFIX}requests_waiting_for_adapter 3",
     ]
     for number in range(min(num_adapters, 52)):
         labels = f'{{adapter="t/a{number}"}}'
@@ -42,64 +53,111 @@ def scraped(tokens: float, num_adapters: int = 2, observed: tuple[int, int] = (0
     return parse("\n".join(lines) + "\n")
 
 
-def residents(count: int) -> tuple[types.ResidentAdapter, ...]:
-    return tuple(
-        types.ResidentAdapter(
-            f"sha256:{number:064x}",
-            (f"tenant/{'long-' * 20}{number}",),
-            types.AdapterTier.HOST,
-            1000,
-            8,
-            False,
-            0,
-            None,
-            0.1,
-        )
-        for number in range(count)
+def resident(number: int, name: str = "") -> types.ResidentAdapter:
+    name = name or f"tenant/{'long-' * 20}{number}"
+    tier = types.AdapterTier.HOST
+    return types.ResidentAdapter(
+        f"sha256:{number:064x}", (name,), tier, 1000, 8, False, 0, None, 0.1
     )
 
 
-def shown(now: Look, before: Look | None = None, width: int = 100) -> str:
+def residents(count: int) -> tuple[types.ResidentAdapter, ...]:
+    return tuple(map(resident, range(count)))
+
+
+def shown(
+    now: Sample, before: Sample | None = None, width: int = 160, height: int | None = None
+) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(render(now, before))
+    screen = View("a:1").update(overview(now, before))
+    console = Console(file=out, width=width, highlight=False)
+    if height is not None:
+        screen = dataclasses.replace(screen, fills=True)
+        lines = console.render_lines(screen, console.options.update(height=height))
+        return "\n".join("".join(each.text for each in line) for line in lines)
+    console.print(screen)
     return out.getvalue()
 
 
-def test_rates_quantiles_tiers_loads_replicas_and_the_busiest():
-    before = Look(DEAD, (), scraped(100), STORE, 10.0)
-    text = shown(Look(DEAD, (), scraped(300, observed=(50, 100)), STORE, 12.0), before)
+def cells(text: str, first: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.startswith(f"│ {first} ")]
+    return line.strip("│ ").split()
+
+
+def test_traffic_latency_tiers_loads_replicas_and_adapters():
+    before = Sample(SERVER, (), scraped(100), STORE, 10.0)
+    found = (resident(1, "t/a0@2"),)
+    text = shown(Sample(SERVER, found, scraped(300, observed=(50, 100)), STORE, 12.0), before)
     for part in (
-        "10.0 requests/s, 100.0 tokens/s",
-        "first token 10.0 ms / 98.2 ms",
-        "tier device  1.0 kB of 4.0 kB  2 adapters",
+        "100.0 tokens/s",
+        "10.0 requests/s",
+        "2 of 8",
+        "4 of 16, 3 for their adapter",
+        "first token  10.0 ms  98.2 ms",
+        "25%  1.0 kB of 4.0 kB",
+        "2 adapters",
         "50% fragmented",
-        "loads     3 pulling",
-        "store replicas  1 of 2 healthy; passed over: b:1",
-        "100000 adapters",
-        "no answer: Socket closed",
+        "3 pulling",
+        "replicas 1 of 2 healthy; unhealthy: b:1",
+        "100,000 adapters",
+        "25%  50 bytes of 200 bytes",
+        "20%  200 bytes of at most 1.0 kB",
+        "layout not yet accepted",
     ):
         assert part in text
-    busiest = [line.split() for line in text.splitlines() if line.startswith("t/a")]
-    assert busiest == [["t/a1", "200.0", "200.0"], ["t/a0", "100.0", "100.0"]]
+    assert cells(text, "t/a1")[-2:] == ["200.0", "200.0"], "busy, and no longer resident"
+    assert cells(text, "t/a0@2")[-4:] == ["100.0", "100.0", "0", "s"]
 
 
-@pytest.mark.parametrize("width", [20, 40, 160])
+@pytest.mark.parametrize("width", [20, 40, 100, 160])
 def test_many_adapters_and_narrow_terminals_stay_bounded(width):
     metrics = scraped(9, num_adapters=100_000)
-    look = Look(DEAD, residents(MAX_RESIDENTS), metrics, STORE, 1.0)
-    lines = shown(look, Look(DEAD, (), scraped(1), STORE, 0.0), width).splitlines()
+    now = Sample(SERVER, residents(MAX_RESIDENTS), metrics, STORE, 1.0)
+    lines = shown(now, Sample(SERVER, (), scraped(1), STORE, 0.0), width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 120
     assert any("99980 more" in line for line in lines)
 
 
-def test_what_dies_or_restarts_in_between():
-    alive = Look(DEAD, residents(1), scraped(300), STORE, 2.0)
-    dead = Look(DEAD, DEAD, DEAD, DEAD, 3.0)
-    assert shown(dead, alive).count("no answer: Socket closed") == 4
-    assert "tokens/s" not in shown(alive, dead)
-    # It began to count anew.
-    assert " 0.0 tokens/s" in shown(Look(DEAD, (), scraped(5), STORE, 3.0), alive)
+@pytest.mark.parametrize("height", [20, 24, 30, 50, 100])
+@pytest.mark.parametrize("width", [80, 110, 150])
+def test_a_screen_fills_the_terminal(width, height):
+    now = Sample(SERVER, residents(MAX_RESIDENTS), scraped(9), STORE, 1.0)
+    text = shown(now, Sample(SERVER, (), scraped(1), STORE, 0.0), width, height)
+    assert height - 1 <= len(text.splitlines()) <= height
+    assert "tokens/s" in text
+    assert " more" in text
+
+
+def test_deaths_and_restarts():
+    alive = Sample(SERVER, residents(1), scraped(300), STORE, 2.0)
+    dead = Sample(DEAD, DEAD, DEAD, DEAD, 3.0)
+    assert shown(dead, alive).count("no answer: Socket closed") == 6
+    assert "tokens/s  " not in shown(alive, dead).partition("adapters")[0]
+    assert " 0.0 tokens/s" in shown(Sample(DEAD, (), scraped(5), STORE, 3.0), alive)
+
+
+def test_json():
+    now = Sample(DEAD, residents(1), scraped(300, observed=(50, 100)), STORE, 12.0)
+    found = json.loads(
+        json.dumps(to_json(overview(now, Sample(DEAD, (), scraped(100), STORE, 10.0))))
+    )
+    assert found["server"] == {"error": "Socket closed", "code": "UNAVAILABLE"}
+    traffic = found["traffic"]
+    assert traffic["rates"]["tokens_per_second"] == 100
+    assert traffic["latencies"]["first_token_seconds"]["p50"] == pytest.approx(0.01)
+    assert traffic["tiers"]["device"]["capacity_bytes"] == 4000
+    assert traffic["adapters"]["t/a1"] == {"requests_per_second": 200, "tokens_per_second": 200}
+    assert found["residents"][0]["tier"] == "host"
+    assert found["store"]["revision"] == 5
+
+
+def test_bars_and_sparklines():
+    assert bar(0.5, "green", 8).plain == "████····"
+    assert bar(0.001, "green", 8).plain == "▏·······"
+    assert bar(7, "green", 2).plain == "██"
+    assert sparkline([1, 4, 8], 2) == "▄█"
+    assert sparkline([0, 0], 8) == SPARKS[0] * 2
 
 
 def test_quantiles():

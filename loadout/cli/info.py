@@ -1,0 +1,101 @@
+"""`loadout info`: what both services are, with their limits and memory."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+
+from loadout.cli import options
+from loadout.cli.connection import Connection, connects, only_replica
+from loadout.cli.output import CommandFailed, new_table, print_json, table_console
+from loadout.errors import LoadoutError
+from loadout.types import ServerInfo, StoreStatus, TierStatus
+
+EXAMPLES = """\b
+Examples:
+  loadout info
+  loadout info --json | jq .server.limits
+"""
+
+TIMEOUT_S = 5.0
+
+
+@connects
+def info(
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
+) -> None:
+    """Show what one replica and the store are.
+
+    Model, device, layout, limits, memory and versions. Fails if one of them does not answer.
+    """
+    server: ServerInfo | LoadoutError
+    status: StoreStatus | LoadoutError
+    replica = only_replica(inference)
+    with connection.client(inference=replica, store=store, timeout_s=TIMEOUT_S) as client:
+        try:
+            server = client.server_info()
+        except LoadoutError as error:
+            server = error
+        try:
+            status = client.store_status()
+        except LoadoutError as error:
+            status = error
+    if as_json:
+        print_json({"server": server, "store": status})
+    else:
+        table = new_table("service", "property", "value")
+        for service, rows in (
+            ("inference", _server_rows(server)),
+            ("store", _store_rows(status)),
+        ):
+            for name, value in rows:
+                table.add_row(service, name, value)
+        table_console().print(table)
+    for part in (server, status):
+        if isinstance(part, LoadoutError):
+            raise CommandFailed(str(part))
+
+
+def _server_rows(server: ServerInfo | LoadoutError) -> list[tuple[str, str]]:
+    if isinstance(server, LoadoutError):
+        return [("error", str(server))]
+    limits = server.limits
+    rows = [
+        ("base model", server.base_model),
+        ("architecture", server.architecture),
+        ("dtype", server.dtype),
+        ("device", " ".join(filter(None, (server.device, server.machine)))),
+        ("kernels", server.kernels),
+        ("layout", server.layout_id or "not yet accepted by the store"),
+        ("tokens per sequence", str(limits.max_model_len)),
+        ("adapters", f"{limits.max_loras} of rank {limits.max_lora_rank} or less"),
+        ("sequences", f"{limits.max_sequences} running, {limits.max_queue} queued"),
+        ("tokens per batch", str(limits.max_batch_tokens)),
+    ]
+    for use in server.memory:
+        text = f"{decimal(use.used_bytes)} of {decimal(use.capacity_bytes)}"
+        rows.append((f"memory {use.name}", text))
+    rows += [(f"version {name}", version) for name, version in server.versions.items()]
+    return rows
+
+
+def _store_rows(store: StoreStatus | LoadoutError) -> list[tuple[str, str]]:
+    if isinstance(store, LoadoutError):
+        return [("error", str(store))]
+    return [
+        ("version", store.version),
+        ("adapters", str(store.adapters)),
+        ("layouts", str(store.layouts)),
+        ("revision", str(store.revision)),
+        ("blobs", decimal(store.blob_bytes)),
+        ("memory images", _tier(store.memory)),
+        ("disk images", _tier(store.disk)),
+    ]
+
+
+def _tier(tier: TierStatus) -> str:
+    used = f"{decimal(tier.used_bytes)} of {decimal(tier.capacity_bytes)}"
+    return f"{tier.images} images, {used}"

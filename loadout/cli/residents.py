@@ -1,0 +1,297 @@
+"""`loadout load`, `unload`, `pin`, `unpin` and `residents`: what a server holds in memory."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from loadout.cli import options
+from loadout.cli.completion import adapter_names, resident_names
+from loadout.cli.connection import Connection, connects, replicas_of
+from loadout.cli.output import CommandFailed, new_table, print_json, table_console, to_json
+from loadout.client import Client
+from loadout.errors import FailedPrecondition, NotFound
+from loadout.types import Adapter, ResidentAdapter
+
+LOAD_EXAMPLES = """\b
+Examples:
+  loadout load french acme/support@3
+  loadout load french --pin --every-replica --inference inference-0:7080,inference-1:7080
+"""
+
+UNLOAD_EXAMPLES = """\b
+Examples:
+  loadout unload french
+  loadout unload --all
+"""
+
+PIN_EXAMPLES = """\b
+Examples:
+  loadout pin french
+  loadout pin french --in both
+"""
+
+UNPIN_EXAMPLES = """\b
+Examples:
+  loadout unpin french
+  loadout unpin french --in store
+"""
+
+RESIDENTS_EXAMPLES = """\b
+Examples:
+  loadout residents
+  loadout residents --json | jq -r '.[] | select(.pinned) | .names[0]'
+"""
+
+
+class Where(enum.StrEnum):
+    """Whose memory an adapter is pinned in."""
+
+    INFERENCE = "inference"
+    STORE = "store"
+    BOTH = "both"
+
+
+REF_HELP = "[tenant/]name[@version] or sha256:<hex>; may be several."
+StoreRefs = Annotated[
+    list[str],
+    typer.Argument(metavar="REF", help=REF_HELP, autocompletion=adapter_names),
+]
+ResidentRefs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="REF", help=REF_HELP, autocompletion=resident_names),
+]
+In = Annotated[
+    Where,
+    typer.Option(
+        "--in", help="The inference service's device memory, the store's memory, or both."
+    ),
+]
+EveryReplica = Annotated[
+    bool,
+    typer.Option(
+        "--every-replica",
+        help="Do it at every replica. Default: at the one that the adapter's requests go to.",
+    ),
+]
+Timeout = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Timeout of each adapter.")]
+TIMEOUT_S = 300.0
+
+
+@connects
+def load(
+    ref: StoreRefs,
+    pin: Annotated[bool, typer.Option("--pin", help="Also pin it on the device.")] = False,
+    every_replica: EveryReplica = False,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """Load adapters ahead of their first request.
+
+    Returns when they are resident. Needs the role operator.
+    """
+    found = []
+    for replica, client in _clients(inference, connection, every_replica=every_replica):
+        for each in ref:
+            found.append((replica, client.load(each, pin=pin, timeout_s=timeout)))
+    _print_residents(found, as_json=as_json)
+
+
+@connects
+def unload(
+    ref: ResidentRefs = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Unload every adapter that is not pinned.")
+    ] = False,
+    every_replica: EveryReplica = False,
+    timeout: Timeout = TIMEOUT_S,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """Unload adapters and free their memory.
+
+    Running requests finish first; requests that come meanwhile load the adapter again. Needs the
+    role operator.
+    """
+    if bool(ref) == every:
+        raise typer.BadParameter("give either adapters or --all", param_hint="REF")
+    if every and not every_replica and len(replicas_of(inference)) > 1:
+        raise CommandFailed("--all of several replicas needs --every-replica")
+    freed: list[dict[str, Any]] = []
+    kept: list[str] = []
+    for replica, client in _clients(inference, connection, every_replica=every_replica):
+        targets = [(each, each) for each in ref or ()]
+        if every:
+            targets = [(_name(each), each.digest) for each in client.residents() if not each.pinned]
+        for name, target in targets:
+            try:
+                num_bytes = client.unload(target, timeout_s=timeout)
+            except (NotFound, FailedPrecondition) as error:
+                if not every:
+                    raise
+                kept.append(f"{name}: {error}")  # it was evicted, or is loading
+            else:
+                freed.append({"replica": replica, "ref": name, "freed_bytes": num_bytes})
+    if as_json:
+        print_json(freed)
+    else:
+        for row in freed:
+            typer.echo(f"{row['ref']} unloaded, {decimal(row['freed_bytes'])} freed")
+        if every and not freed:
+            typer.echo("nothing to unload")
+    for line in kept:
+        typer.echo(line, err=True)
+
+
+@connects
+def pin(
+    ref: StoreRefs,
+    where: In = Where.INFERENCE,
+    every_replica: EveryReplica = False,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
+) -> None:
+    """Pin adapters, so that they are not evicted.
+
+    In the inference service an adapter must be resident: see `loadout load --pin`. Needs the role
+    operator there, and admin in the store.
+    """
+    places = (inference, store, where)
+    _change_pins(ref, places, connection, True, every_replica=every_replica, as_json=as_json)
+
+
+@connects
+def unpin(
+    ref: StoreRefs,
+    where: In = Where.INFERENCE,
+    every_replica: EveryReplica = False,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    store: options.Store = options.DEFAULT_STORE,
+    *,
+    connection: Connection,
+) -> None:
+    """Unpin adapters, so that they may be evicted.
+
+    Needs the role operator in the inference service, and admin in the store.
+    """
+    places = (inference, store, where)
+    _change_pins(ref, places, connection, False, every_replica=every_replica, as_json=as_json)
+
+
+@connects
+def residents(
+    limit: Annotated[int, typer.Option(min=0, help="Most adapters to list. 0: all.")] = 0,
+    every_replica: EveryReplica = False,
+    as_json: options.Json = False,
+    inference: options.Inference = options.DEFAULT_INFERENCE,
+    *,
+    connection: Connection,
+) -> None:
+    """List the adapters in the inference service's memory.
+
+    Those on the device come first. Needs the role operator.
+    """
+    found = [
+        (replica, resident)
+        for replica, client in _clients(inference, connection, every_replica=every_replica)
+        for resident in client.residents(limit)
+    ]
+    _print_residents(found, as_json=as_json)
+
+
+def _clients(
+    inference: str, connection: Connection, *, every_replica: bool
+) -> Iterator[tuple[str, Client]]:
+    """Yields an address and a client for it, which is closed afterwards."""
+    if not every_replica:
+        with connection.client(inference=inference) as client:
+            yield inference, client
+        return
+    for replica in replicas_of(inference):
+        with connection.replica_client(replica) as client:
+            yield replica.address, client
+
+
+def _change_pins(
+    refs: list[str],
+    places: tuple[str, str, Where],
+    connection: Connection,
+    pinned: bool,
+    *,
+    every_replica: bool,
+    as_json: bool,
+) -> None:
+    inference, store, where = places
+    on_servers: list[tuple[str, ResidentAdapter]] = []
+    in_store: list[Adapter] = []
+    if where is not Where.STORE:
+        for replica, client in _clients(inference, connection, every_replica=every_replica):
+            change: Callable[[str], ResidentAdapter]
+            change = client.pin_resident if pinned else client.unpin_resident
+            on_servers += [(replica, change(ref)) for ref in refs]
+    if where is not Where.INFERENCE:
+        with connection.client(store=store) as client:
+            in_store = [client.pin(ref) if pinned else client.unpin(ref) for ref in refs]
+    if as_json:
+        print_json({"inference": _rows(on_servers), "store": in_store})
+        return
+    verb = "pinned" if pinned else "unpinned"
+    for replica, resident in on_servers:
+        typer.echo(f"{_name(resident)} {verb} on the device of {replica}")
+    for adapter in in_store:
+        typer.echo(f"{adapter.ref} {verb} in the memory of the store")
+
+
+def _rows(found: list[tuple[str, ResidentAdapter]]) -> list[dict[str, Any]]:
+    return [{"replica": replica, **to_json(resident)} for replica, resident in found]
+
+
+def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool) -> None:
+    if as_json:
+        print_json(_rows(found))
+        return
+    if not found:
+        typer.echo("no adapter is resident")
+        return
+    has_several = len({replica for replica, _ in found}) > 1
+    numbers = ("rank", "size", "requests", "idle", "loaded in")
+    first = ("replica", "adapter", "tier") if has_several else ("adapter", "tier")
+    table = new_table(*first, *numbers, "pinned", right=numbers)
+    for replica, each in found:
+        cells = (
+            _name(each),
+            each.tier.value,
+            str(each.rank),
+            decimal(each.num_bytes),
+            str(each.running_requests),
+            f"{idle_s(each):.0f} s",
+            f"{each.load_seconds * 1000:.0f} ms",
+            "yes" if each.pinned else "",
+        )
+        table.add_row(*((replica, *cells) if has_several else cells))
+    table_console().print(table)
+
+
+def _name(resident: ResidentAdapter) -> str:
+    return ", ".join(resident.names) or resident.digest
+
+
+def idle_s(resident: ResidentAdapter) -> float:
+    """Returns seconds since the adapter's last request; 0 while one runs."""
+    if resident.last_used_time is None or resident.running_requests:
+        return 0.0
+    return max(0.0, (datetime.now(UTC) - resident.last_used_time).total_seconds())
