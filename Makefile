@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := loadout servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy setup.py
+SOURCES := loadout servicekit adapter_store inference_svc kernels tests bench fuzz tools deploy examples setup.py
 PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Processes that tests run in, each of a file's in one. Most wait for services that they have started.

@@ -82,9 +82,9 @@ class Screen:
     fills: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, height = options.max_width, options.height
+        width, height = options.max_width, options.height or options.size.height
         panels = self._panels(width)
-        if not self.fills or height is None:
+        if not self.fills:
             yield from self._arranged(panels, MAX_ROWS, width)
             return
         free = options.update(height=None)
@@ -93,7 +93,7 @@ class Screen:
             num_rows = height - sum(len(console.render_lines(part, free)) for part in parts) - 1
             if num_rows >= MIN_ROWS or not name:
                 break
-            panels.pop(name)
+            panels.pop(name, None)
         yield from self._arranged(panels, max(MIN_ROWS, num_rows), width)
 
     def _arranged(
@@ -123,7 +123,7 @@ class Screen:
     def _panels(self, width: int) -> dict[str, RenderableType]:
         now = self.now
         length = WIDE_BAR if width < WIDE or width >= 140 else NARROW_BAR
-        return {
+        panels = {
             "traffic": _panel(
                 "traffic", now.traffic, lambda each: _traffic(each, now.server, self.tokens, length)
             ),
@@ -132,6 +132,9 @@ class Screen:
             "tiers": _panel("adapter tiers", now.traffic, lambda each: _tiers(each, length)),
             "store": _panel("store", now.store, lambda store: _store(store, now.traffic)),
         }
+        if isinstance(now.traffic, LoadoutError):
+            del panels["latency"], panels["tiers"]  # one error of the metrics is enough
+        return panels
 
 
 def _panel(

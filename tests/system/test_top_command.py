@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,10 +78,11 @@ def test_a_terminal_that_is_resized(arguments: list[str]) -> None:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read_until(is_found: Callable[[str], bool]) -> None:
-        seen = b""
+        seen, deadline_s = b"", time.monotonic() + 120
         while not is_found(seen.decode(errors="replace")):
-            ready, _, _ = select.select([terminal], [], [], 100)
+            ready, _, _ = select.select([terminal], [], [], deadline_s - time.monotonic())
             assert ready, seen[-2000:]
+            assert time.monotonic() < deadline_s, seen[-2000:]
             try:
                 seen += os.read(terminal, 65536)
             except OSError:  # the other end is closed
@@ -94,6 +96,8 @@ def test_a_terminal_that_is_resized(arguments: list[str]) -> None:
     resize(150, 50)
     command = [sys.executable, "-m", "loadout.cli", *arguments, "--interval", "0.2"]
     environment = {**os.environ, "TERM": "xterm-256color"}
+    # A job in the background ignores SIGINT, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(end)
     try:

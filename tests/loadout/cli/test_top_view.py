@@ -132,7 +132,7 @@ def test_a_screen_fills_the_terminal(width, height):
 def test_deaths_and_restarts():
     alive = Sample(SERVER, residents(1), scraped(300), STORE, 2.0)
     dead = Sample(DEAD, DEAD, DEAD, DEAD, 3.0)
-    assert shown(dead, alive).count("no answer: Socket closed") == 6
+    assert shown(dead, alive).count("no answer: Socket closed") == 4
     assert "tokens/s  " not in shown(alive, dead).partition("adapters")[0]
     assert " 0.0 tokens/s" in shown(Sample(DEAD, (), scraped(5), STORE, 3.0), alive)
 

@@ -1,0 +1,46 @@
+"""Follows every change of the catalog, from where a list was made; ends with Ctrl-C.
+
+A lost connection resumes by itself after the last event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from loadout import Client
+from loadout.errors import OutOfRange
+from loadout.types import EventKind
+
+STORE = os.environ.get("LOADOUT_STORE", "127.0.0.1:7070")
+TOKEN = os.environ.get("LOADOUT_TOKEN")
+
+
+def read_all(client: Client) -> tuple[dict[str, int], int]:
+    """Returns the version of every name, and a revision from which a watch misses nothing."""
+    page = client.list_page()
+    revision = page.revision
+    found = {each.name: each.version for each in page.adapters}
+    while page.next_page_token:
+        page = client.list_page(page_token=page.next_page_token)
+        found |= {each.name: each.version for each in page.adapters}
+    return found, revision
+
+
+def main() -> None:
+    with Client(store=STORE, token=TOKEN) as client:
+        while True:
+            names, revision = read_all(client)
+            print(f"{len(names)} adapters at revision {revision}", flush=True)
+            try:
+                for event in client.watch(revision):
+                    if event.kind is not EventKind.BOOKMARK:
+                        version = f"@{event.version}" if event.version else ""
+                        print(f"{event.kind.value} {event.name}{version}", flush=True)
+            except OutOfRange:
+                continue  # it was away for longer than the store's history: list again
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,108 @@
+"""The programs in examples/python against a real system."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loadout import Client
+from loadout.demo.adapters import ADAPTERS, MODEL
+from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
+from loadout.demo.system import FREE_PORT, Addresses, System, SystemSettings
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+ALL = {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    """A system with the demo's model and adapters."""
+    settings = SystemSettings(MODEL, BASE_MODEL, http_listen=FREE_PORT)
+    with System(settings, tmp_path_factory.mktemp("examples")) as system:
+        with Client(store=system.addresses.store) as client:
+            for job in ADAPTER_JOBS:
+                client.register(job.name, ADAPTERS / job.name)
+        yield system.addresses
+
+
+@pytest.fixture
+def start(addresses: Addresses) -> Callable[..., subprocess.Popen[str]]:
+    environment = {
+        **os.environ,
+        "LOADOUT_INFERENCE": addresses.inference,
+        "LOADOUT_STORE": addresses.store,
+        "LOADOUT_HTTP": addresses.http,
+        "NO_PROXY": "127.0.0.1",
+    }
+
+    def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(EXAMPLES / name), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
+    def run(name: str, *arguments: str) -> str:
+        process = start(name, *arguments)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    return run
+
+
+RUNS = {
+    "generate.py": ([], ["reverse: tuodaol", "tokens by default/reverse@1", "loadout"]),
+    "stream.py": ([], ["upper    LOADOUT", "sort     adlootu"]),
+    "register_from_trainer.py": (
+        ["trained", str(ADAPTERS / "upper")],
+        ["default/trained@1 rank 4", "default/trained@1 answers LOADOUT"],
+    ),
+    "upload.py": (["uploaded", str(ADAPTERS / "sort")], ["default/uploaded@1 has", "rank 32"]),
+    "chat_openai.py": ([], ["'reverse'", "tuodaol"]),
+    "pin.py": ([], ["upper is pinned on the device", "bytes freed"]),
+    "errors.py": (
+        [],
+        ["LOADOUT", "no such adapter", "bad argument", "nothing answers at 127.0.0.1:1"],
+    ),
+}
+
+
+def test_every_example_is_run() -> None:
+    assert {*RUNS, "watch.py"} == ALL
+    readme = (EXAMPLES / "README.md").read_text()
+    assert [name for name in ALL if f"`{name}`" not in readme] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_output(run: Callable[..., str], name: str) -> None:
+    arguments, expected = RUNS[name]
+    out = run(name, *arguments)
+    assert [each for each in expected if each not in out] == [], out
+
+
+def test_watch(start: Callable[..., subprocess.Popen[str]], addresses: Addresses) -> None:
+    process = start("watch.py")
+    try:
+        assert process.stdout is not None
+        assert "adapters at revision" in process.stdout.readline()
+        with Client(store=addresses.store) as client:
+            client.register("watched", ADAPTERS / "rot13")
+        assert process.stdout.readline() == "registered default/watched@1\n"
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
