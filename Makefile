@@ -40,6 +40,7 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.metric_docs
 	$(BIN)/python -m tools.api_docs
+	$(BIN)/python -m tools.cli_docs
 	$(BIN)/python -m tools.sizing_docs
 	$(BIN)/python -m tools.configuration_docs
 	$(BIN)/python -m tools.prometheus_rule

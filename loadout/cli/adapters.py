@@ -44,6 +44,14 @@ Examples:
   loadout adapters --json | jq -r '.[].ref'
 """
 
+SignatureFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
+]
+SignKeyFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Key to sign it with; a URI needs --expected-digest."),
+]
+
 
 @connects
 def register(
@@ -71,13 +79,8 @@ def register(
     label: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label; may be repeated.")
     ] = None,
-    signature: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the output of `loadout sign`.")
-    ] = None,
-    sign_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Key to sign it with; a URI needs --expected-digest."),
-    ] = None,
+    signature: SignatureFile = None,
+    sign_key: SignKeyFile = None,
     as_json: options.Json = False,
     store: options.Store = options.DEFAULT_STORE,
     *,

@@ -42,11 +42,11 @@ Examples:
 
 
 def run_demo(
-    requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = NUM_REQUESTS,
-    in_flight: Annotated[int, typer.Option(min=1, help="Requests at once.")] = NUM_IN_FLIGHT,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests to send.")] = NUM_REQUESTS,
+    in_flight: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = NUM_IN_FLIGHT,
     work_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep logs and data here. Default: a temporary folder."),
+        typer.Option(metavar="DIR", help="Folder for logs and data. Default: a temporary one."),
     ] = None,
 ) -> None:
     """Run the whole system once and check it.

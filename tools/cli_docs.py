@@ -1,0 +1,165 @@
+"""Writes the reference of the `loadout` command into docs/cli.md: `python -m tools.cli_docs`.
+
+What stands above the marker is written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from loadout import types
+from loadout.cli import top_overview
+from loadout.cli.app import app
+from loadout.cli.connection import Connection
+
+PATH = Path(__file__).parent.parent / "docs" / "cli.md"
+MARKER = "<!-- From here on written by `make docs`: change loadout/cli. -->"
+
+OUTPUTS = {
+    "adapters": "[Adapter]",
+    "adapters --versions": "{current_version: int, versions: [Adapter]}",
+    "register, rollback": "Registration",
+    "load, residents": "[{replica: str} and ResidentAdapter]",
+    "unload": "[{replica: str, ref: str, freed_bytes: int}]",
+    "pin, unpin": "{inference: [{replica: str} and ResidentAdapter], store: [Adapter]}",
+    "info": "{server: ServerInfo or Error, store: StoreStatus or Error}",
+    "top": "Overview",
+    "bench": "the file of `--out`: {format, conditions, facts, medians, rounds}",
+}
+TYPES = (
+    types.Adapter,
+    types.LayoutState,
+    types.SourceFile,
+    types.Registration,
+    types.ResidentAdapter,
+    types.ServerInfo,
+    types.ServerLimits,
+    types.MemoryUse,
+    types.StoreStatus,
+    types.TierStatus,
+    top_overview.Overview,
+    top_overview.Traffic,
+    top_overview.Quantiles,
+    top_overview.Tier,
+    top_overview.AdapterRates,
+)
+"""The types that outputs are made of; Error is written out below."""
+SHARED = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Connection)}
+
+
+def render() -> str:
+    """Returns what is to be in docs/cli.md."""
+    by_hand = PATH.read_text().partition(MARKER)[0]
+    return by_hand + "\n".join([MARKER, "", *_reference(), *_json_output()])
+
+
+def _reference() -> Iterator[str]:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    yield "## Reference"
+    yield ""
+    yield "Every command that calls a service takes these options, too:"
+    yield ""
+    shared = [each for each in commands["generate"].params if each.opts[0] in SHARED]
+    yield from _options(shared)
+    for name, command in commands.items():
+        own = [each for each in command.params if each.opts[0] not in SHARED]
+        arguments = [each for each in own if each.param_type_name == "argument"]
+        usage = [f"loadout {name}"]
+        for each in arguments:
+            word = f"{each.metavar}..." if each.nargs == -1 else each.metavar
+            usage.append(word if each.required else f"[{word}]")
+        options = [each for each in own if each.param_type_name == "option"]
+        yield f"### loadout {name}"
+        yield ""
+        yield f"`{' '.join([*usage, '[OPTIONS]'])}`"
+        yield ""
+        yield re.sub(r"\s*\n\s*", " ", command.help.strip().replace("\n\n", " "))
+        yield ""
+        if name in {"store", "serve"}:
+            yield "Its options are the service's: see [configuration.md](configuration.md)."
+            yield ""
+        elif arguments or options:
+            yield from _options([*arguments, *options])
+        if command.epilog:
+            examples = command.epilog.replace("\b", "").replace("Examples:", "").strip("\n")
+            yield "```text"
+            yield from (line.strip() for line in examples.splitlines() if line.strip())
+            yield "```"
+            yield ""
+
+
+def _options(parameters: list[Any]) -> Iterator[str]:
+    yield "| option | meaning | default |"
+    yield "|---|---|---|"
+    for each in parameters:
+        if each.name == "help":
+            continue
+        is_argument = each.param_type_name == "argument"
+        name = each.metavar if is_argument else ", ".join(each.opts)
+        is_flag = getattr(each, "is_flag", False)
+        if not is_argument and not is_flag:
+            name += f" {each.metavar or _type_label(each)}"
+        default = "" if is_flag or each.default in (None, "") or each.required else each.default
+        default = getattr(default, "value", default)
+        environment = f" (`{each.envvar}`)" if getattr(each, "envvar", None) else ""
+        meaning = (each.help or "").replace("|", "\\|")
+        yield f"| `{name}`{environment} | {meaning} | {f'`{default}`' if default != '' else ''} |"
+    yield ""
+
+
+def _type_label(option: Any) -> str:
+    hint = option.type_descriptor.annotation
+    kind = (typing.get_args(hint) or (hint,))[0]
+    values = [each.value for each in getattr(kind, "__members__", {}).values()]
+    return "\\|".join(values) or str(kind.__name__).upper()
+
+
+def _json_output() -> Iterator[str]:
+    yield "## JSON output"
+    yield ""
+    yield "Lists are in brackets, objects in braces. A service that did not answer is an Error,"
+    yield "`{error: str, code: str}`."
+    yield ""
+    yield "| command | output |"
+    yield "|---|---|"
+    for command, output in OUTPUTS.items():
+        yield f"| `{command}` | {output} |"
+    yield ""
+    yield "| type | fields |"
+    yield "|---|---|"
+    for kind in TYPES:
+        hints = typing.get_type_hints(kind)
+        fields = [
+            f"`{field.name}`: {_type_name(hints[field.name])}" for field in dataclasses.fields(kind)
+        ]
+        if kind is types.Adapter:
+            fields.insert(0, "`ref`: str")
+        yield f"| {kind.__name__} | {', '.join(fields)} |"
+    yield ""
+
+
+def _type_name(hint: Any) -> str:
+    arguments = [each for each in typing.get_args(hint) if each is not type(...)]
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return f"[{_type_name(arguments[0])}]"
+    if origin is not None and origin.__name__ in {"dict", "Mapping"}:
+        return f"{{str: {_type_name(arguments[1])}}}"
+    if arguments:
+        return " or ".join(map(_type_name, arguments))
+    if hint is type(None):
+        return "null"
+    if isinstance(hint, type) and hasattr(hint, "__members__"):
+        return " or ".join(f'"{each.value}"' for each in hint)  # type: ignore[attr-defined]
+    return {"datetime": "str", "LoadoutError": "Error"}.get(hint.__name__, hint.__name__)
+
+
+if __name__ == "__main__":
+    PATH.write_text(render())
