@@ -42,8 +42,12 @@ Examples:
 
 
 def run_demo(
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests to send.")] = NUM_REQUESTS,
-    in_flight: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = NUM_IN_FLIGHT,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests to send.")
+    ] = NUM_REQUESTS,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="Number of concurrent requests.")
+    ] = NUM_IN_FLIGHT,
     work_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder for logs and data. Default: a temporary one."),
