@@ -160,15 +160,15 @@ EOS = 1
 
 @dataclass(eq=False)
 class FakeEngine:
-    """An engine whose model repeats the prompt: one token per request and turn, then EOS.
+    """An engine whose model repeats the prompt: one token per request and step, then EOS.
 
-    It speaks the real one's messages from a thread of its own. `hold` stops its turns, and loads
+    It uses the real one's messages, in a thread of its own. `hold` stops its steps, and loads
     (messages are still taken); while it is `stuck` it takes none; `errors` maps a digest to what
     its requests end with; `fail` lets it die.
     """
 
     errors: dict[str, Exception] = field(default_factory=dict)
-    turn_s: float = 0.0005
+    step_s: float = 0.0005
     hold: threading.Event = field(default_factory=threading.Event)
     stuck: threading.Event = field(default_factory=threading.Event)
     fail: threading.Event = field(default_factory=threading.Event)
@@ -230,7 +230,7 @@ class FakeEngine:
                 outputs += [Output(request_id, error=error) for request_id in self._running]
             if outputs or replies:
                 self._on_outputs(StepOutputs(tuple(outputs), tuple(replies)))
-            time.sleep(self.turn_s)
+            time.sleep(self.step_s)
 
     def _take(self, message: Message, outputs: list[Output], replies: list[Reply]) -> None:
         if isinstance(message, Submit):
@@ -332,8 +332,8 @@ def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
 
 @pytest.fixture
 def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a coroutine function beside a server; `store` gives it a real store's address, `http`
-    an HTTP front; `settings` are further ones."""
+    """Runs a coroutine function with a server; `store` gives it a fake store, `http` an HTTP
+    address, `settings` any other settings."""
     (tmp_path / "config.json").write_text("{}")
 
     def run(

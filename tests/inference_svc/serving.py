@@ -1,4 +1,4 @@
-"""The front beside an engine that tests play, over a real channel."""
+"""A running server over a fake engine, and a client of it."""
 
 import asyncio
 import urllib.request

@@ -44,7 +44,7 @@ def test_a_caller_that_vanishes_frees_its_request(serve) -> None:
         await until_async(lambda: running.engine.num_running == 0)
 
     async def slowly(running: Running) -> None:
-        running.engine.turn_s = 0.01
+        running.engine.step_s = 0.01
         await body(running)
 
     serve(slowly)

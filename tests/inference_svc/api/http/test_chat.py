@@ -107,10 +107,10 @@ def test_content_in_parts_and_previous_responses_are_accepted(serve_http, tokeni
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         answer = await front.chat(parts)
         assert answer.choices[0].message.content == ECHO
-        said = (await front.chat(max_tokens=3)).choices[0].message
-        await front.chat(messages=[{"role": "user", "content": "a"}, said.model_dump()])
-        asked = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
-        assert asked == f"user: aassistant: {said.content}assistant:"
+        previous = (await front.chat(max_tokens=3)).choices[0].message
+        await front.chat(messages=[{"role": "user", "content": "a"}, previous.model_dump()])
+        prompt = tokenizers["byte_level"].decode(front.engine.submitted[-1].prompt_token_ids)
+        assert prompt == f"user: aassistant: {previous.content}assistant:"
         named = {"role": "user", "content": "hi", "name": "ada"}
         assert (await front.chat(messages=[named])).choices[0].message.content == ECHO
         silent = await front.chat(messages=[{"role": "assistant", "content": None}])
@@ -151,11 +151,11 @@ def test_token_ids_are_returned_on_request(serve_http) -> None:
         (request,) = front.engine.submitted
         token_ids = answer.choices[0].token_ids
         assert token_ids == [*request.prompt_token_ids, 1]
-        told = []
+        returned = []
         stream = await front.chat(stream=True, extra_body={"return_token_ids": True})
         async for chunk in stream:
-            told += chunk.choices[0].token_ids
-        assert told == token_ids
+            returned += chunk.choices[0].token_ids
+        assert returned == token_ids
 
     serve_http(body, kind="byte_level")
 

@@ -140,16 +140,16 @@ def test_stop_strings(serve_http) -> None:
 def test_logprobs_are_parallel_lists(serve_http) -> None:
     async def body(front: Front) -> None:
         answer = await front.complete("fox", logprobs=2)
-        told = answer.choices[0].logprobs
-        assert told.tokens == ["f", "o", "x", "</s>"]
-        assert told.token_logprobs == [-0.5] * 4
-        assert told.top_logprobs == [{token: -0.5} for token in told.tokens]
-        assert told.text_offset == [0, 1, 2, 3]
+        logprobs = answer.choices[0].logprobs
+        assert logprobs.tokens == ["f", "o", "x", "</s>"]
+        assert logprobs.token_logprobs == [-0.5] * 4
+        assert logprobs.top_logprobs == [{token: -0.5} for token in logprobs.tokens]
+        assert logprobs.text_offset == [0, 1, 2, 3]
         offsets = []
         async for chunk in await front.complete("fox", logprobs=0, stream=True):
             if chunk.choices[0].logprobs is not None:
                 offsets += chunk.choices[0].logprobs.text_offset
-        assert offsets == told.text_offset
+        assert offsets == logprobs.text_offset
 
     serve_http(body)
 
@@ -158,14 +158,14 @@ def test_chosen_token_is_among_the_top(tokenizers) -> None:
     """Even when it is not among the most likely, and none of those are requested."""
     formatter = CompletionFormatter(0, Pieces(tokenizers["chars"]), includes_ids=False)
     f, o, x = tokenizers["chars"].encode("fox")
-    told = formatter.logprobs(
+    logprobs = formatter.logprobs(
         [
             TokenLogprobs(f, -3.0, ((o, -0.1), (x, -0.2))),
             TokenLogprobs(o, -0.1, ((o, -0.1), (x, -0.2))),
             TokenLogprobs(x, -4.0),
         ]
     )
-    assert told["top_logprobs"] == [
+    assert logprobs["top_logprobs"] == [
         {"o": -0.1, "x": -0.2, "f": -3.0},
         {"o": -0.1, "x": -0.2},
         {"x": -4.0},

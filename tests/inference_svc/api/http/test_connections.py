@@ -135,7 +135,7 @@ def test_client_that_stops_reading_loses_its_requests(serve_http, stream: bool) 
             await client.post(CHAT, LARGE | {"stream": stream})
             await until_async(lambda: len(front.engine.submitted) == LARGE["n"])
             if stream:
-                front.engine.turn_s = 0.01
+                front.engine.step_s = 0.01
                 await asyncio.sleep(0.1)
                 front.engine.hold.set()  # nothing but the write timeout ends it
             await until_async(lambda: front.engine.num_running == 0)

@@ -128,7 +128,7 @@ def test_disconnect_cancels_every_choice(serve_http, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO)
 
     async def body(front: Front) -> None:
-        front.engine.turn_s = 0.01
+        front.engine.step_s = 0.01
         ours = {"ignore_eos": True}
         stream = await front.complete(stream=True, n=2, max_tokens=60, extra_body=ours)
         await anext(stream)

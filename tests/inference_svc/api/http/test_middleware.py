@@ -30,7 +30,7 @@ async def shown_errors(front: Front) -> list[dict[str, Any]]:
 
 def test_stream_that_fails_has_the_reason(serve_http, receiver: Receiver) -> None:
     async def body(front: Front) -> None:
-        front.engine.turn_s = 0.02
+        front.engine.step_s = 0.02
         stream = await front.complete(max_tokens=40, stream=True, extra_body={"ignore_eos": True})
         await anext(stream)
         front.engine.fail.set()
@@ -60,7 +60,7 @@ def test_stream_that_fails_has_the_reason(serve_http, receiver: Receiver) -> Non
 
 def test_abandoned_stream_is_cancelled(serve_http, receiver: Receiver) -> None:
     async def body(front: Front) -> None:
-        front.engine.turn_s = 0.01
+        front.engine.step_s = 0.01
         stream = await front.complete(max_tokens=60, stream=True, extra_body={"ignore_eos": True})
         await anext(stream)
         await stream.close()

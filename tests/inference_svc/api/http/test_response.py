@@ -100,7 +100,7 @@ def test_backlog_of_a_slow_reader_is_sent_in_slices(serve_http, monkeypatch: Any
         # All its tokens arrive at once, as if they had not been read.
         front.engine.hold.set()
         for send in (front.complete, front.chat):
-            front.engine.turn_s = 0.0
+            front.engine.step_s = 0.0
             fields: dict[str, Any] = {"max_tokens": 30, "stream": True}
             fields |= {"logprobs": 1} if send == front.complete else {"logprobs": True}
             fields["extra_body"] = {"ignore_eos": True, "return_token_ids": True}

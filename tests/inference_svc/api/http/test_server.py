@@ -121,8 +121,8 @@ def test_roles_decide_the_routes_of_a_token(serve_http, tmp_path: Path) -> None:
         ):
             headers = {"authorization": f"Bearer {token_of(name)}"}
             body_ = {"model": "base", "prompt": "abc"}
-            asked = await front.post("/v1/completions", body_, headers=headers)
-            assert asked.status_code == generates
+            answer = await front.post("/v1/completions", body_, headers=headers)
+            assert answer.status_code == generates
             assert (await front.raw.get("/v1/models", headers=headers)).status_code == lists
             assert (await front.raw.get("/metrics", headers=headers)).status_code == scrapes
         assert (await front.raw.get("/health")).status_code == 200
@@ -217,7 +217,7 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
 
 def test_closed_stream_cancels_its_requests(serve_http) -> None:
     async def body(front: Front) -> None:
-        front.engine.turn_s = 0.01
+        front.engine.step_s = 0.01
         for n in (1, 3):
             stream = await front.complete(stream=True, n=n, **LONG)
             await anext(stream)
@@ -287,7 +287,7 @@ def test_drain_waits_for_operators_calls(serve_http) -> None:
 
 def test_streams_end_with_an_error_after_the_grace(serve_http) -> None:
     async def body(front: Front) -> None:
-        front.engine.turn_s = 0.01
+        front.engine.step_s = 0.01
         stream = await front.complete(stream=True, **LONG)
         await anext(stream)
         front.engine.hold.set()
