@@ -1,1 +1,1 @@
-"""What keeps the repository in order; nothing of it is shipped."""
+"""Generates what is written from the code, and runs what tests and previews need; not shipped."""

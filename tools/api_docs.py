@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the protos, and from what the code says of their calls.
+"""Generates docs/api.md from the protos and from the code of their calls.
 
 python -m tools.api_docs
 """
@@ -46,7 +46,7 @@ answer INTERNAL with a fixed text; the service's log has the rest.
 
 
 def compile_protos() -> dict[str, pb.FileDescriptorProto]:
-    """The files of SERVICES with their comments."""
+    """Returns the files of SERVICES with their comments."""
     names = [service.file for service in SERVICES]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "protos"
@@ -185,7 +185,7 @@ class _Page:
 
 
 def _link(text: str, heading: str) -> str:
-    """To a heading of this page, as GitHub names its anchors."""
+    """Returns the link to a heading of this page, as GitHub names its anchors."""
     anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
     return f"[{text}](#{anchor})"
 

@@ -1,4 +1,4 @@
-"""What the code says of the calls of both services, for docs/api.md."""
+"""Collects what docs/api.md says about the calls of both services from the code."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def exact_reasons(folder: Path) -> list[str]:
 
 
 def _calls(folder: Path) -> Iterator[tuple[str, ast.Call]]:
-    """What is called by a plain name in the modules under `folder`."""
+    """Returns the plain names that the modules under `folder` call."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

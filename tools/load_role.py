@@ -21,7 +21,7 @@ from loadout.errors import LoadoutError
 
 HTTP_TIMEOUT_S = 60.0
 SKEW = 0.8
-"""Of a Pareto distribution: smaller spreads requests over more adapters."""
+"""Exponent of a Pareto distribution: a smaller one spreads requests over more adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who puts the mixed load on: callers, a trainer and an operator."""
+"""The roles of the mixed load: callers, a trainer and an operator."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class MixedLoad:
 
     @property
     def jobs(self) -> list[Job]:
-        """What Prometheus is to scrape, named as the shipped configurations do."""
+        """Returns the scrape configuration, with the shipped configurations' job names."""
         return [
             Job("adapter-store", [self.addresses.store_metrics]),
             Job("inference", [self.addresses.inference_metrics]),

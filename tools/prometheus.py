@@ -115,7 +115,7 @@ class Prometheus:
         self._stop()
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until it answers queries. Raises PrometheusFailed."""
+        """Waits until it answers queries. Raises PrometheusFailed."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -145,12 +145,12 @@ class Prometheus:
             raise self._failure(f"ended with exit code {code}")
 
     def query(self, promql: str, at_s: float | None = None) -> list[Series]:
-        """What `promql` is at unix time `at_s`, or now. Raises QueryFailed."""
+        """Evaluates `promql` at unix time `at_s`, or now. Raises QueryFailed."""
         when = {} if at_s is None else {"time": f"{at_s:.3f}"}
         return _series(self._ask("query", query=promql, **when))
 
     def query_range(self, promql: str, start_s: float, end_s: float, step_s: float) -> list[Series]:
-        """What `promql` was between two unix times. Raises QueryFailed."""
+        """Evaluates `promql` between two unix times. Raises QueryFailed."""
         times = {"start": f"{start_s:.3f}", "end": f"{end_s:.3f}", "step": f"{step_s:.3f}"}
         return _series(self._ask("query_range", query=promql, **times))
 
@@ -160,11 +160,11 @@ class Prometheus:
         return list(self._ask(f"label/{label}/values", **match))
 
     def targets(self) -> list[dict[str, Any]]:
-        """What is scraped, as Prometheus describes it: "labels", "health", "lastError", ..."""
+        """Returns the targets as Prometheus describes them: "labels", "health", "lastError", ..."""
         return list(self._ask("targets", state="active")["activeTargets"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """All rules of all groups, as Prometheus describes them: "name", "type", "health", ..."""
+        """Returns all rules as Prometheus describes them: "name", "type", "health", ..."""
         return [rule for group in self._ask("rules")["groups"] for rule in group["rules"]]
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def _configuration(
 
 
 def _series(answer: dict[str, Any]) -> list[Series]:
-    """Of any type of answer; a scalar is a series without labels."""
+    """Parses any type of answer; a scalar is a series without labels."""
     result = answer["result"]
     if answer["resultType"] in ("scalar", "string"):
         return [Series({}, _points([result]))]

@@ -33,7 +33,7 @@ class Programs:
 
 
 def programs(folder: Path = FOLDER) -> Programs:
-    """Those under `folder`, else those on PATH. Raises ProgramMissing."""
+    """Finds the programs under `folder`, else on PATH. Raises ProgramMissing."""
     return Programs(_find("prometheus", folder), _find("promtool", folder))
 
 

@@ -37,7 +37,7 @@ def render() -> str:
 
 
 def _groups(text: str) -> str:
-    """What is below `groups:`, two columns deeper."""
+    """Returns the lines below `groups:`, two columns deeper."""
     _, found, groups = text.partition("\ngroups:\n")
     assert found, "no groups"
     return textwrap.indent(groups, "  ")

@@ -1,9 +1,9 @@
-"""What an inference service takes on a machine, and how many adapters it holds, before it is there.
+"""Computes the memory that an inference service needs, and how many adapters it holds.
 
     python -m tools.sizing --device-memory 79GiB --rank 16 -- --model DIR --adapter-memory 8GiB
 
-Behind `--` stand the flags of `loadout serve`. Without `--device-memory` it is for a CPU. All of it
-is computed by the service's own code; nothing is allocated, and of the model only config.json read.
+The flags of `loadout serve` follow `--`. Without `--device-memory` it plans for a CPU. The
+service's own code computes everything; nothing is allocated, and only config.json is read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Adapters:
 
 
 def image_bytes(layout: ModelLayout, adapters: Adapters) -> int:
-    """Of one adapter's image."""
+    """Returns the size of one adapter's image."""
     sizes = [
         round_up(adapters.rank * features * layout.dtype.itemsize)
         for target in layout.targets
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def page_bytes(self) -> int:
-        """Of `page_size` tokens' keys and values."""
+        """Size of the keys and values of `page_size` tokens."""
         return page_bytes(
             num_layers=self.geometry.num_layers,
             page_size=self.config.page_size,
@@ -74,23 +74,23 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of all sequences together."""
+        """Number of tokens that fit, of all sequences together."""
         return self.budget.bytes_of("kv_pages") // self.page_bytes * self.config.page_size
 
     @property
     def largest_image_bytes(self) -> int:
-        """Of the largest adapter that is admitted."""
+        """Size of the largest adapter that is admitted."""
         return self.layout.largest_image(self.config.max_lora_rank).num_bytes
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
-        """How many the arena, or the host tier, holds."""
+        """Returns how many adapters fit into the arena or the host tier."""
         fitting = self.budget.bytes_of(area) // image_bytes(self.layout, adapters)
         return min(fitting, self.config.max_loras) if area == "arena" else fitting
 
 
 def plan(config: InferenceSettings, device_bytes: int | None = None) -> Plan:
-    """On a GPU with so many bytes free, or on a CPU with the native kernels. Raises as the service
-    does for a model that it does not serve and for settings that cannot be met."""
+    """Plans for a GPU with so many free bytes, or for a CPU with the native kernels. Raises like
+    the service for models that it cannot serve and settings that it cannot meet."""
     geometry = load_geometry(config.model)
     dtype = geometry.dtype if config.dtype == "auto" else config.dtype
     machine = Machine(has_cuda=False)
@@ -107,13 +107,13 @@ def plan(config: InferenceSettings, device_bytes: int | None = None) -> Plan:
 
 
 def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:
-    """The most requests of W4's traffic that find their adapter among the `num_held` most popular
-    of `num_adapters`: it asks for adapter floor(n U^(1/alpha))."""
+    """Returns the largest share of W4's requests that find their adapter among the `num_held` most
+    popular of `num_adapters`: each is for adapter floor(n U^(1/alpha))."""
     return min(1.0, num_held / num_adapters) ** alpha
 
 
 def rows(planned: Plan, adapters: Adapters) -> Iterator[tuple[str, str]]:
-    """What is to be told of a plan."""
+    """Yields names and values that describe a plan."""
     budget = planned.budget
     held = {area: planned.num_adapters(area, adapters) for area in ("arena", "host_tier")}
     yield "image of one adapter", human(image_bytes(planned.layout, adapters))
@@ -131,10 +131,14 @@ def rows(planned: Plan, adapters: Adapters) -> Iterator[tuple[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device-memory", type=_parse_bytes, help="free on the GPU")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--targets", default=",".join(LINEAR), help="module names of the adapters")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of `loadout serve`, behind --")
+    parser.add_argument("--device-memory", type=_parse_bytes, help="Free memory of the GPU.")
+    parser.add_argument("--rank", type=int, default=16, help="Rank of the adapters.")
+    parser.add_argument(
+        "--targets", default=",".join(LINEAR), help="Names of the modules that the adapters change."
+    )
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, help="Flags of `loadout serve`, after --."
+    )
     options = parser.parse_args(arguments)
     try:
         config = InferenceSettings.load([flag for flag in options.flags if flag != "--"])

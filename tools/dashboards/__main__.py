@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 
 
 def render() -> dict[str, str]:
-    """Each file by its name."""
+    """Returns each dashboard's text by file name."""
     boards = {"fleet": fleet, "adapters": adapters, "store": store}
     return {f"{name}.json": board.build().to_json() for name, board in boards.items()}
 

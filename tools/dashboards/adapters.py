@@ -143,7 +143,7 @@ def _busiest() -> list[Panel]:
 
 
 def _without_store() -> str:
-    """Of the replicas that have one."""
+    """Counts the replicas that are not connected, among those with a store."""
     connected = (
         f"{INFERENCE.series('store_connected')} and {SAME_TARGET} "
         f"{INFERENCE.series('store_replicas_healthy')}"

@@ -1,4 +1,4 @@
-"""Of adapters and caches: how adapters come, and from which replicas of the store."""
+"""Panels of adapters and caches: loads, and the store's replicas that they pull from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of adapters and caches: what the tiers hold, what is found there, and what leaves."""
+"""Panels of adapters and caches: what the tiers hold, their hits, and their evictions."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def room() -> list[Panel]:
 
 
 def thrash() -> str:
-    """What the alert compares: of the last tier before the store."""
+    """Returns what the alert compares: the last tier before the store."""
     rate = "instance_tier:loadout_inference_tier_thrash:rate5m"
     host, device = (INFERENCE.series(rate, f'tier="{tier}"') for tier in ("host", "device"))
     asked = INFERENCE.series("instance:loadout_inference_adapter_lookups:rate5m")

@@ -57,13 +57,13 @@ class Board:
         return _numbered(board.build())
 
     def to_json(self) -> str:
-        """As Grafana reads it. The same code gives the same text."""
+        """Returns the JSON that Grafana reads; the same code gives the same text."""
         board = json.loads(json.dumps(self.build(), cls=JSONEncoder))
         return json.dumps(in_sight(board), indent=2, sort_keys=True) + "\n"
 
 
 def _numbered(board: models.Dashboard) -> models.Dashboard:
-    """With ids, which are parts of addresses: in order, so that they stay while panels do."""
+    """Numbers the panels in order: ids are parts of addresses, and stay while the panels do."""
     for index, panel in enumerate(board.panels or [], start=1):
         panel.id_val = index
     return board

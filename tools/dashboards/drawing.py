@@ -22,7 +22,7 @@ NUM_COLUMNS = 24
 MARGINS = {"left": 0.6, "right": 0.15, "top": 0.25, "bottom": 0.25}
 """Inches of a panel around its axes."""
 NUM_COLOURS = 200
-"""Of the file's palette: a third of the size of true colour."""
+"""Size of the file's palette: the file has a third of the size of true colour."""
 
 
 def draw(board: Json, answers: Answers, path: Path) -> None:

@@ -15,7 +15,7 @@ SMALL, TINY = 8, 6.5
 MAX_LEGEND = 8
 """Entries: the largest ones."""
 HEADROOM = 1.4
-"""Of the axis over what is drawn, for the legend."""
+"""Factor by which the axis exceeds the data, for the legend."""
 
 
 def draw_panel(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None:
@@ -100,7 +100,7 @@ def _number(axes: Any, panel: Json, answers: Sequence[Sequence[Series]]) -> None
 
 
 def _nothing(defaults: Json) -> str:
-    """What is shown instead of no value."""
+    """Shown in place of a missing value."""
     texts = [mapping["options"]["result"]["text"] for mapping in defaults.get("mappings", [])]
     return str(texts[0]) if texts else "no data"
 

@@ -1,4 +1,4 @@
-"""Of the fleet overview: what the engines do with time and memory, and the replicas."""
+"""Panels of the fleet overview: the engines' time and memory, and the replicas."""
 
 from __future__ import annotations
 

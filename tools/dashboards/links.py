@@ -1,4 +1,4 @@
-"""From a dashboard to another, and from a point in a panel to what it is about."""
+"""Links from a dashboard to another, and from a point in a panel to its subject."""
 
 from __future__ import annotations
 

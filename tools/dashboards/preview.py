@@ -30,7 +30,7 @@ SCRAPE_S, STEP_S, WINDOW_S = 2.0, 2.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is drawn, unix times."""
+    """The period that is drawn, as unix times."""
 
     start_s: float
     end_s: float

@@ -32,7 +32,7 @@ class Service:
 
     @property
     def targets(self) -> str:
-        """What Prometheus scrapes of it: the matchers that also `up` understands."""
+        """Returns the matchers of the service's targets, which `up` also has."""
         return f'{WHERE},job=~"${self.name}_job"'
 
     @property
@@ -42,7 +42,7 @@ class Service:
 
     @property
     def down(self) -> str:
-        """How many targets do not answer; where there is no target, nothing, which is not zero."""
+        """Counts targets that do not answer; without targets it is nothing, which is not zero."""
         return f"count({self.up} == 0) or 0 * count({self.up})"
 
     def series(self, metric: str, where: str = "") -> str:
@@ -65,7 +65,7 @@ class Service:
         return f"{_over('sum', by)}(increase({self.series(metric, where)}[{window}]))"
 
     def or_zero(self, expression: str) -> str:
-        """For what has no series until it first happens: until then zero, if there are targets."""
+        """Returns zero for events whose series begin with the first one, if there are targets."""
         return f"{expression} or on () 0 * count({self.up})"
 
     def buckets(self, metric: str, window: str = WINDOW) -> str:
@@ -73,12 +73,12 @@ class Service:
         return self.growth(f"{metric}_bucket", "le", window=window)
 
     def quantile(self, share: float, metric: str, by: str = "", where: str = "") -> str:
-        """Of a histogram: below this were `share` of its observations."""
+        """Returns the value below which `share` of a histogram's observations are."""
         labels = f"le, {by}" if by else "le"
         return f"histogram_quantile({share}, {self.rate(f'{metric}_bucket', labels, where)})"
 
     def mean(self, metric: str, by: str = "", where: str = "", window: str = WINDOW) -> str:
-        """Of a histogram or a summary: the mean of its observations."""
+        """Returns the mean of a histogram's or a summary's observations."""
         total = self.rate(f"{metric}_sum", by, where, window)
         return f"{total} / {self.rate(f'{metric}_count', by, where, window)}"
 

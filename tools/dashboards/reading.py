@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class Source(Protocol):
-    """What Grafana asks for the values of variables."""
+    """Answers the queries for the values of variables."""
 
     def label_values(self, label: str, selector: str = "", /) -> Sequence[str]:
         """The values that a label has in the selector's series."""
@@ -28,7 +28,7 @@ _QUERY_RESULT = re.compile(r"query_result\((.+)\)", re.DOTALL)
 
 
 def panels(board: Json) -> list[Json]:
-    """All but the headings of rows."""
+    """Returns all panels except the headings of rows."""
     return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
@@ -68,7 +68,7 @@ def choices(variable: Json, values: Mapping[str, str], source: Source) -> list[s
 
 
 def _line(series: Series) -> str:
-    """As Grafana writes it, for regular expressions to find something in."""
+    """Formats a series as Grafana does, for regular expressions to search."""
     labels = ",".join(f'{name}="{value}"' for name, value in series.labels.items())
     return f"{{{labels}}} {series.value:g}"
 

@@ -1,4 +1,4 @@
-"""Of the adapter store: pulls, images, the tiers, the catalog, and the replicas."""
+"""Panels of the adapter store: pulls, images, the tiers, the catalog, and the replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a reader chooses at the top of a dashboard.
+"""The choices at the top of a dashboard.
 
-A variable means the same on each dashboard that has it, so that links can hand it on.
+A variable means the same on each dashboard that has it, so that links can pass it on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 ANY = ".*"
 """Also no such label at all, as with a plain static scrape that knows no namespaces."""
 NOT_ADAPTERS = "former"
-"""What adapters had counted that lost their series: of the past, and no adapter."""
+"""Label of the counts of adapters that lost their series; no adapter has it."""
 
 MEMORY = "7d"
 """Jobs that have been silent for so long are forgotten: until then they count as down, also where
@@ -34,12 +34,12 @@ def datasource() -> Variable:
 
 
 def cluster() -> Variable:
-    """Where one Prometheus, or what stands before several, knows many."""
+    """Selects clusters, where one Prometheus, or a proxy for several, knows many."""
     return _values("cluster", "Cluster", _present(), "cluster").all_value(ANY)
 
 
 def namespace() -> Variable:
-    """Of Kubernetes."""
+    """Selects Kubernetes namespaces."""
     series = _present('cluster=~"$cluster"')
     return _values("namespace", "Namespace", series, "namespace").all_value(ANY)
 
@@ -61,7 +61,7 @@ def instance(service: Service) -> Variable:
 
 
 def adapter() -> Variable:
-    """Those that have a series of their own, the base model, and all others as one."""
+    """Selects adapters with a series of their own, the base model, and all others as one."""
     series = INFERENCE.series("adapter_requests_total")
     variable = _values("adapter", "Adapter", series, "adapter").all_value(ANY)
     return variable.regex(f"/^(?!{NOT_ADAPTERS}$).+/")
