@@ -13,7 +13,7 @@ from loadout.errors import NotFound, Unavailable
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 32 << 20
-"""Ours have a thousandth of it."""
+"""A thousand times what our services answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Metrics:
     samples: tuple[Sample, ...]
 
     def sum(self, name: str, **labels: str) -> float:
-        """Sum of the samples of `name` whose labels include `labels`; 0 if there are none."""
+        """Returns the sum of the samples of `name` whose labels include `labels`; 0 without any."""
         return sum(sample.value for sample in self.select(name, **labels))
 
     def one(self, name: str, **labels: str) -> float:
-        """The value of the only such sample. Raises NotFound unless there is exactly one."""
+        """Returns the only such value. Raises NotFound if there is not exactly one."""
         found = self.select(name, **labels)
         if len(found) != 1:
             raise NotFound(f"{len(found)} metrics are {name} {labels}", code="NOT_FOUND")
@@ -49,8 +49,8 @@ class Metrics:
 
 
 def quantile(share: float, now: Metrics, before: Metrics, name: str) -> float | None:
-    """Of a histogram, in seconds, by the observations between two scrapes: the bound of the bucket
-    in which it lies, or what Prometheus would interpolate within it. None: there were none."""
+    """Returns a quantile of a histogram, in seconds, of the observations between two scrapes,
+    interpolated within its bucket as Prometheus does. None: there were none."""
     counts: dict[float, float] = {}
     for sign, metrics in ((1, now), (-1, before)):
         for sample in metrics.select(f"{name}_bucket"):

@@ -1,17 +1,19 @@
-"""Compares two measurements: whether they can be compared, and what has become worse."""
+"""Compares two measurements: conditions that differ, tolerances, and what has become worse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from loadout.benchmark.measure import METRICS, Figures
+from loadout.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A condition that is another one, by its path."""
+    """A condition that differs, by its path."""
 
     path: str
     before: Any
@@ -38,7 +40,7 @@ class Verdict:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Of the conditions, in the order of now."""
+    """Returns the conditions that differ, in the order of `now`."""
     flat_before, flat_now = dict(_flat(before)), dict(_flat(now))
     paths = dict.fromkeys([*flat_now, *flat_before])
     return [
@@ -61,9 +63,45 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def verdicts(before: Figures, now: Figures, tolerances: Mapping[str, float]) -> list[Verdict]:
-    """Of the metrics that both have; `tolerances` by their names."""
+    """Returns a verdict per metric that both have; `tolerances` are by name."""
     return [
         Verdict(name, before[name], now[name], tolerances[name])
         for name in METRICS
         if name in before and name in now
     ]
+
+
+def read_tolerances(texts: Iterable[str]) -> dict[str, float]:
+    """Returns the tolerance of each metric. A text is a share such as "10%" or "0.1", for all
+    metrics, or "METRIC=SHARE", which goes before, whatever the order.
+
+    Raises InvalidArgument.
+    """
+    found = {metric.name: metric.tolerance for metric in METRICS.values()}
+    named: dict[str, float] = {}
+    for text in texts:
+        name, equals, share = text.rpartition("=")
+        if not equals:
+            found = dict.fromkeys(found, _share(text, text))
+        elif name in METRICS:
+            named[name] = _share(share, text)
+        else:
+            raise _invalid(text, f"there is no metric {name!r}, only {', '.join(METRICS)}")
+    return found | named
+
+
+def _share(share: str, text: str) -> float:
+    number, is_percent = share.removesuffix("%"), share.endswith("%")
+    try:
+        value = float(number) / (100 if is_percent else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise _invalid(text, f"{share!r} is not a share such as 10%")
+    return value
+
+
+def _invalid(text: str, why: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"--tolerance {text}: {why}", code="INVALID_ARGUMENT", subject="tolerance"
+    )

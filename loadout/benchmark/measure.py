@@ -1,4 +1,4 @@
-"""Runs a workload against a server, and turns what its callers saw into figures."""
+"""Runs a workload against a server, and computes the metrics that its callers observed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loadout.errors import NotFound, ServerError
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`tolerance` is the share by which it may be worse than the baseline, if nobody says
-    otherwise: what is rare, as a 99th percentile is, varies more."""
+    """`tolerance` is the default share by which it may be worse than the baseline: rare events, as
+    in a 99th percentile, vary more."""
 
     name: str
     unit: str
@@ -39,12 +39,12 @@ METRICS = {
 }
 
 Figures = dict[str, float]
-"""Of one round, by the metric's name."""
+"""The metrics of one round, by name."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What callers saw: seconds, and how many tokens there were."""
+    """What callers observed: seconds, and the number of tokens."""
 
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -58,8 +58,8 @@ async def run(
     loaded: list[str],
     on_round: Callable[[int], None],
 ) -> list[Figures]:
-    """One round that does not count, then `num_rounds`; each with all `adapters`, and those that
-    are `loaded` again. Raises LoadoutError: a request that fails is no figure."""
+    """Runs a warm-up round, then `num_rounds`, each with all `adapters`; those in `loaded` are
+    loaded again in each. Raises LoadoutError: a failed request is no measurement."""
     rounds = []
     for number in range(workload.num_rounds + 1):
         figures = await _round(client, workload, plan(workload, number, adapters))
@@ -73,37 +73,37 @@ async def run(
 
 
 async def _round(client: AsyncClient, workload: Workload, requests: list[BenchRequest]) -> Figures:
-    seen = _Round()
+    observed = _Round()
     left = iter(requests)
     start_s = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(workload.num_in_flight):
-                group.create_task(_work(client, workload, left, seen))
+                group.create_task(_work(client, workload, left, observed))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     seconds = time.perf_counter() - start_s
-    if not seen.gaps_s:
+    if not observed.gaps_s:
         raise ServerError("no answer had two tokens: ask for more", code="UNKNOWN")
     return {
-        "tokens_per_second": seen.num_tokens / seconds,
-        "first_token_p50_seconds": percentile(seen.first_token_s, 50),
-        "first_token_p99_seconds": percentile(seen.first_token_s, 99),
-        "inter_token_p50_seconds": percentile(seen.gaps_s, 50),
-        "inter_token_p99_seconds": percentile(seen.gaps_s, 99),
+        "tokens_per_second": observed.num_tokens / seconds,
+        "first_token_p50_seconds": percentile(observed.first_token_s, 50),
+        "first_token_p99_seconds": percentile(observed.first_token_s, 99),
+        "inter_token_p50_seconds": percentile(observed.gaps_s, 50),
+        "inter_token_p99_seconds": percentile(observed.gaps_s, 99),
     }
 
 
 async def _work(
-    client: AsyncClient, workload: Workload, left: Iterator[BenchRequest], seen: _Round
+    client: AsyncClient, workload: Workload, left: Iterator[BenchRequest], observed: _Round
 ) -> None:
-    """One after the other, as long as there are any."""
+    """Sends the remaining requests, one after the other."""
     for request in left:
-        await _generate(client, workload, request, seen)
+        await _generate(client, workload, request, observed)
 
 
 async def _generate(
-    client: AsyncClient, workload: Workload, request: BenchRequest, seen: _Round
+    client: AsyncClient, workload: Workload, request: BenchRequest, observed: _Round
 ) -> None:
     before_s = time.perf_counter()
     is_first = True
@@ -113,7 +113,7 @@ async def _generate(
         max_tokens=workload.num_tokens,
         temperature=0,
         ignore_eos=True,
-        # Nothing that an earlier round or run has computed may be found.
+        # No prefix of an earlier round or run may be found.
         cache_salt=uuid.uuid4().hex,
     )
     async with stream:
@@ -123,17 +123,17 @@ async def _generate(
                 continue
             now_s = time.perf_counter()
             if is_first:
-                seen.first_token_s.append(now_s - before_s)
+                observed.first_token_s.append(now_s - before_s)
                 is_first = False
             else:
-                # Tokens that came together came after as many equal gaps.
-                seen.gaps_s += [(now_s - before_s) / count] * count
-            seen.num_tokens += count
+                # Tokens of one chunk count as many equal gaps.
+                observed.gaps_s += [(now_s - before_s) / count] * count
+            observed.num_tokens += count
             before_s = now_s
 
 
 async def _load(client: AsyncClient, ref: str) -> float:
-    """Seconds until an adapter that was nowhere in the server is resident."""
+    """Returns seconds until an adapter that was not in the server is resident."""
     with contextlib.suppress(NotFound):  # it was not resident
         await client.unload(ref)
     start_s = time.perf_counter()
@@ -142,12 +142,12 @@ async def _load(client: AsyncClient, ref: str) -> float:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """By nearest rank, of at least one value; `share` is from 0 to 100."""
+    """Returns the nearest-rank percentile of at least one value; `share` is from 0 to 100."""
     ordered = sorted(values)
     rank = -(-len(ordered) * share // 100)
     return ordered[max(0, int(rank) - 1)]
 
 
 def medians(rounds: list[Figures]) -> Figures:
-    """Of all rounds, which have the same figures."""
+    """Returns the medians over rounds, which have the same metrics."""
     return {name: median(each[name] for each in rounds) for name in METRICS if name in rounds[0]}

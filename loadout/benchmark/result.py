@@ -15,12 +15,12 @@ FORMAT = 1
 
 
 class BadResult(Exception):
-    """Not a measurement of ours; the message says which field."""
+    """The file is not a measurement; the message says which field is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`conditions` must be equal for two measurements to be compared; `facts` are for people.
+    """`conditions` must be equal for two measurements to be compared; `facts` are informative.
     `rounds` have the same metrics."""
 
     conditions: dict[str, Any]
@@ -45,7 +45,7 @@ class Result:
 def conditions_of(
     workload: Workload, server: ServerInfo, adapters: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What figures depend on. `adapters` are what is known of each."""
+    """Returns what the metrics depend on. `adapters` are the properties of each."""
     limits = server.limits
     return {
         "workload": asdict(workload),
@@ -65,7 +65,7 @@ def conditions_of(
 
 
 def parse(text: str) -> Result:
-    """What `to_json` wrote. Raises BadResult."""
+    """Reads what `to_json` wrote. Raises BadResult."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What is asked of the server: plain data, the same for the same settings."""
+"""The requests of a round: plain data, the same for the same settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 BASE = ""
-"""The base model, among adapters."""
+"""Stands for the base model among adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`num_requests` in each of `num_rounds`, `num_in_flight` at a time. Each has a prompt of
-    `prompt_chars` characters of its own, and asks for exactly `num_tokens`."""
+    `prompt_chars` characters of its own, and generates exactly `num_tokens`."""
 
     num_requests: int = 64
     num_in_flight: int = 8
@@ -33,7 +33,7 @@ class BenchRequest:
 
 
 def plan(workload: Workload, round_number: int, adapters: list[str]) -> list[BenchRequest]:
-    """One round: the base model and every adapter equally often, in mixed order."""
+    """Returns one round: the base model and every adapter equally often, in mixed order."""
     chooser = random.Random(f"{workload.seed}/{round_number}")
     names = [BASE, *adapters]
     chosen = [names[index % len(names)] for index in range(workload.num_requests)]
@@ -42,7 +42,7 @@ def plan(workload: Workload, round_number: int, adapters: list[str]) -> list[Ben
 
 
 def _prompt(chooser: random.Random, num_chars: int) -> str:
-    """Words of letters: about as many tokens whatever the tokenizer."""
+    """Returns words of letters: about as many tokens whatever the tokenizer."""
     words: list[str] = []
     length = 0
     while length <= num_chars:

@@ -1,1 +1,26 @@
-"""The `loadout` command."""
+"""The `loadout` command.
+
+__main__        runs a command; exit codes
+app             the commands, put together
+demo            demo, up
+services        store, serve
+adapters        register, adapters
+versions        adapters --versions, rollback, delete
+generate        generate
+residents       load, unload, pin, unpin, residents
+info            info
+top             top: reads both services, again and again
+top_overview    the figures of top, from two samples
+top_view        how top is drawn
+bench           bench
+bench_adapters  which adapters bench uses
+debug           debug
+profile         profile
+signing         keygen, digest, sign
+token           token
+options         options that several commands share
+connection      the options for token and TLS, and the clients they make
+completion      completion of adapter names in a shell
+config          what commands read from the environment
+output          tables, JSON, files, and the one line of a failure
+"""

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadout.benchmark.compare import Verdict, differences, verdicts
+from loadout.benchmark.compare import Verdict, differences, read_tolerances, verdicts
 from loadout.benchmark.measure import METRICS, Figures, run
 from loadout.benchmark.result import BadResult, Result, conditions_of, parse
-from loadout.benchmark.tolerances import read_tolerances
 from loadout.benchmark.workload import Workload
 from loadout.cli import bench_adapters, options
 from loadout.cli.connection import Connection, connects

@@ -1,4 +1,4 @@
-"""Which adapters `loadout bench` asks for, and which of them it may unload and load again."""
+"""Which adapters `loadout bench` uses, and which of them it may unload and load again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from loadout.types import Adapter, ImageState
 
 
 class Chosen(NamedTuple):
-    """An adapter, and the reference to ask for it by."""
+    """An adapter, and the reference to request it by."""
 
     ref: str
     adapter: Adapter
 
     @property
     def shape(self) -> Mapping[str, Any]:
-        """What its speed depends on, which is no name."""
+        """What its speed depends on, without its name."""
         return {
             "rank": self.adapter.rank,
             "targets": " ".join(sorted(self.adapter.targets)),
@@ -31,8 +31,8 @@ class Chosen(NamedTuple):
 
 
 def choose(client: Client, layout_id: str, named: list[str], count: int) -> list[Chosen]:
-    """Those that are `named`, else the first `count` for the model of this layout. Raises
-    CommandFailed if there are none."""
+    """Returns the `named` adapters, else the first `count` of this layout. Raises CommandFailed if
+    there are none."""
     if named:
         return [Chosen(ref, client.get(ref)) for ref in named]
     if not count:
@@ -47,8 +47,8 @@ def choose(client: Client, layout_id: str, named: list[str], count: int) -> list
 
 
 def loadable(client: Client, chosen: list[Chosen], count: int) -> list[str]:
-    """The references of at most `count` that are not pinned in the server. Raises CommandFailed
-    if there are none, and for who is no operator."""
+    """Returns the references of at most `count` that are not pinned in the server. Raises
+    CommandFailed if there are none, or without the role operator."""
     if not (chosen and count):
         return []
     try:
@@ -68,7 +68,7 @@ def loadable(client: Client, chosen: list[Chosen], count: int) -> list[str]:
 
 
 def _is_servable(adapter: Adapter, layout_id: str) -> bool:
-    """An image that is not compiled yet is compiled by the round that does not count."""
+    """Accepts images that are not compiled yet: the warm-up round has them compiled."""
     usable = (ImageState.READY, ImageState.PENDING, ImageState.COMPILING)
     return any(
         each.layout_id == layout_id and each.state in usable for each in adapter.layout_states

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +13,7 @@ from loadout.cli import options
 from loadout.cli.completion import adapter_names, resident_names
 from loadout.cli.connection import Connection, connects, replicas_of
 from loadout.cli.output import CommandFailed, new_table, print_json, table_console, to_json
+from loadout.cli.top_overview import idle_s
 from loadout.client import Client
 from loadout.errors import FailedPrecondition, NotFound
 from loadout.types import Adapter, ResidentAdapter
@@ -288,10 +288,3 @@ def _print_residents(found: list[tuple[str, ResidentAdapter]], *, as_json: bool)
 
 def _name(resident: ResidentAdapter) -> str:
     return ", ".join(resident.names) or resident.digest
-
-
-def idle_s(resident: ResidentAdapter) -> float:
-    """Returns seconds since the adapter's last request; 0 while one runs."""
-    if resident.last_used_time is None or resident.running_requests:
-        return 0.0
-    return max(0.0, (datetime.now(UTC) - resident.last_used_time).total_seconds())

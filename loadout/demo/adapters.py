@@ -1,4 +1,4 @@
-"""Which adapter of the demo comes from where, and how it gets into the store."""
+"""Which adapter of the demo comes from where, and its registration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def register_all(
 
 
 def _place(job: Job, folder: Path, buckets: Any) -> str | Path:
-    """Puts the adapter where it is to be registered from; returns that source."""
+    """Puts the adapter where it is registered from; returns that source."""
     files = ADAPTERS / job.name
     match source_of(job):
         case Source.FOLDER:
@@ -67,7 +67,7 @@ def _place(job: Job, folder: Path, buckets: Any) -> str | Path:
 
 
 def _open_s3(url: str) -> Any:
-    """A client of the S3 server at `url`, with the bucket made."""
+    """Returns a client of the S3 server at `url`, after creating the bucket."""
     import boto3  # only the demo needs it, and it takes a while to import
     from botocore.config import Config
 

@@ -46,7 +46,7 @@ class Process:
         return self._popen.poll() is None
 
     def wait_ready(self, timeout_s: float) -> dict[str, str]:
-        """The addresses it serves at, once it does. Raises ProcessFailed."""
+        """Returns the addresses it serves at, once it does. Raises ProcessFailed."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -63,7 +63,7 @@ class Process:
             raise self._failure(f"ended with exit code {code}")
 
     def stop(self, grace_s: float) -> int:
-        """SIGTERM, and SIGKILL when the grace is over or Ctrl-C comes; returns the exit code."""
+        """Sends SIGTERM, and SIGKILL after the grace or on Ctrl-C; returns the exit code."""
         self._popen.terminate()
         try:
             return self._popen.wait(grace_s)

@@ -1,4 +1,4 @@
-"""What the demo says at its end: one table, and the hit rates from the services' own metrics."""
+"""The table of the demo's results, and the hit rates from the services' metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class HitRate:
-    """Look-ups of one tier, as its service counted them."""
+    """Lookups of one tier, as its service counted them."""
 
     name: str
     hits: int
@@ -40,12 +40,12 @@ class HitRate:
 
     def __str__(self) -> str:
         total = self.hits + self.misses
-        rate = f"{self.hits / total:.0%}" if total else "no look-ups"
+        rate = f"{self.hits / total:.0%}" if total else "no lookups"
         return f"{self.name} {rate} ({self.hits} of {total})"
 
 
 def by_job(answers: Sequence[Answer]) -> list[JobResult]:
-    """One result per job that was asked, in the jobs' order."""
+    """Returns one result per job that had requests, in the jobs' order."""
     results = []
     for job in JOBS:
         own = [answer for answer in answers if answer.task.job is job]
@@ -57,7 +57,7 @@ def by_job(answers: Sequence[Answer]) -> list[JobResult]:
 
 
 def hit_rates(store: Metrics, inference: Metrics) -> list[HitRate]:
-    """Of the store's memory and disk tiers, and of the inference service's slots."""
+    """Returns those of the store's memory and disk tiers, and of the inference service's slots."""
     tiers = [
         _hit_rate(f"store {tier}", store, "loadout_store_tier", tier=tier)
         for tier in ("memory", "disk")

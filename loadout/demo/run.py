@@ -23,7 +23,7 @@ NUM_IN_FLIGHT = 32
 
 
 def demo_settings(folder: Path) -> SystemSettings:
-    """The demo's model with an S3 server; file:// sources may lie in `folder`."""
+    """Returns settings for the demo's model with an S3 server; `folder` is a source root."""
     return SystemSettings(MODEL, BASE_MODEL, s3=True, source_roots=(folder,))
 
 
@@ -33,7 +33,7 @@ def run(
     num_in_flight: int = NUM_IN_FLIGHT,
     work_dir: Path | None = None,
 ) -> list[report.JobResult]:
-    """The whole demo; returns what came of each job.
+    """Runs the demo; returns the result of each job.
 
     Without a `work_dir` it uses a fresh one and removes it after a good run. Raises ProcessFailed
     or LoadoutError.

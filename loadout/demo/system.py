@@ -1,4 +1,4 @@
-"""The whole system on one machine: S3 server, adapter store and inference service as processes."""
+"""The system on one machine: S3 server, adapter store and inference service as processes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class System:
             process.check_alive()
 
     def watch(self) -> None:
-        """Returns never: raises ProcessFailed when a part ends by itself."""
+        """Never returns: raises ProcessFailed when a part ends by itself."""
         while True:
             self.check_alive()
             time.sleep(POLL_S)
@@ -175,7 +175,7 @@ class System:
 
 
 def temporary_work_dir() -> Path:
-    """A fresh folder; whoever asked for it removes it."""
+    """Returns a new folder, for the caller to remove."""
     return Path(tempfile.mkdtemp(prefix="loadout-"))
 
 
@@ -184,5 +184,5 @@ def _flat(flags: Iterable[tuple[str, object]]) -> list[str]:
 
 
 def _environment(values: dict[str, str]) -> list[str]:
-    """A prefix that adds to the environment of a command; env(1) replaces itself with it."""
+    """Returns a prefix that adds to a command's environment; env(1) replaces itself with it."""
     return ["env", *(f"{name}={value}" for name, value in values.items())] if values else []

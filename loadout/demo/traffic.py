@@ -17,7 +17,7 @@ MAX_ANSWER_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One request to make: `word` is what `job` shall transform."""
+    """One request: `job` is to transform `word`."""
 
     job: Job
     word: str
@@ -25,7 +25,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a task; `first_token_s` counts from sending, as the client sees it."""
+    """The result of a task; `first_token_s` counts from sending, at the client."""
 
     task: Task
     text: str
@@ -37,7 +37,7 @@ class Answer:
 
 
 def plan(num_requests: int, seed: int = SEED) -> list[Task]:
-    """`num_requests` tasks, as evenly over the jobs as possible, in mixed order."""
+    """Returns `num_requests` tasks, as evenly over the jobs as possible, in mixed order."""
     share, rest = divmod(num_requests, len(JOBS))
     tasks = [
         Task(job, word)

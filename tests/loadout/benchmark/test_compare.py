@@ -7,10 +7,9 @@ import json
 
 import pytest
 
-from loadout.benchmark.compare import differences, verdicts
+from loadout.benchmark.compare import differences, read_tolerances, verdicts
 from loadout.benchmark.measure import METRICS, medians, percentile
 from loadout.benchmark.result import BadResult, Result, parse
-from loadout.benchmark.tolerances import read_tolerances
 from loadout.benchmark.workload import BASE, Workload, plan
 from loadout.errors import InvalidArgument
 

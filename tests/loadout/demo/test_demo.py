@@ -41,7 +41,7 @@ def test_demo_with_fewer_requests(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(job.title in done.stdout for job in JOBS)
     rates = next(line for line in done.stdout.splitlines() if line.startswith("hit rates: "))
-    assert "no look-ups" not in rates.replace("store disk no look-ups", "")
+    assert "no lookups" not in rates.replace("store disk no lookups", "")
     assert "all services exited with 0" in done.stdout
     assert children() == before
 

@@ -84,7 +84,7 @@ def test_hit_rates():
         ),
     )
     assert str(memory) == "store memory 75% (6 of 8)"
-    assert str(disk) == "store disk no look-ups (0 of 0)"
+    assert str(disk) == "store disk no lookups (0 of 0)"
     assert str(slots) == "slots 96% (192 of 200)"
 
 
