@@ -123,6 +123,6 @@ def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store", ["far", "a:1,b", "a:1,b:70000"])
 def test_every_address_is_checked(tmp_path: Path, store: str) -> None:
-    with pytest.raises(ValueError, match="is not host:port"):
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
         config(tmp_path, store=store)
     assert config(tmp_path, store="a:1, b:2,a:1,").store_addresses == ("a:1", "b:2")
