@@ -60,7 +60,7 @@ def _print_digest(arguments: list[str]) -> int:
 
 def _run(settings: StoreSettings) -> int:
     # Importing torch takes seconds: after the settings are known to be good.
-    from adapter_store.server import serve
+    from adapter_store.app import serve
 
     sys.setswitchinterval(SWITCH_S)
     try:

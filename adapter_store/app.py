@@ -7,13 +7,23 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
+from adapter_store.api.servicer import AUDITED, CALL_RULES, AdapterStoreServicer
 from adapter_store.blobs.fsync import make_folder
 from adapter_store.blobs.local import Blobs, LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
@@ -23,9 +33,13 @@ from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
+from adapter_store.core import Action, StoreAuditEntry
+from adapter_store.debug import DebugInfo
+from adapter_store.errors import CatalogUnavailable
 from adapter_store.garbage_collector import Collector, SharedCollector
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.cache import ImageCache
+from adapter_store.images.compile import use_one_thread_per_image
 from adapter_store.images.disk_tier import DiskTier
 from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.images.precompile import Precompiler
@@ -42,7 +56,30 @@ from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.staging import FetchLimits
-from servicekit.errors import FailedPrecondition
+from adapter_store.store_status import catalog_samples, volume_samples, work_samples
+from loadout.adapter_store.v1 import adapter_store_pb2
+from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
+    add_AdapterStoreServiceServicer_to_server,
+)
+from servicekit.auth.audit import Audit
+from servicekit.auth.authenticator import Authenticator
+from servicekit.errors import FailedPrecondition, InvalidSetting
+from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
+from servicekit.rpc.server import (
+    Reload,
+    RpcServer,
+    announce_ready,
+    reload_on_sighup,
+    stop_on_signals,
+    with_port,
+    withdraw_ready,
+)
+from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings import split_address
+from servicekit.telemetry.metrics import Sample
+from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
+from servicekit.telemetry.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -222,3 +259,119 @@ async def _collect_periodically(
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+# --- serving ------------------------------------------------------------------------------------
+
+_SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
+SERVICE = _SERVICE.full_name
+SERVICE_NAME = "loadout-store"
+"""Names this service in traces."""
+MAX_MESSAGE_BYTES = 64 << 20  # the layout of a large model; a page of labelled adapters
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Streams are long and may be silent; a peer that is gone must not hold an image.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStore:
+    """Addresses are HOST:PORT with the real ports."""
+
+    grpc_address: str
+    metrics_address: str
+    store: Store
+    reload: Reload
+
+
+async def serve(settings: StoreSettings) -> None:
+    """Serves until SIGTERM or SIGINT. SIGHUP: see Reload."""
+    use_one_thread_per_image()
+    stop = stop_on_signals()
+    async with running_store(settings) as running:
+        reload_on_sighup(settings, running.reload)
+        addresses = {"grpc": running.grpc_address, "metrics": running.metrics_address}
+        announce_ready(addresses, settings.ready_file)
+        await stop.wait()
+        logger.info("draining", extra={"grace_seconds": settings.grace_seconds})
+    logger.info("stopped")
+
+
+@asynccontextmanager
+async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
+    """A store that serves while the context lasts. Leaving it drains: NOT_SERVING, no new calls,
+    those in progress finish within the grace.
+
+    Raises as `open_store`, `check_exposure` and `read_certificates`, and OSError if an address is
+    taken.
+    """
+    check_exposure(settings, listen=settings.listen)
+    withdraw_ready(settings.ready_file)
+    async with AsyncExitStack() as stack:
+        certificates = CertificateFiles(settings)
+        audit_log = logging.getLogger("adapter_store.audit")
+        audit = Audit(settings.audit_file, StoreAuditEntry, AUDITED, audit_log)
+        stack.callback(audit.close)
+        tracing = _open_tracing(settings)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+        store = await stack.enter_async_context(open_store(settings))
+        metrics_address = stack.enter_context(_serving_metrics(store, settings))
+        errors = RecentErrors()
+
+        def note_end(end: CallEnd) -> None:
+            store.metrics.count_call(end.method, end.code, end.reason, end.seconds)
+            errors.add(end)
+
+        calls = CallInterceptor(CALL_RULES, note_end, tracing)
+        authenticator = Authenticator[Action](store.policies)
+        tokens = TokenInterceptor(authenticator, CALL_RULES.domain, audit.refuse)
+        server = RpcServer(SERVICE, settings.listen, certificates, (calls, tokens), OPTIONS)
+        debug = DebugInfo(settings, store.service, store.metrics, errors)
+        servicer = AdapterStoreServicer(
+            store.service, authenticator, audit, settings.pull_stall_seconds, debug
+        )
+        await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
+        await server.set_serving(True)
+        try:
+            reload = Reload(store.policies, certificates, audit)
+            yield RunningStore(server.address, metrics_address, store, reload)
+        finally:
+            await server.announce_end()
+            store.watch.close()
+            await calls.drain(settings.grace_seconds)
+            await server.close()
+
+
+def _open_tracing(settings: StoreSettings) -> Tracing | None:
+    """Raises InvalidSetting."""
+    endpoint, ratio = settings.otlp_endpoint, settings.trace_sample_ratio
+    try:
+        return open_tracing(endpoint, ratio, service=SERVICE_NAME, version=version("loadout"))
+    except ValueError as error:
+        raise InvalidSetting(str(error), subject="otlp_endpoint") from error
+
+
+@contextmanager
+def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
+    address = settings.metrics_listen
+    host, port = split_address(address)
+    store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
+    store.metrics.expect_calls(_SERVICE.methods_by_name)
+    registry = store.metrics.registry
+    registry.collect_samples(lambda: _read_samples(store.service, settings.data_dir))
+    with closing(MetricsServer(registry, host, port)) as server:
+        yield with_port(address, server.port)
+
+
+def _read_samples(service: StoreService, data_dir: Path) -> list[Sample]:
+    """Without the catalog's while its database does not answer: what tells of an outage must
+    outlast it."""
+    found = [*work_samples(service.read_work()), *volume_samples(data_dir)]
+    with suppress(CatalogUnavailable):
+        found += catalog_samples(service.read_catalog())
+    return found

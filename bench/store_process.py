@@ -21,8 +21,8 @@ import grpc
 import psutil
 import torch
 
+from adapter_store.app import running_store
 from adapter_store.config import StoreSettings
-from adapter_store.server import running_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 

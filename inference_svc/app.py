@@ -4,32 +4,77 @@ drains."""
 from __future__ import annotations
 
 import asyncio
-import signal
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from inference_svc.api.service import ServerFacts
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.api.grpc.servicer import InferenceServicer, call_rules
+from inference_svc.api.load_report import load_report
+from inference_svc.api.request_record import RequestLog
+from inference_svc.api.service import AUDITED, ServerFacts, Service
 from inference_svc.config import (
     InferenceSettings,
     ModelFacts,
     resolve,
     to_engine_config,
 )
-from inference_svc.engine.messages import StoreMessage
+from inference_svc.core import ANYONE, ROLES, Action
+from inference_svc.debug import DebugInfo
+from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
+from inference_svc.frontend.async_engine import EngineHandle, Frontend
+from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
+from inference_svc.metrics.engine import Snapshots
+from inference_svc.metrics.metrics import Metrics
+from inference_svc.metrics.store import replica_metrics
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.server import InferenceServer
 from inference_svc.store.client import ImageClient, ImageClientRecipe, NoStore
-from inference_svc.store.credentials import StoreAccess, read_store_access
+from inference_svc.store.credentials import NO_ACCESS, StoreAccess, read_store_access
+from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas
+from inference_svc.store.watch import StoreConnection
+from inference_svc.text.detokenizer import Decoder
+from inference_svc.text.pieces import Vocabulary
+from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
+from loadout.inference.v1 import inference_pb2
+from loadout.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from servicekit.auth.audit import Audit, AuditEntry
+from servicekit.auth.authenticator import Authenticator
+from servicekit.auth.policy import Policy, PolicyFile, parse_policy
+from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor, code_name
+from servicekit.rpc.server import (
+    Reload,
+    RpcServer,
+    announce_ready,
+    reload_on_sighup,
+    stop_on_signals,
+    with_port,
+    withdraw_ready,
+)
+from servicekit.rpc.tls import CertificateFiles, check_exposure
+from servicekit.settings import split_address
+from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
+from servicekit.telemetry.tracing import open_tracing
 
+if TYPE_CHECKING:
+    from inference_svc.api.http.server import HttpServer
+
+log = logging.getLogger(__name__)
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+SERVICE_NAME = "loadout-inference"
+"""Names this service in traces."""
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
@@ -39,16 +84,12 @@ async def serve(config: InferenceSettings) -> int:
     Raises UnsupportedModel, or ValueError or OSError for settings that cannot be met; EngineFailed
     if the engine's process dies before it serves.
     """
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     geometry = load_geometry(config.model)
     config = resolve(config, find_machine(config), model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
-    if config.policy_file or config.tls_cert_file or config.audit_file:
-        # Without these, SIGHUP keeps its default: a closed terminal ends the server.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
+    reload_on_sighup(config, server.reload)
     make_engine = _in_process if config.engine == "process" else _in_thread
     with make_engine(config, server.replicas, access) as load:
         try:
@@ -125,3 +166,208 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""  # run from a source tree that is not installed
+
+
+# --- serving ------------------------------------------------------------------------------------
+
+
+class Engine(EngineHandle, Protocol):
+    @property
+    def layout(self) -> ModelLayout: ...
+    def stop(self) -> None: ...
+
+
+class TextModel(Encoder, Decoder, Vocabulary, Protocol):
+    """Both directions of a tokenizer, and its tokens one by one."""
+
+
+class InferenceServer:
+    """Listens from the start, so that a bad address shows before a model is loaded; answers from
+    `start` to `close`. `config` is resolved.
+
+    Raises InvalidSetting for what is wrong with policy, certificates or exposure, and OSError if
+    it cannot listen or read a file. `reload` is for SIGHUP, on the event loop.
+    """
+
+    def __init__(self, config: InferenceSettings, store_access: StoreAccess = NO_ACCESS) -> None:
+        check_exposure(config, listen=config.listen, http=config.http)
+        withdraw_ready(config.ready_file)
+        certificates = CertificateFiles(config)
+        policies = PolicyFile(config.policy_file, _parse_policy, Policy(anyone=ANYONE))
+        self._authenticator = Authenticator[Action](policies)
+        audit_log = logging.getLogger("inference_svc.audit")
+        self._audit = Audit(config.audit_file, AuditEntry, AUDITED, audit_log)
+        self.reload = Reload(policies, certificates, self._audit)
+        self._config = config
+        self.replicas = Replicas.at(*config.store_addresses)
+        self._store_access = store_access
+        self._snapshots = Snapshots(config.max_loras)
+        self._metrics = Metrics(config.max_loras, self._snapshots.read, config.metrics_adapters)
+        if config.store:
+            registry = self._metrics.registry
+            registry.collect_families(lambda: replica_metrics(self.replicas))
+        host, port = split_address(config.metrics_listen)
+        self._metrics_server = MetricsServer(self._metrics.registry, host, port)
+        self.metrics_address = with_port(config.metrics_listen, self._metrics_server.port)
+        endpoint, ratio = config.otlp_endpoint, config.trace_sample_ratio
+        self._tracing = open_tracing(
+            endpoint, ratio, service=SERVICE_NAME, version=version("loadout")
+        )
+        self._errors = RecentErrors()
+        rules = call_rules(self._load)
+        self._calls = CallInterceptor(rules, self._note_end, self._tracing)
+        tokens = TokenInterceptor(self._authenticator, rules.domain, self._audit.refuse)
+        self._grpc = RpcServer(
+            *(SERVICE, config.listen, certificates, (self._calls, tokens)),
+            trailers=lambda: rules.trailers(None),
+        )
+        self.address = self._grpc.address
+        self._http, self.http_address = _listen_http(config.http, certificates)
+        self._is_serving = False
+        self._frontend: Frontend | None = None
+        self._engine: Engine | None = None
+        self._prompts: PromptEncoder | None = None
+        self._store: StoreConnection | None = None
+
+    async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
+        """Starts the engine, the link to the store, and answering. The server stops the engine
+        when it closes."""
+        config = self._config
+        self._engine = engine
+        if config.store:
+            self._store = StoreConnection(config.store_addresses, self.replicas, self._store_access)
+        catalog = None if self._store is None else self._store.catalog
+        servable = Servable(config.base_model_names, config.max_lora_rank)
+        directory = Directory(catalog, servable, config.name_ttl_seconds)
+        self._frontend = Frontend(engine, text)
+        if self._tracing is not None:
+            self._frontend.on_spans = self._tracing.record_all
+        directory.on_repointed = self._repointed
+        directory.on_lookup = self._metrics.resolve_times.observe
+        self._frontend.start()
+        self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
+        if self._store is not None:
+            self._store.start(directory, engine.layout, self._accept_layout)
+        service = Service(
+            facts,
+            self._frontend,
+            directory,
+            catalog,
+            self._prompts,
+            RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
+            self._authenticator,
+            self._audit,
+        )
+        parts = (self._frontend, directory, self._metrics, self.replicas, self._errors)
+        servicer = InferenceServicer(service, DebugInfo(config, *parts))
+        self._snapshots.attach(self._frontend, directory)
+        await self._grpc.start(partial(add_InferenceServiceServicer_to_server, servicer))
+        if self._http is not None:
+            await self._start_http(self._http, service, text)
+        await self._set_serving(True)
+        self._metrics.describe_server(facts.base_model, facts.dtype, facts.device, facts.versions)
+        self._announce()
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serves until `stop`, then drains; the process's exit status. An engine that fails ends
+        it with 1."""
+        assert self._frontend is not None, "start comes before run"
+        failed = self._frontend.failed
+        waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
+        watching = asyncio.create_task(watch_engine(self._frontend.describe, self._set_serving))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*waits, watching):
+            task.cancel()
+        self._is_serving = False
+        await self._grpc.announce_end()
+        if not failed.is_set():
+            grace_seconds = self._config.grace_seconds
+            log.info("draining", extra={"grace_seconds": grace_seconds})
+            start = time.monotonic()
+            await self._frontend.drain(grace_seconds)
+            # Besides requests: what operators have asked for, and what still asks for a name.
+            left_seconds = grace_seconds - (time.monotonic() - start)
+            drains = [self._calls.drain(left_seconds)]
+            if self._http is not None:
+                drains.append(self._http.drain(left_seconds))
+            await asyncio.gather(*drains)
+        if failed.is_set():
+            log.error("the engine failed: ending")
+        return int(failed.is_set())
+
+    async def close(self) -> None:
+        """Frees everything, in the reverse order of use. Also after a start that failed."""
+        if self._http is not None:
+            await self._http.close()
+        await self._grpc.close()
+        self._snapshots.detach()
+        if self._store is not None:
+            await self._store.close()
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.stop)
+        if self._prompts is not None:
+            self._prompts.close()
+        await asyncio.to_thread(self._metrics_server.close)
+        self._audit.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    def _load(self) -> str:
+        """Told with every answer."""
+        num_requests = 0 if self._frontend is None else self._frontend.num_requests
+        return load_report(num_requests, self._config.max_sequences, self._config.max_queue)
+
+    def _note_end(self, end: CallEnd) -> None:
+        self._metrics.count_rpc(end.method, end.code, end.reason)
+        self._errors.add(end)
+
+    def _note_http_end(self, end: CallEnd) -> None:
+        self._metrics.count_http(end.method, end.code, end.reason)
+        self._errors.add(end)
+
+    def _accept_layout(self, layout_id: str) -> None:
+        assert self._frontend is not None
+        self._frontend.send(LayoutAccepted(layout_id))
+
+    def _repointed(self, old_digest: str, new_digest: str) -> None:
+        assert self._frontend is not None
+        self._frontend.send(Repointed(old_digest, new_digest))
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        """For who checks health, over gRPC and HTTP."""
+        self._is_serving = is_serving
+        await self._grpc.set_serving(is_serving)
+
+    async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
+        from inference_svc.api.http.app import make_app
+
+        app = make_app(
+            *(service, text, self._metrics, self._note_http_end, self._load),
+            is_serving=lambda: self._is_serving,
+            opens_metrics=self._config.http_open_metrics,
+            tracing=self._tracing,
+        )
+        await server.start(app)
+
+    def _announce(self) -> None:
+        addresses = {"grpc": self.address, "metrics": self.metrics_address}
+        if self._http is not None:
+            addresses["http"] = self.http_address
+        if self._config.log_prompts:
+            log.warning("log_prompts is on: what callers ask is written into this log")
+        announce_ready(addresses, self._config.ready_file)
+
+
+def _parse_policy(text: str) -> Policy[Action]:
+    return parse_policy(text, ROLES)
+
+
+def _listen_http(address: str, certificates: CertificateFiles) -> tuple[HttpServer | None, str]:
+    """Returns None, "" without an address."""
+    if not address:
+        return None, ""
+    # Its libraries are loaded where it is needed only.
+    from inference_svc.api.http.server import HttpServer
+
+    server = HttpServer(address, certificates)
+    return server, with_port(address, server.port)

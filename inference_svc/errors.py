@@ -37,7 +37,7 @@ from servicekit.errors import (
     Unavailable,
 )
 
-PROMPT_SUBJECTS = ("chat", "messages")
+PROMPT_SUBJECTS = frozenset({"chat", "messages"})
 """Subjects of errors whose messages could quote the prompt."""
 
 

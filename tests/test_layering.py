@@ -106,30 +106,7 @@ CUDA_PLACES = (
     "adapter_store.images.buffers",
 )
 
-PENDING: dict[str, set[str]] = {
-    "library grpc": {"adapter_store.server", "inference_svc.server"},
-    "library torch": {
-        "adapter_store.server",
-    },
-    "flat files of adapter_store": {
-        "access",
-        "audit",
-        "gate",
-        "policy",
-        "refs",
-        "reload",
-        "server",
-        "sharing",
-        "tls",
-    },
-    "flat files of inference_svc": {
-        "policy",
-        "refs",
-        "reload",
-        "server",
-        "tls",
-    },
-}
+PENDING: dict[str, set[str]] = {}
 """Violations by rule, "importer -> imported" or a module's name, that are being mended."""
 
 

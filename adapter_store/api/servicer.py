@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import grpc
 
-from adapter_store.api import call_context, convert
+from adapter_store.api import convert
 from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import PullStalled, RevisionTooOld
@@ -19,6 +19,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
+from servicekit.rpc import call_context
+from servicekit.rpc.interceptor import CallRules
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -32,6 +34,16 @@ AUDITED = frozenset(
         "UnpinAdapter",
         "RegisterLayout",
     }
+)
+
+"""What is written down, by the names that the contract gives it."""
+
+CALL_RULES = CallRules(
+    domain="adapter_store.loadout",
+    polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
+    long_lived=frozenset({"WatchAdapters"}),
+    facts=("tenant", "adapter", "digest"),
+    traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),
 )
 
 
@@ -244,18 +256,19 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> Iterator[tuple[Principal, StoreAuditEntry]]:
         """Authorizes the caller, as `_authorize`, and writes down how the call ended."""
         assert what in AUDITED
-        with self._audit.record(what, name, context.peer()) as entry:
-            try:
+        entry = self._audit.entry(what, name, context.peer())
+        try:
+            with self._audit.record(entry):
                 caller = self._authenticator.authenticate(context.invocation_metadata())
                 entry.set_caller(caller)
                 call_context.note_caller(caller)
                 caller.require(action)
                 yield caller, entry
-            finally:
-                if what == "RegisterLayout":
-                    call_context.note(base_model=entry.name, layout_id=entry.digest)
-                else:
-                    call_context.note(adapter=entry.name, digest=entry.digest)
+        finally:  # the audit has noted what was changed
+            if what == "RegisterLayout":
+                call_context.note(base_model=entry.name, layout_id=entry.digest)
+            else:
+                call_context.note(adapter=entry.name, digest=entry.digest)
 
 
 async def _finish(entry: StoreAuditEntry, change: Change) -> tuple[AdapterRecord, int]:

@@ -41,6 +41,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 _Shaped: TypeAlias = tuple[Segment, tuple[int, int]]
 
 
+def use_one_thread_per_image() -> None:
+    """Images compile side by side: each with all processors would only slow the others down."""
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
     """An adapter's bytes for one layout. `buffer` is uint8 [total_bytes] and immutable."""

@@ -55,6 +55,13 @@ class Metrics:
             for code in FAULT_CODES:
                 self.requests.labels(method, code)
 
+    def count_call(self, method: str, code: str, reason: str, seconds: float) -> None:
+        """Counts a call that ended; `reason` is "" unless it was refused."""
+        self.requests.labels(method, code).inc()
+        self.request_seconds.labels(method).observe(seconds)
+        if reason:
+            self.rejections.labels(method, reason).inc()
+
     def describe_store(self, version: str, compiler: str) -> None:
         """Sets the software's versions."""
         self._build_info.labels(version, platform.python_version(), compiler).set(1)

@@ -295,7 +295,7 @@ class Service:
     ) -> Iterator[tuple[Principal, AuditEntry]]:
         """Authorises an operator, and audits how the call ended."""
         assert method in AUDITED
-        with self._audit.record(method, name, caller.peer) as entry:
+        with self._audit.record(self._audit.entry(method, name, caller.peer)) as entry:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
             principal.require(Action.OPERATE)

@@ -115,9 +115,8 @@ class Audit(Generic[EntryT]):
             self._file = None
 
     @contextmanager
-    def record(self, what: str, name: str = "", peer: str = "") -> Iterator[EntryT]:
-        """Writes an entry when the context ends, with how it ended; or when `pending` does."""
-        entry = self._entry_type(what, name, peer)
+    def record(self, entry: EntryT) -> Iterator[EntryT]:
+        """Writes the entry when the context ends, with how it ended; or when `pending` does."""
         error: BaseException | None = None
         try:
             yield entry
@@ -131,10 +130,13 @@ class Audit(Generic[EntryT]):
             else:
                 self._write_when_done(entry, entry.pending)
 
+    def entry(self, what: str, name: str = "", peer: str = "") -> EntryT:
+        return self._entry_type(what, name, peer)
+
     def refuse(self, what: str, peer: str, error: ServiceError) -> None:
         """Writes down who was refused before anything of the call was read."""
         if what in self._audited:
-            entry = self._entry_type(what, peer=peer)
+            entry = self.entry(what, peer=peer)
             entry.set_result(error)
             self.write(entry)
 

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,13 +22,14 @@ MAX_CHARS = 500
 @dataclass(frozen=True, slots=True)
 class CallEnd:
     """Describes how a call ended: `code` is a gRPC status's name or an HTTP status; `reason` and
-    `message` are the error's, "" without one."""
+    `message` are the error's, "" without one; `facts` is what else is known of the call."""
 
     method: str
     code: str
     reason: str = ""
     message: str = ""
-    request_id: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @classmethod
     def of(
@@ -36,8 +37,8 @@ class CallEnd:
         method: str,
         code: str,
         error: Exception | None,
-        request_id: str = "",
-        *,
+        facts: Mapping[str, str],
+        seconds: float = 0.0,
         private_subjects: Collection[str] = (),
     ) -> CallEnd:
         """Leaves out messages about `private_subjects`, which could quote the caller's data."""
@@ -47,7 +48,7 @@ class CallEnd:
             reason, message = error.reason, "" if is_private else error.message
         elif error is not None:
             reason, message = "INTERNAL", describe_bug(error)
-        return cls(method, code, reason, message[:MAX_CHARS], request_id[:MAX_CHARS])
+        return cls(method, code, reason, message[:MAX_CHARS], facts, seconds)
 
 
 def describe_bug(error: BaseException) -> str:
@@ -71,10 +72,13 @@ class RecentErrors:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._numbers = count()
 
-    def add(self, fields: Mapping[str, object]) -> None:
-        """Adds a call that ended with an error; `fields` has its `method` and `reason`."""
-        texts = {key: str(value)[:MAX_CHARS] for key, value in fields.items()}
-        kind = texts.get("method", ""), texts.get("reason", "")
+    def add(self, end: CallEnd) -> None:
+        """Adds a call if it ended with an error."""
+        if not end.reason:
+            return
+        kind = end.method, end.reason
+        own = {"method": end.method, "code": end.code, "reason": end.reason, "message": end.message}
+        texts = own | {key: value[:MAX_CHARS] for key, value in end.facts.items()}
         entry = _Entry(next(self._numbers), time.time(), texts)
         self._counts[kind] += 1
         self._entries.setdefault(kind, deque(maxlen=MAX_PER_KIND)).append(entry)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from adapter_store import tls as store_tls
-from inference_svc import tls as inference_tls
 from loadout.health.__main__ import parse_arguments
+from servicekit.rpc.tls import check_exposure
 from tests.deploy import dockerfile
 from tests.deploy.manifests import ROOT
 from tests.deploy.test_images import versions
@@ -62,9 +61,9 @@ def test_settings_are_real_and_understood(name, monkeypatch, tmp_path):
         monkeypatch.setenv(variable, value)
     settings = kind()
     assert len(settings.model_fields_set) == len(values)
-    {"adapter_store": store_tls, "inference_svc": inference_tls}[module].check_exposure(settings)
+    check_exposure(settings, listen=settings.listen, http=getattr(settings, "http", ""))
     grace = int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s"))
-    assert grace >= settings.grace_seconds + LAST_SECONDS[module] + END_SECONDS
+    assert grace >= settings.grace_seconds + LAST_SECONDS + END_SECONDS
 
 
 def test_only_this_machine_gets_in():

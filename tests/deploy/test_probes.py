@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store import server as store_server
-from adapter_store.api import status as store_status
-from inference_svc import server as inference_server
-from inference_svc.api.grpc import status as inference_status
+import adapter_store.app
+import inference_svc.app
 from loadout.health.__main__ import parse_arguments
+from servicekit.rpc.interceptor import QUIET_LIMIT_SECONDS
+from servicekit.rpc.server import ANSWER_SECONDS
 from tests.deploy.manifests import Object, Workload
 from tests.deploy.test_settings import settings  # noqa: F401 (a fixture)
 
-SERVICES = {"adapter_store": store_server.SERVICE, "inference_svc": inference_server.SERVICE}
-LAST_SECONDS = {
-    "adapter_store": store_status.QUIET_LIMIT_SECONDS + store_server.ANSWER_SECONDS,
-    "inference_svc": inference_status.QUIET_LIMIT_SECONDS + inference_server.ANSWER_SECONDS,
+SERVICES = {
+    "adapter_store": adapter_store.app.SERVICE,
+    "inference_svc": inference_svc.app.SERVICE,
 }
+LAST_SECONDS = QUIET_LIMIT_SECONDS + ANSWER_SECONDS
 """What a drain takes besides its grace."""
 END_SECONDS = 5.0
 """To end threads and processes, and to free the device."""
@@ -75,7 +75,7 @@ def test_the_grace_period_holds_the_drain(workload, settings):  # noqa: F811
     sleep = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     ready = workload.probes["readiness"]
     assert sleep >= ready["periodSeconds"], "until nobody is sent here any more"
-    needed = sleep + settings.grace_seconds + LAST_SECONDS[workload.module] + END_SECONDS
+    needed = sleep + settings.grace_seconds + LAST_SECONDS + END_SECONDS
     assert workload.pod["terminationGracePeriodSeconds"] >= needed
 
 

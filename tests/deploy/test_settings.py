@@ -6,11 +6,10 @@ import os
 
 import pytest
 
-from adapter_store import tls as store_tls
 from adapter_store.config import StoreSettings
-from inference_svc import tls as inference_tls
 from inference_svc.config import InferenceSettings
 from loadout.health.__main__ import parse_arguments
+from servicekit.rpc.tls import check_exposure
 from tests.deploy.manifests import ROOT, Workload, gibibytes
 
 CLASSES = {
@@ -57,8 +56,7 @@ def test_every_value_is_understood(workload, settings):
 
 def test_nobody_is_let_in_unasked(workload, settings):
     """The service itself refuses to start otherwise."""
-    modules = {"adapter_store": store_tls, "inference_svc": inference_tls}
-    modules[workload.module].check_exposure(settings)
+    check_exposure(settings, listen=settings.listen, http=getattr(settings, "http", ""))
     is_open = settings.allow_open_access
     assert is_open == (settings.policy_file is None)
     assert is_open == (workload.object["metadata"]["namespace"] == "loadout-dev")

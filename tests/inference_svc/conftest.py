@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
 from inference_svc.api.service import ServerFacts
+from inference_svc.app import InferenceServer
 from inference_svc.config import InferenceSettings, Machine, ModelFacts, resolve
 from inference_svc.core import FinishReason, Request, TokenLogprobs
 from inference_svc.engine.messages import (
@@ -38,7 +39,6 @@ from inference_svc.engine.messages import (
 )
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound, EngineFailed
-from inference_svc.server import InferenceServer
 from inference_svc.text.tokenizer import Tokenizer
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from servicekit.errors import Draining

@@ -4,11 +4,11 @@ import asyncio
 
 import grpc
 
-from inference_svc.api.grpc.status import QUIET_SECONDS
+from inference_svc.app import SERVICE
 from inference_svc.frontend import watchdog
-from inference_svc.server import SERVICE
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from servicekit.rpc.interceptor import QUIET_SECONDS
 from tests.inference_svc.serving import NOT_SERVING, SERVING, Running, digest_of, error_of
 from tests.support.wait import until_async
 

@@ -20,7 +20,7 @@ BURIAL_S = 120.0
 # Importing takes seconds, and would be most of the time between two kills: one process imports,
 # and every life of the store is a fork of it.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["adapter_store.server"])
+_processes.set_forkserver_preload(["adapter_store.app"])
 
 
 def run_store(arguments: list[str], log: Path) -> None:

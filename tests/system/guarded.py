@@ -17,11 +17,10 @@ import grpc
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.app import _facts, model_facts
+from inference_svc.app import InferenceServer, _facts, model_facts
 from inference_svc.config import InferenceSettings, Machine, resolve, to_engine_config
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.geometry import load_geometry
-from inference_svc.server import InferenceServer
 from inference_svc.store.client import ImageClient, NoStore
 from inference_svc.store.credentials import read_store_access
 from inference_svc.text.tokenizer import Tokenizer

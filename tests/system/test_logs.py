@@ -22,7 +22,7 @@ WRONG_TOKEN = "token-that-nobody-knows"
 SECRETS = (PROMPT, "zebra", WRONG_TOKEN, token_of("root"), token_of("server"), S3_SECRET)
 SECRETS += HELD
 FACTS = {"request_id", "tenant", "adapter", "digest"}
-REQUESTS, CALLS = "inference_svc.requests", "adapter_store.api.status"
+REQUESTS, CALLS = "inference_svc.requests", "servicekit.rpc.interceptor"
 
 
 def post(system: Observed, body: dict[str, Any], token: str) -> int:

@@ -2,5 +2,4 @@
 
 servicer  convert, call the service, convert
 convert   protobuf messages to our types and back
-status    errors as gRPC statuses, and the interceptors
 """

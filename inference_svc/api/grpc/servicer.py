@@ -1,7 +1,8 @@
-"""InferenceService over gRPC: convert, call the service, convert; `status` answers errors."""
+"""InferenceService over gRPC: convert, call the service, convert."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,13 +11,37 @@ import grpc
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
+from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
 from inference_svc.debug import DebugInfo
+from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from servicekit.errors import Draining
+from servicekit.rpc.interceptor import CallRules, Trailers
 
 Context: TypeAlias = grpc.aio.ServicerContext
+
+ELSEWHERE = (Draining, QueueFull)
+"""What another replica may take: nothing was done here."""
+
+
+def call_rules(load: Callable[[], str]) -> CallRules:
+    """`load` returns the value of LOAD_HEADER, which is sent with every answer."""
+
+    def trailers(error: Exception | None) -> Trailers:
+        refused = ((REFUSED_HEADER, error.reason),) if isinstance(error, ELSEWHERE) else ()
+        return ((LOAD_HEADER, load()), *refused)
+
+    return CallRules(
+        domain="inference.loadout",
+        polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
+        logged_elsewhere=frozenset({"Generate"}),
+        private=PROMPT_SUBJECTS,
+        refuse_when_draining=False,  # the frontend refuses requests, with when to try again
+        trailers=trailers,
+    )
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):

@@ -90,7 +90,7 @@ class RequestMiddleware:
                 route,
                 str(status),
                 error_of(scope),
-                request_id.decode("latin-1"),
+                {"request_id": request_id.decode("latin-1")},
                 private_subjects=PROMPT_SUBJECTS,
             )
             self._on_end(end)

@@ -20,7 +20,7 @@ from inference_svc.api.http.connections import (
     set_socket_options,
 )
 from inference_svc.api.http.middleware import RequestMiddleware
-from inference_svc.tls import CertificateFiles, renewing_context
+from servicekit.rpc.tls import CertificateFiles, rotating_context
 from servicekit.settings import split_address
 
 MAX_HEADER_BYTES = 64 << 10
@@ -63,7 +63,7 @@ class HttpServer:
 
     def __init__(self, address: str, certificates: CertificateFiles) -> None:
         host, port = split_address(address)
-        self._context = renewing_context(certificates)
+        self._context = rotating_context(certificates)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

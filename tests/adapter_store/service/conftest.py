@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
+from adapter_store.app import RunningStore, running_store
 from adapter_store.config import StoreSettings
 from adapter_store.core import Layout
-from adapter_store.server import RunningStore, running_store
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 

@@ -43,7 +43,7 @@ def lines(path) -> list[dict[str, object]]:
 def test_a_line_has_every_fact(audit, path, caplog):
     with (
         caplog.at_level(logging.INFO),
-        audit.record("PinAdapter", "n", "ipv4:1") as entry,
+        audit.record(audit.entry("PinAdapter", "n", "ipv4:1")) as entry,
     ):
         entry.set_caller(ROLES.principal("ops", ["server", "admin"], None))
         entry.describe(RECORD, 7)
@@ -77,7 +77,7 @@ def test_a_line_has_every_fact(audit, path, caplog):
     ],
 )
 def test_how_a_call_ended(audit, path, error, result, reason):
-    with pytest.raises(type(error)), audit.record("DeleteAdapter", "n"):
+    with pytest.raises(type(error)), audit.record(audit.entry("DeleteAdapter", "n")):
         raise error
     (found,) = lines(path)
     assert (found["result"], found["reason"]) == (result, reason)
@@ -99,7 +99,7 @@ def test_what_goes_on_without_its_caller_says_how_it_really_ended(audit, path, o
                 recording.cancel()
 
         try:
-            with audit.record("RegisterAdapter", "n") as entry:
+            with audit.record(audit.entry("RegisterAdapter", "n")) as entry:
                 entry.pending = recording
                 if not stays:
                     raise asyncio.CancelledError

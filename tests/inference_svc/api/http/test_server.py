@@ -14,8 +14,8 @@ import pytest
 from inference_svc.api.http.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import InferenceSettings
-from inference_svc.tls import CertificateFiles
 from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.rpc.tls import CertificateFiles
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.api.http.conftest import Front
 from tests.inference_svc.serving import NOT_SERVING, digest_of

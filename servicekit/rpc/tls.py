@@ -1,4 +1,4 @@
-"""Where a server may listen, and the certificates it shows: checked before anything is served."""
+"""The certificates that a service shows, and where it may listen without a policy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import ipaddress
 import ssl
 from dataclasses import dataclass, field
 
-from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
-from servicekit.settings import split_address
+from servicekit.settings import ServiceSettings, split_address
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM. `client_ca`: callers need a certificate that it signed; None: they need none.
-    `context` has all of it, for who does not take PEM."""
+    """PEM. With `client_ca`, callers need a certificate that it signed. `context` has all of it,
+    for servers that do not take PEM."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -25,27 +24,28 @@ class Certificates:
 class CertificateFiles:
     """The certificates in force; None: no TLS."""
 
-    def __init__(self, config: InferenceSettings) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         """Raises as `read_certificates`."""
-        self._config = config
+        self._settings = settings
         self.current: Certificates | None = None
         self.reload()
 
     def reload(self) -> None:
         """Takes over the files as they are now. Raises as the constructor; the old ones stay."""
-        self.current = read_certificates(self._config)
+        self.current = read_certificates(self._settings)
 
 
-def read_certificates(config: InferenceSettings) -> Certificates | None:
-    """None: no TLS. Raises InvalidSetting naming the setting, and OSError for a file that cannot
-    be read."""
-    chain, key, client_ca = config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
+def read_certificates(settings: ServiceSettings) -> Certificates | None:
+    """Returns None without TLS. Raises InvalidSetting naming the setting, and OSError for a file
+    that cannot be read."""
+    chain, key = settings.tls_cert_file, settings.tls_key_file
+    client_ca = settings.tls_client_ca_file
     if chain is None and key is None and client_ca is None:
         return None
     if chain is None:
-        raise InvalidSetting("tls_cert_file: TLS needs it, too")
+        raise _invalid("tls_cert_file", "TLS needs it, too")
     if key is None:
-        raise InvalidSetting("tls_key_file: TLS needs it, too")
+        raise _invalid("tls_key_file", "TLS needs it, too")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     found = Certificates(
         chain.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None, context
@@ -54,21 +54,21 @@ def read_certificates(config: InferenceSettings) -> Certificates | None:
     try:
         context.load_cert_chain(chain, key, password="")
     except ssl.SSLError as exc:
-        raise InvalidSetting(
-            f"tls_cert_file: {chain} and {key} are not a PEM chain and its plain key"
+        raise _invalid(
+            "tls_cert_file", f"{chain} and {key} are not a PEM chain and its plain key"
         ) from exc
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as exc:
-            raise InvalidSetting(f"tls_client_ca_file: {client_ca} has no PEM certificate") from exc
+            raise _invalid("tls_client_ca_file", f"{client_ca} has no PEM certificate") from exc
         context.verify_mode = ssl.CERT_REQUIRED
     return found
 
 
-def renewing_context(files: CertificateFiles) -> ssl.SSLContext | None:
-    """Shows the certificates in force at each handshake: a new one needs no restart. None: no
-    TLS. Whether clients need certificates is as it was at the start."""
+def rotating_context(files: CertificateFiles) -> ssl.SSLContext | None:
+    """Returns a context that shows the certificates in force at each handshake, so that new ones
+    need no restart; None without TLS. Whether clients need certificates is decided once, here."""
     if files.current is None:
         return None
     context = files.current.context
@@ -82,15 +82,17 @@ def renewing_context(files: CertificateFiles) -> ssl.SSLContext | None:
     return context
 
 
-def check_exposure(config: InferenceSettings) -> None:
-    """Raises InvalidSetting if other machines could do everything and nobody said so."""
-    if config.policy_file is not None or config.allow_open_access:
+def check_exposure(settings: ServiceSettings, **addresses: str) -> None:
+    """Raises InvalidSetting if other machines could do everything and no setting allows it.
+    `addresses` are where the service listens, by setting; "" is none."""
+    if settings.policy_file is not None or settings.allow_open_access:
         return
-    for setting, address in (("listen", config.listen), ("http", config.http)):
+    for setting, address in addresses.items():
         if address and not _is_loopback(split_address(address)[0]):
-            raise InvalidSetting(
-                f"{setting}: {address} can be reached from other machines, which could do "
-                "everything: set policy_file, or allow_open_access"
+            raise _invalid(
+                setting,
+                f"{address} can be reached from other machines, which could do everything: "
+                "set policy_file, or allow_open_access",
             )
 
 
@@ -99,3 +101,7 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _invalid(setting: str, message: str) -> InvalidSetting:
+    return InvalidSetting(f"{setting}: {message}", subject=setting)

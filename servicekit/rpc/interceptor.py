@@ -1,0 +1,299 @@
+"""The interceptors of a service's own calls: tokens, statuses, log lines, spans and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from servicekit.auth.authenticator import Authenticator
+from servicekit.errors import Draining, ServiceError, Unauthenticated
+from servicekit.rpc import call_context
+from servicekit.rpc.status import code_for, to_status
+from servicekit.telemetry.recent_errors import CallEnd
+from servicekit.telemetry.spans import OpenSpan
+from servicekit.telemetry.tracing import Tracing, begin_call, end_call
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata by which a caller may name its call, for the log."""
+GRPC_PREFIX = "/grpc."
+HEALTH_PREFIX = "/grpc.health."
+QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
+QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
+ABORT_SECONDS = 5.0
+GONE_TEXT = "the caller has gone"
+
+Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
+Handler: TypeAlias = Callable[[Any, Any], Any]
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
+
+
+def _no_trailers(error: Exception | None) -> Trailers:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What a service says of its calls.
+
+    `polled` methods are called often and change nothing: logged only when they fail, traced only
+    for callers that do. `long_lived` ones are never traced; `logged_elsewhere` ones have a line of
+    their own. Each log line has the `facts`, "" until they are known; spans have `traced_facts`.
+    Messages about `private` subjects are not written down. A service that does not
+    `refuse_when_draining` does so itself. `trailers` are sent with every answer, given its error.
+    """
+
+    domain: str
+    polled: frozenset[str] = frozenset()
+    long_lived: frozenset[str] = frozenset()
+    logged_elsewhere: frozenset[str] = frozenset()
+    facts: tuple[str, ...] = ()
+    traced_facts: tuple[str, ...] = ()
+    private: frozenset[str] = frozenset()
+    refuse_when_draining: bool = True
+    trailers: Callable[[Exception | None], Trailers] = _no_trailers
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Answers every error of a handler with its status, logs every call, and knows which run. With
+    `tracing`, each is a span. `on_end` is called with how each call ended.
+
+    A draining server answers new calls until nobody calls any more: those that arrive while grpc
+    stops are dropped, and their callers would read CANCELLED.
+    """
+
+    def __init__(
+        self,
+        rules: CallRules,
+        on_end: Callable[[CallEnd], None],
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._rules = rules
+        self._on_end = on_end
+        self._tracing = tracing
+        self._is_draining = False
+        self._running = 0
+        self._last_end = -QUIET_SECONDS
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Waits for the calls that run, at most the grace; then until nobody has called for
+        QUIET_SECONDS, at most QUIET_LIMIT_SECONDS."""
+        self._is_draining = True
+        await _wait_while(lambda: self._running > 0, grace_seconds)
+        await _wait_while(self._was_called_lately, QUIET_LIMIT_SECONDS)
+
+    def _was_called_lately(self) -> bool:
+        return time.monotonic() - self._last_end < QUIET_SECONDS
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        path: str = handler_call_details.method
+        if handler is None or path.startswith(GRPC_PREFIX):
+            return handler  # health and reflection answer to the end
+        kind = ("stream" if handler.request_streaming else "unary") + (
+            "_stream" if handler.response_streaming else "_unary"
+        )
+        behaviour = getattr(handler, kind)
+        serializer = handler.response_serializer
+        wrap = self._wrap_unary
+        if handler.response_streaming and inspect.iscoroutinefunction(behaviour):
+            serializer = _passing_bytes(serializer)  # it yields nothing: it writes its responses
+        elif handler.response_streaming:
+            wrap = self._wrap_stream
+        return getattr(grpc, f"{kind}_rpc_method_handler")(
+            wrap(path, behaviour),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=serializer,
+        )
+
+    def _wrap_unary(self, path: str, behaviour: Handler) -> Handler:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with self._observed(path, request, context):
+                return await behaviour(request, context)
+
+        return answer
+
+    def _wrap_stream(self, path: str, behaviour: Handler) -> Handler:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
+            async with (
+                self._observed(path, request, context),
+                aclosing(behaviour(request, context)) as responses,
+            ):
+                async for response in responses:
+                    yield response
+
+        return answer
+
+    @asynccontextmanager
+    async def _observed(
+        self, path: str, request: Any, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[None]:
+        start = time.monotonic()
+        code, failure = "OK", None
+        facts = {"request_id": _request_id(request, context)} | dict.fromkeys(self._rules.facts, "")
+        call_context.begin(facts)
+        span = self._begin_span(path, context)
+        self._running += 1
+        try:
+            if self._is_draining and self._rules.refuse_when_draining:
+                raise Draining("the service is shutting down")
+            yield
+            if trailers := self._rules.trailers(None):
+                context.set_trailing_metadata(trailers)
+        except grpc.aio.AbortError:
+            code = context.code().name
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
+        except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
+            code = "CANCELLED"
+            number = grpc.StatusCode.CANCELLED.value[0]
+            await abort(context, status_pb2.Status(code=number, message=GONE_TEXT))
+        except Exception as error:
+            code, failure = code_for(type(error)).name, error
+            if code == "INTERNAL":
+                logger.exception("call failed", extra={"method": _method(path)})
+            trailers = self._rules.trailers(error)
+            await abort(context, to_status(error, self._rules.domain), trailers)
+        finally:
+            self._running -= 1
+            self._last_end = time.monotonic()
+            seconds = self._last_end - start
+            end = CallEnd.of(
+                *(_method(path), code, failure, facts, seconds),
+                private_subjects=self._rules.private,
+            )
+            self._on_end(end)
+            self._log(end)
+            if span is not None:
+                span.set_attributes(**{key: facts.get(key, "") for key in self._rules.traced_facts})
+                end_call(span, code, end.reason, context.time_remaining())
+
+    def _begin_span(self, path: str, context: grpc.aio.ServicerContext) -> OpenSpan | None:
+        if self._tracing is None:
+            return None
+        headers = context.invocation_metadata() or ()
+        polled, long_lived = self._rules.polled, self._rules.long_lived
+        return begin_call(self._tracing, path, headers, polled=polled, long_lived=long_lived)
+
+    def _log(self, end: CallEnd) -> None:
+        if end.method in self._rules.logged_elsewhere:
+            return
+        is_quiet = end.code == "OK" and end.method in self._rules.polled
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if logger.isEnabledFor(level):
+            facts: dict[str, object] = {"method": end.method, **end.facts, "code": end.code}
+            if end.reason:
+                facts |= {"reason": end.reason, "why": end.message}
+            message = "call refused" if end.reason else "call finished"
+            logger.log(level, message, extra=facts | {"seconds": round(end.seconds, 6)})
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses callers without a token that the policy knows, before a byte of what they send is
+    read: a message may be large. Health stays open: probes have no token.
+
+    Runs inside a CallInterceptor. `on_refused(method, peer, error)` is called for a service's own
+    methods.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator[Any],
+        domain: str,
+        on_refused: Callable[[str, str, ServiceError], None],
+    ) -> None:
+        self._authenticator = authenticator
+        self._domain = domain
+        self._on_refused = on_refused
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        path: str = handler_call_details.method
+        if handler is None or path.startswith(HEALTH_PREFIX):
+            return handler
+        try:
+            self._authenticator.authenticate(handler_call_details.invocation_metadata)
+        except Unauthenticated as error:
+            return self._refusing(path, error)
+        return handler
+
+    def _refusing(self, path: str, error: ServiceError) -> grpc.RpcMethodHandler:
+        """Returns a handler of streams: nothing of a stream is read before it is needed."""
+
+        async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            call_context.note(peer=context.peer())
+            if path.startswith(GRPC_PREFIX):  # the CallInterceptor leaves these alone
+                logger.info("call refused", extra={"path": path, "reason": error.reason})
+                await abort(context, to_status(error, self._domain))
+            self._on_refused(_method(path), context.peer(), error)
+            raise error
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def abort(
+    context: grpc.aio.ServicerContext, status: status_pb2.Status, trailers: Trailers = ()
+) -> NoReturn:
+    """Ends a call with this answer."""
+    rich = rpc_status.to_status(status)
+    # The answer leaves after what was sent before it; a reader that takes nothing gets it when it
+    # reads on, but is not waited for.
+    try:
+        async with asyncio.timeout(ABORT_SECONDS):
+            await context.abort(rich.code, rich.details, (*rich.trailing_metadata, *trailers))
+    except TimeoutError:
+        raise grpc.aio.AbortError from None
+    raise AssertionError("abort returned")
+
+
+def code_name(error: BaseException) -> str:
+    """Returns the name of the code that a call ends with when its handler raises this."""
+    if isinstance(error, Exception) and not isinstance(error, grpc.aio.InternalError):
+        return code_for(type(error)).name
+    return "CANCELLED"  # the caller has gone
+
+
+def _method(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _request_id(request: Any, context: grpc.aio.ServicerContext) -> str:
+    """Returns the caller's name for the call, or a new one where requests have no such field."""
+    found = getattr(request, "request_id", None)
+    if found:
+        return str(found)[: call_context.MAX_CHARS]
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            return value[: call_context.MAX_CHARS]
+    return uuid.uuid4().hex if found is None else ""
+
+
+def _passing_bytes(serializer: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
+    """Lets a handler write messages that it has serialized itself."""
+    if serializer is None:
+        return None
+    return lambda message: message if isinstance(message, bytes) else serializer(message)
+
+
+async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> None:
+    deadline = time.monotonic() + limit_seconds
+    while condition() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)

@@ -1,0 +1,193 @@
+"""A gRPC server: rotating TLS, health, reflection, reload on SIGHUP, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from servicekit.auth.audit import Audit
+from servicekit.auth.policy import PolicyFile
+from servicekit.errors import ServiceError
+from servicekit.rpc.interceptor import Trailers
+from servicekit.rpc.tls import CertificateFiles, Certificates
+from servicekit.settings import ServiceSettings, split_address
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 1.0
+"""For statuses to reach their callers before connections are closed."""
+
+OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
+    # Clients that keep their connections alive are welcome.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class RpcServer:
+    """Listens from the start, so that a bad address shows at once; answers from `start` to `close`.
+    `service` is its full name, `address` HOST:PORT with the real port.
+
+    `trailers` are sent with the answers to health checks. Raises OSError if it cannot listen.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        certificates: CertificateFiles,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        options: Sequence[tuple[str, int]] = (),
+        trailers: Callable[[], Trailers] = tuple,
+    ) -> None:
+        self._service = service
+        self._server = grpc.aio.server(interceptors=interceptors, options=(*OPTIONS, *options))
+        self._health = _Health(trailers)
+        self.address = _listen(self._server, address, certificates)
+
+    async def start(self, add_servicer: Callable[[grpc.aio.Server], None]) -> None:
+        """Answers from now on; NOT_SERVING until `set_serving`."""
+        add_servicer(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        await self._server.start()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Says so to those who check health; has no effect after `announce_end`."""
+        statuses = health_pb2.HealthCheckResponse
+        for service in ("", self._service):
+            status = statuses.SERVING if is_serving else statuses.NOT_SERVING
+            await self._health.set(service, status)
+
+    async def announce_end(self) -> None:
+        """Says NOT_SERVING for good."""
+        await self._health.enter_graceful_shutdown()
+
+    async def close(self) -> None:
+        await self._server.stop(ANSWER_SECONDS)
+
+
+class _Health(health.aio.HealthServicer):
+    def __init__(self, trailers: Callable[[], Trailers]) -> None:
+        super().__init__()
+        self._trailers = trailers
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        context.set_trailing_metadata(self._trailers())
+        return await super().Check(request, context)
+
+
+class Reload:
+    """Reads policy and certificates again, and opens the audit file anew. Call it on the event
+    loop. What cannot be read is logged as an error, and stays as it was."""
+
+    def __init__(
+        self, policies: PolicyFile[Any], certificates: CertificateFiles, audit: Audit[Any]
+    ) -> None:
+        self._policies = policies
+        self._certificates = certificates
+        self._audit = audit
+
+    def __call__(self) -> None:
+        _attempt("audit_file", self._audit.reopen)
+        _attempt("policy_file", self._reload_policy)
+        _attempt("tls_cert_file", self._certificates.reload)
+
+    def _reload_policy(self) -> None:
+        with self._audit.record(self._audit.entry("ReloadPolicy")):
+            self._policies.reload()
+
+
+def _attempt(setting: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except (ServiceError, OSError) as error:
+        logger.error("not reloaded", extra={"setting": setting, "why": str(error)})
+    else:
+        logger.info("reloaded", extra={"setting": setting})
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Returns an event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def reload_on_sighup(settings: ServiceSettings, reload: Reload) -> None:
+    """Does nothing if there is nothing to read again: a terminal that closes then ends the
+    process, as usual."""
+    if settings.policy_file or settings.tls_cert_file or settings.audit_file:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+
+def withdraw_ready(ready_file: Path | None) -> None:
+    """Removes the ready file of an earlier run."""
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
+
+
+def announce_ready(addresses: dict[str, str], ready_file: Path | None) -> None:
+    """Logs where the service listens, and writes it to its ready file."""
+    logger.info("serving", extra=addresses)
+    if ready_file is not None:
+        partial = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+        partial.write_text(json.dumps(addresses))
+        partial.replace(ready_file)
+
+
+def with_port(address: str, port: int) -> str:
+    """Returns the address with its port replaced: by the one that the system chose for 0."""
+    host = split_address(address)[0]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _listen(server: grpc.aio.Server, address: str, certificates: CertificateFiles) -> str:
+    credentials = _credentials(certificates)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}") from error
+    return with_port(address, port)
+
+
+def _credentials(files: CertificateFiles) -> grpc.ServerCredentials | None:
+    """Returns credentials that show the certificates in force at each handshake, so that new ones
+    need no restart."""
+    used = files.current
+    if used is None:
+        return None
+
+    def renew() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if files.current is used or files.current is None:
+            return None
+        used = files.current
+        return _configuration(used)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(used), renew, require_client_authentication=used.client_ca is not None
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca)

@@ -1,0 +1,205 @@
+"""What callers, the log and `on_end` learn of a call, for every kind of method."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+import adapter_store.errors
+import inference_svc.errors
+from servicekit.errors import Draining, NotFound, ServiceError
+from servicekit.rpc import call_context
+from servicekit.rpc.interceptor import CallInterceptor, CallRules, Trailers
+from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
+from servicekit.telemetry.recent_errors import CallEnd
+from tests.servicekit.kinds import GENERAL, kinds_of
+
+KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
+"""Of methods; `writing` is a unary_stream whose handler writes its responses itself."""
+ERRORS = [*GENERAL, *kinds_of(adapter_store.errors), *kinds_of(inference_svc.errors)]
+Action = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+
+
+def trailers(error: Exception | None) -> Trailers:
+    return (("x-error", type(error).__name__),)
+
+
+RULES = CallRules(
+    "test.domain",
+    polled=frozenset({"Poll"}),
+    logged_elsewhere=frozenset({"Elsewhere"}),
+    facts=("tenant",),
+    private=frozenset({"secret"}),
+    trailers=trailers,
+)
+
+
+def call(
+    kind: str, action: Action, method: str = "Do", drain: bool = False
+) -> tuple[object, list[CallEnd], Any]:
+    """Calls a method of this kind whose handler runs `action(context)` after one response. Returns
+    the answer or the error, the ends that were noted, and the trailers."""
+    ends: list[CallEnd] = []
+    arity = "unary_stream" if kind == "writing" else kind
+
+    async def one(request: Any, context: Any) -> bytes:
+        await action(context)
+        return b"done"
+
+    async def many(request: Any, context: Any) -> Any:
+        yield b"first"
+        await action(context)
+
+    async def write(request: Any, context: Any) -> None:
+        await context.write(b"first")
+        await action(context)
+
+    handlers = {"writing": write, "unary_stream": many, "stream_stream": many}
+
+    async def main() -> tuple[object, list[CallEnd], Any]:
+        interceptor = CallInterceptor(RULES, ends.append)
+        if drain:
+            await interceptor.drain(0)
+        server = grpc.aio.server(interceptors=[interceptor])
+        handler = getattr(grpc, f"{arity}_rpc_method_handler")(handlers.get(kind, one))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", {method: handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                made = getattr(channel, arity)(f"/test.Service/{method}")(
+                    iter([b"x"]) if arity.startswith("stream") else b"x"
+                )
+                try:
+                    if arity.endswith("stream"):
+                        answer: object = [response async for response in made]
+                    else:
+                        answer = await made
+                except grpc.aio.AioRpcError as error:
+                    answer = error
+                return answer, ends, dict(await made.trailing_metadata())
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(main())
+
+
+def failing(error: BaseException) -> Action:
+    async def action(context: grpc.aio.ServicerContext) -> None:
+        raise error
+
+    return action
+
+
+async def nothing(context: grpc.aio.ServicerContext) -> None:
+    call_context.note(tenant="team-a", empty="")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_good_answers_pass_through(kind: str) -> None:
+    answer, [end], sent = call(kind, nothing)
+    assert answer == ([b"first"] if kind.endswith(("stream", "writing")) else b"done")
+    assert (end.method, end.code, end.reason) == ("Do", "OK", "")
+    assert end.facts.keys() == {"request_id", "tenant"}
+    assert end.facts["tenant"] == "team-a"
+    assert sent["x-error"] == "NoneType"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_a_status_with_details(kind: str) -> None:
+    error, [end], sent = call(kind, failing(NotFound("what is wrong", subject="the.culprit")))
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, "what is wrong")
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status is not None
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("NOT_FOUND", "test.domain")
+    assert info.metadata["subject"] == "the.culprit"
+    assert (end.code, end.reason, end.message) == ("NOT_FOUND", "NOT_FOUND", "what is wrong")
+    assert sent["x-error"] == "NotFound"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_every_error_has_its_code(error: type[ServiceError]) -> None:
+    caught, [end], _ = call("unary_unary", failing(error("what is wrong")))
+    assert isinstance(caught, grpc.aio.AioRpcError)
+    assert caught.code() is code_for(error)
+    assert (end.code, end.reason) == (code_for(error).name, error.reason)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bug_answers_a_fixed_text_and_is_logged(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        error, [end], _ = call(kind, failing(RuntimeError("password is hunter2")))
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE)
+    assert "hunter2" in caplog.text
+    assert end.reason == "INTERNAL"
+    assert end.message.startswith("RuntimeError at test_interceptor.py:")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_that_has_gone_is_no_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        error, [end], _ = call(kind, failing(grpc.aio.InternalError("execute_batch")))
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert error.code() is grpc.StatusCode.CANCELLED
+    assert (end.code, end.reason) == ("CANCELLED", "")
+    assert "call failed" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_of_the_handler_passes_through(kind: str) -> None:
+    async def action(context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode.DATA_LOSS, "by hand")
+
+    error, [end], _ = call(kind, action)
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "by hand")
+    assert end.code == "DATA_LOSS"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draining_server_answers(kind: str) -> None:
+    error, [end], _ = call(kind, nothing, drain=True)
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert end.reason == Draining.reason
+
+
+def test_a_message_beyond_ascii_survives() -> None:
+    error, _, _ = call("unary_unary", failing(NotFound("größe → 0", subject="größe")))
+    assert isinstance(error, grpc.aio.AioRpcError)
+    assert error.details() == "größe → 0"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [each for each in caplog.records if each.name == "servicekit.rpc.interceptor"]
+
+
+def test_each_call_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        call("unary_unary", nothing)
+        call("unary_unary", failing(NotFound("gone")))
+        call("unary_unary", nothing, method="Poll")
+        call("unary_unary", failing(NotFound("of a prompt", subject="secret")), method="Poll")
+        call("unary_unary", nothing, method="Elsewhere")
+    done, refused, polled, private = lines(caplog)
+    assert (done.message, done.method, done.code) == ("call finished", "Do", "OK")
+    assert (done.tenant, done.levelname) == ("team-a", "INFO")
+    assert done.seconds >= 0
+    assert (refused.message, refused.reason, refused.why) == ("call refused", "NOT_FOUND", "gone")
+    assert polled.levelname == "DEBUG"
+    assert (private.levelname, private.why) == ("INFO", "")
