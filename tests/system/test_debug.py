@@ -102,7 +102,7 @@ def members(path: Path) -> dict[str, bytes]:
     return found
 
 
-def test_an_archive_tells_all_but_secrets(
+def test_an_archive_has_everything_but_secrets(
     secretive: Secretive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setenv("LOADOUT_TOKEN", token_of("root"))
@@ -151,7 +151,7 @@ def test_an_archive_tells_all_but_secrets(
     assert b"loadout_inference_tier_images" in found["inference/metrics.txt"]
 
 
-def test_who_may_not_and_what_is_down_leave_an_archive_that_says_so(
+def test_an_archive_names_refusals_and_services_that_are_down(
     secretive: Secretive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     out = tmp_path / "debug.tar.gz"

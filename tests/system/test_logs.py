@@ -101,16 +101,16 @@ def test_every_line_is_an_object(texts: dict[str, str], service: str) -> None:
 
 @pytest.mark.parametrize("service", ["store", "inference"])
 @pytest.mark.parametrize("secret", SECRETS)
-def test_nothing_secret_is_written(texts: dict[str, str], service: str, secret: str) -> None:
+def test_no_secret_is_logged(texts: dict[str, str], service: str, secret: str) -> None:
     assert secret not in texts[service]
 
 
 @pytest.mark.parametrize("service", ["store", "inference"])
-def test_what_was_hidden_left_the_rest(texts: dict[str, str], service: str) -> None:
+def test_text_around_secrets_stays(texts: dict[str, str], service: str) -> None:
     assert "X-Amz-Signature=***" in texts[service]
 
 
-def test_requests_say_what_they_were_about(texts: dict[str, str]) -> None:
+def test_request_lines_have_their_fields(texts: dict[str, str]) -> None:
     found = list(lines(texts["inference"], REQUESTS))
     for line in found:
         assert line.keys() >= FACTS | {"status", "trace_id", "span_id"}
@@ -123,7 +123,7 @@ def test_requests_say_what_they_were_about(texts: dict[str, str]) -> None:
     assert statuses >= {"OK", "NOT_FOUND", "INVALID_ARGUMENT", "CANCELLED"}
 
 
-def test_calls_of_the_store_do_too(texts: dict[str, str]) -> None:
+def test_store_call_lines_have_their_fields(texts: dict[str, str]) -> None:
     found = [line for line in lines(texts["store"], CALLS) if "method" in line]
     for line in found:
         assert line.keys() >= FACTS | {"method", "code"}
@@ -135,7 +135,7 @@ def test_calls_of_the_store_do_too(texts: dict[str, str]) -> None:
         assert len(by_method[method]["trace_id"]) == 32
 
 
-def test_one_trace_has_the_lines_of_both(texts: dict[str, str]) -> None:
+def test_lines_of_both_services_name_one_trace(texts: dict[str, str]) -> None:
     [request] = [
         line for line in lines(texts["inference"], REQUESTS) if line["request_id"] == "of-r1"
     ]
@@ -144,7 +144,7 @@ def test_one_trace_has_the_lines_of_both(texts: dict[str, str]) -> None:
     assert pull["digest"] == request["digest"]
 
 
-def test_the_engines_process_writes_such_lines_too(texts: dict[str, str]) -> None:
+def test_the_engine_process_logs_json(texts: dict[str, str]) -> None:
     evicted = [line for line in lines(texts["inference"]) if line["message"] == "evicted"]
     assert evicted
     assert all(line["digest"].startswith("sha256:") for line in evicted)

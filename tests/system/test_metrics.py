@@ -30,12 +30,14 @@ def read(address: str) -> str:
 
 @pytest.fixture(scope="module")
 def texts(services: Services) -> dict[str, str]:
-    """What both export after requests with and without an adapter, good and bad."""
+    """Scrapes of both services after requests with and without an adapter, good and bad."""
     client = services.client
     for name in ("r3", "r16"):
         client.register(f"measured/{name}", services.source(name))
-        assert list(client.generate("abc", adapter=f"measured/{name}", max_tokens=8))
-    assert list(client.generate("abc", max_tokens=8))
+        assert list(
+            client.generate("abc", adapter=f"measured/{name}", max_tokens=8, ignore_eos=True)
+        )
+    assert list(client.generate("abc", max_tokens=8, ignore_eos=True))
     with pytest.raises(LoadoutError):
         list(client.generate("abc", adapter="measured/gone"))
     with pytest.raises(LoadoutError):
@@ -71,7 +73,7 @@ def test_every_defined_metric_is_exported(texts: dict[str, str], service: str) -
     assert {each.name for each in module.DEFINITIONS.values()} - exported == set()
 
 
-def test_what_was_done_was_counted(texts: dict[str, str]) -> None:
+def test_requests_are_counted(texts: dict[str, str]) -> None:
     inference, store = parse(texts["inference"]), parse(texts["store"])
     prefix = "loadout_inference_"
     for name in ("r3", "r16"):

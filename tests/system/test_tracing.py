@@ -178,7 +178,7 @@ def test_http_takes_the_callers_trace(traced: Observed) -> None:
     assert ids == {"over-http-0", "over-http-1"}
 
 
-def test_a_stream_over_http_that_is_left(traced: Observed) -> None:
+def test_an_http_stream_whose_client_disconnects(traced: Observed) -> None:
     trace_id = "bc" * 16
     host, _, port = traced.http_address.rpartition(":")
     body = {"model": "traced/r3", "prompt": "abc", "max_tokens": 240, "stream": True}
@@ -261,7 +261,7 @@ def test_an_unknown_adapter(traced: Observed) -> None:
         assert span.attributes["rpc.response.status_code"] == "NOT_FOUND"
 
 
-def test_no_span_of_a_service_holds_a_secret(traced: Observed) -> None:
+def test_spans_hold_no_secrets(traced: Observed) -> None:
     num_before = len(traced.receiver.spans)
     for text in LOOK_SECRET.values():
         fail_with(traced.client, text)
@@ -332,7 +332,7 @@ def test_a_registration(traced: Observed) -> None:
     assert compiled["loadout.digest"] == server.attributes["loadout.digest"]
 
 
-def test_a_load_that_an_operator_asks_for(traced: Observed) -> None:
+def test_an_operators_load(traced: Observed) -> None:
     unload(traced, "r3")
     with traced.request() as trace_id:
         traced.client.load("traced/r3")

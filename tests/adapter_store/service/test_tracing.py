@@ -1,4 +1,4 @@
-"""A store that sends spans: to whom nobody listens, and what of its work is in whose trace. The
+"""A store that sends spans: to a silent receiver, and in the right traces. The
 whole tree is in tests/system/test_tracing.py."""
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def names(receiver: Receiver, service: str = "loadout-store") -> list[str]:
     return [span.name for span in receiver.spans if span.service == service]
 
 
-def test_what_is_asked_for_all_the_time_is_in_its_callers_traces_only(
-    serve, make_adapter, receiver
-):
+def test_polled_calls_are_in_their_callers_traces_only(serve, make_adapter, receiver):
     store = serve(otlp_endpoint=receiver.endpoint)
     store.client.register("french", make_adapter())
     store.client.get("french")

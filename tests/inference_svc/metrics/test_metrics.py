@@ -1,4 +1,4 @@
-"""What the services' scrapers read, over HTTP, parsed as they parse it."""
+"""Scrapes of the service, over HTTP, parsed as scrapers do."""
 
 import time
 import urllib.request
@@ -112,7 +112,7 @@ def test_loads_from_the_host_tier_do_not_hide_those_from_the_store() -> None:
     }
 
 
-def test_how_old_the_engines_numbers_are() -> None:
+def test_snapshot_age() -> None:
     def age_s(taken_time_s: float) -> float:
         snapshot = replace(SNAPSHOT, taken_time_s=taken_time_s)
         samples = scrape(Metrics(4, lambda: snapshot))
@@ -186,7 +186,7 @@ def pick(text: str) -> tuple[float, list[str], list[str], int]:
     return queue.value, running, waiting, int(newest.labels["max_lora"])
 
 
-def test_a_router_reads_what_runs_and_waits() -> None:
+def test_a_router_reads_running_and_waiting() -> None:
     text = scrape_text(Metrics(4, lambda: SNAPSHOT))
     assert pick(text) == (3, ["team/shout", "upper"], [B], 4)
     nothing = EngineStatus(0, 0, (), (), {}, {})
@@ -194,7 +194,7 @@ def test_a_router_reads_what_runs_and_waits() -> None:
     assert pick(scrape_text(Metrics(4, lambda: idle))) == (0, [], [], 4)
 
 
-def test_what_gateways_are_told_is_bounded() -> None:
+def test_gateway_series_are_bounded() -> None:
     digests = [f"sha256:{number:064}" for number in range(3000)]
     status = EngineStatus(0, 3000, tuple(digests), (), {}, {})
     residents = tuple(
@@ -211,7 +211,7 @@ def test_what_gateways_are_told_is_bounded() -> None:
     assert len(dict(labels)["waiting_lora_adapters"].split(",")) == MAX_LISTED_NAMES
 
 
-def test_an_adapter_of_many_names_leaves_the_others_theirs() -> None:
+def test_an_adapter_with_many_names_crowds_out_no_other() -> None:
     """Routers know an adapter by any of its names, but by none that is not there."""
     names = {A: [f"a{number:03}" for number in range(MAX_LISTED_NAMES)], B: ["z0", "z1"]}
     status = EngineStatus(2, 0, (), (A, B), {}, {})
@@ -222,7 +222,7 @@ def test_an_adapter_of_many_names_leaves_the_others_theirs() -> None:
     assert running[-3:] == ["a509", "z0", "z1"]
 
 
-def test_our_own_numbers() -> None:
+def test_requests_are_counted() -> None:
     metrics = Metrics(4, lambda: SNAPSHOT)
     metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
     metrics.count_rpc("Generate", "OK")
@@ -255,7 +255,7 @@ def test_our_own_numbers() -> None:
     assert samples[f"{PREFIX}store_connected"] == {(): 1}
 
 
-def test_who_got_no_token_in_time_has_waited_for_one() -> None:
+def test_first_token_time_without_a_token() -> None:
     """Else the percentiles are best when nothing works."""
     metrics = Metrics(4, lambda: None)
     metrics.count_request(RequestEnd("aborted", "", 0, 3.0, Usage(7, 0, 0), Timings(1, 0, 3)))
@@ -272,7 +272,7 @@ def test_who_got_no_token_in_time_has_waited_for_one() -> None:
     assert samples[f"{PREFIX}adapter_first_token_seconds_count"][(("adapter", BASE),)] == 1
 
 
-def test_the_first_error_has_a_0_before_it() -> None:
+def test_alerted_series_start_at_0() -> None:
     samples = scrape(Metrics(4, lambda: None))
     codes = ("DATA_LOSS", "INTERNAL", "OK", "UNAVAILABLE", "UNKNOWN")
     assert samples[f"{PREFIX}rpcs_total"] == {
@@ -292,14 +292,14 @@ def test_the_first_error_has_a_0_before_it() -> None:
 @pytest.mark.parametrize(
     ("name", "longest_s"), [("request", 1800), ("queue", 300), ("first_token", 300)]
 )
-def test_what_takes_minutes_can_be_told_apart(name: str, longest_s: float) -> None:
+def test_minutes_are_below_the_last_bound(name: str, longest_s: float) -> None:
     buckets = scrape(Metrics(4, lambda: None))[f"{PREFIX}{name}_seconds_bucket"]
     bounds_s = sorted(float(dict(labels)["le"]) for labels in buckets)
     assert {60, 120, 300} < set(bounds_s)
     assert bounds_s[-2:] == [longest_s, float("inf")]
 
 
-def test_who_gives_up_waiting_for_an_adapter_has_waited() -> None:
+def test_adapter_wait_of_requests_that_gave_up() -> None:
     """Or the percentiles would be those of the lucky."""
     metrics = Metrics(4, lambda: None)
     metrics.count_request(RequestEnd("error", "team/upper", 0, 10.0, gave_up=True))
@@ -309,7 +309,7 @@ def test_who_gives_up_waiting_for_an_adapter_has_waited() -> None:
     assert samples[f"{PREFIX}adapter_errors_total"][(("adapter", "team/upper"),)] == 1
 
 
-def test_before_the_engine_is_there_only_our_counters_show() -> None:
+def test_without_a_snapshot_only_counters_are_exported() -> None:
     samples = scrape(Metrics(4, lambda: None))
     assert f"{PREFIX}prompt_tokens_total" in samples
     assert not any(name.startswith("vllm:") for name in samples)
@@ -326,7 +326,7 @@ def test_before_the_engine_is_there_only_our_counters_show() -> None:
     ],
     ids=["prometheus-2.42", "prometheus-3"],
 )
-def test_names_are_what_they_are_whatever_prometheus_asks_for(accept: str) -> None:
+def test_names_do_not_depend_on_the_accept_header(accept: str) -> None:
     """OpenMetrics would have underscores for colons."""
     metrics = Metrics(4, lambda: SNAPSHOT)
     metrics.count_rpc("Generate", "NOT_FOUND", "ADAPTER_NOT_FOUND")
@@ -336,7 +336,7 @@ def test_names_are_what_they_are_whatever_prometheus_asks_for(accept: str) -> No
     assert names[f"{PREFIX}rejections"] == {f"{PREFIX}rejections_total"}
 
 
-def test_nothing_is_exported_that_is_not_defined() -> None:
+def test_all_exported_metrics_are_defined() -> None:
     metrics = Metrics(4, lambda: SNAPSHOT)
     metrics.describe_server("base", "float32", "cpu", {"loadout": "1", "torch": "2"})
     known = {definition.name: definition for definition in DEFINITIONS.values()}

@@ -50,7 +50,7 @@ def test_ten_thousand_adapters_are_few_series(serve: Any, engine: Any) -> None:
     serve(body)
 
 
-def test_as_many_as_a_setting_says_have_series_of_their_own(serve: Any) -> None:
+def test_a_setting_bounds_the_named_adapters(serve: Any) -> None:
     async def body(running: Running) -> None:
         for number in range(10):
             running.server._metrics.count_request(RequestEnd("error", f"t/a{number}", 0, 1.0))
@@ -60,7 +60,7 @@ def test_as_many_as_a_setting_says_have_series_of_their_own(serve: Any) -> None:
     serve(body, metrics_adapters=2)
 
 
-def test_of_an_adapter_of_many_names_a_few_are_shown() -> None:
+def test_few_names_of_an_adapter_are_shown() -> None:
     catalog, directory, _ = make()
     names = [f"default/n{number:03}" for number in range(200)]
     catalog.records |= {name: replace(UPPER, name=name) for name in names}

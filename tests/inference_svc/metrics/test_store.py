@@ -1,4 +1,4 @@
-"""Replicas as metrics: those that there are, by address up to a limit."""
+"""Replicas as metrics: the current ones, by address up to a limit."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -35,7 +35,7 @@ def test_health_and_pulls_by_replica() -> None:
     }
 
 
-def test_addresses_that_come_and_go_do_not_pile_up() -> None:
+def test_former_addresses_are_not_exported() -> None:
     replicas = Replicas.at("first:1")
     for number in range(500):
         replicas.replace([Endpoint(f"10.0.{number}.1:1"), Endpoint(f"10.0.{number}.2:1")])

@@ -1,4 +1,4 @@
-"""Counts by adapter stay bounded, monotonic and whole, whoever is busiest."""
+"""Counts by adapter stay bounded, monotonic and complete, whichever are busiest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def one(tokens: int = 1) -> AdapterCounts:
     return AdapterCounts(1, generated_tokens=tokens)
 
 
-def test_the_first_have_names_and_the_rest_are_others() -> None:
+def test_the_first_are_named_the_rest_are_other() -> None:
     busiest = TopAdapters(2, Clock())
     for adapter in ("t/a", "t/b", "t/c", "t/d", ""):
         busiest.count(adapter, one(10))
@@ -39,7 +39,7 @@ def test_the_first_have_names_and_the_rest_are_others() -> None:
     assert rows[OTHER].generated_tokens == 20
 
 
-def test_a_busier_one_takes_the_name_of_the_least_busy() -> None:
+def test_a_busier_adapter_replaces_the_least_busy() -> None:
     clock = Clock()
     busiest = TopAdapters(2, clock)
     for adapter, count in {"t/a": 8, "t/b": 2, "t/new": 6}.items():
@@ -56,7 +56,7 @@ def test_a_busier_one_takes_the_name_of_the_least_busy() -> None:
     assert "t/b" not in after
 
 
-def test_equals_do_not_take_turns() -> None:
+def test_equals_do_not_alternate() -> None:
     clock = Clock()
     busiest = TopAdapters(1, clock)
     for adapter in ("t/a", "t/b"):
@@ -66,7 +66,7 @@ def test_equals_do_not_take_turns() -> None:
     assert named(busiest) == {"t/a"}
 
 
-def test_an_idle_one_does_not_give_way_to_a_single_request_of_long_ago() -> None:
+def test_one_old_request_replaces_no_idle_adapter() -> None:
     clock = Clock()
     busiest = TopAdapters(1, clock)
     busiest.count("t/a", one())
@@ -75,7 +75,7 @@ def test_an_idle_one_does_not_give_way_to_a_single_request_of_long_ago() -> None
     assert named(busiest) == {"t/a"}
 
 
-def test_one_that_comes_back_begins_at_0() -> None:
+def test_a_returning_adapter_starts_at_0() -> None:
     clock = Clock()
     busiest = TopAdapters(1, clock)
 
@@ -94,7 +94,7 @@ def test_one_that_comes_back_begins_at_0() -> None:
     assert sum(counts.requests for counts in rows.values()) == 250
 
 
-def test_nobody_is_named_if_none_may_be() -> None:
+def test_no_names_if_none_are_allowed() -> None:
     clock = Clock()
     busiest = TopAdapters(0, clock)
     busiest.count("t/a", one())
@@ -103,7 +103,7 @@ def test_nobody_is_named_if_none_may_be() -> None:
     assert busiest.rows()[OTHER].requests == 1
 
 
-def test_sums_never_fall_and_rows_stay_few_while_the_busiest_change() -> None:
+def test_sums_never_fall_while_names_change() -> None:
     """Popularity drifts over 3,000 adapters: each minute others are busy."""
     clock, rng = Clock(), random.Random(0)
     busiest = TopAdapters(20, clock)

@@ -15,7 +15,7 @@ from servicekit.telemetry.histogram import (
 
 
 @pytest.mark.parametrize("bounds", [STEP_BOUNDS_S, REQUEST_BOUNDS_S, IDLE_BOUNDS_S])
-def test_every_observation_is_in_the_bucket_of_the_first_bound_that_holds_it(
+def test_observations_are_in_the_right_bucket(
     bounds: tuple[float, ...],
 ) -> None:
     assert all(low < high for low, high in itertools.pairwise(bounds))
@@ -26,7 +26,7 @@ def test_every_observation_is_in_the_bucket_of_the_first_bound_that_holds_it(
             assert histogram.state.counts.index(1) == expected
 
 
-def test_many_at_once_count_as_many_one_by_one() -> None:
+def test_many_at_once_equal_many_single_ones() -> None:
     together, single = Histogram(), Histogram()
     together.observe(0.25, 64)
     for _ in range(64):

@@ -54,7 +54,7 @@ def test_json_lines_carry_fields_by_name() -> None:
     assert line["time"].endswith("+00:00")
 
 
-def test_text_lines_carry_fields_by_name_and_stay_one_line() -> None:
+def test_text_lines_carry_fields_on_one_line() -> None:
     line = TextFormatter().format(record(digest="sha256:1", request_id='a b\n"c'))
     expected = 'INFO    service.x: pulled 3 digest=sha256:1 request_id="a b\\n\\"c"'
     assert line.endswith(expected)
@@ -137,7 +137,7 @@ def test_lines_are_complete_and_in_order(pipe: tuple[int, int]) -> None:
     assert os.read(pipe[0], 1 << 16).decode() == expected
 
 
-def test_a_stalled_reader_delays_nobody_and_learns_of_dropped_lines(pipe: tuple[int, int]) -> None:
+def test_a_stalled_reader_delays_no_logging(pipe: tuple[int, int]) -> None:
     handler = BackgroundHandler(pipe[1], max_queued_lines=10)
     start = time.monotonic()
     _log(handler, *("x" * 1000 for _ in range(1000)))
@@ -152,6 +152,6 @@ def test_a_stalled_reader_delays_nobody_and_learns_of_dropped_lines(pipe: tuple[
     assert os.read(pipe[0], 1 << 16).endswith(b"after\n")
 
 
-def test_a_process_ends_though_nobody_reads() -> None:
+def test_a_process_ends_without_a_reader() -> None:
     with subprocess.Popen([sys.executable, "-c", NOISY], stderr=subprocess.PIPE) as process:
         assert process.wait(30) == 0

@@ -56,18 +56,18 @@ def test_a_callers_span_is_read(value: str, is_sampled: bool, is_random: bool) -
         b"00-bytes",
     ],
 )
-def test_what_is_no_span_is_passed_over(value: str | bytes) -> None:
+def test_malformed_parents_are_ignored(value: str | bytes) -> None:
     assert caller_of([("traceparent", value)]) is None
 
 
 @pytest.mark.parametrize("state", ["x" * 513, "a=\n", b"a=1"])
-def test_a_state_that_cannot_be_passed_on_is_not(state: str | bytes) -> None:
+def test_malformed_states_are_dropped(state: str | bytes) -> None:
     found = caller_of([("traceparent", f"00-{TRACE}-{SPAN}-01"), ("tracestate", state)])
     assert found is not None
     assert found.state == ""
 
 
-def test_what_is_told_is_what_is_read() -> None:
+def test_headers_round_trip() -> None:
     for is_sampled in (True, False):
         context = SpanContext(new_id(16), new_id(8), is_sampled, "a=1")
         assert caller_of(context.headers()) == context
@@ -77,7 +77,7 @@ def test_what_is_told_is_what_is_read() -> None:
         assert child.span_id != context.span_id
 
 
-def test_phases_lie_below_each_other_and_end() -> None:
+def test_child_spans_nest_and_end() -> None:
     work, recorded = opened()
     with spans.use_span(work):
         with child_span("outer", digest="sha256:1", empty="") as outer:
@@ -95,7 +95,7 @@ def test_phases_lie_below_each_other_and_end() -> None:
     assert spans.current() is None
 
 
-def test_a_phase_says_why_it_failed_but_not_in_its_words() -> None:
+def test_a_failed_span_has_the_reason_but_no_text() -> None:
     work, recorded = opened()
     for error in (AdapterNotFound("no adapter secret-name"), ValueError("secret")):
         with spans.use_span(work), pytest.raises(type(error)), child_span("x"):
@@ -104,14 +104,14 @@ def test_a_phase_says_why_it_failed_but_not_in_its_words() -> None:
     assert "secret" not in repr(recorded)
 
 
-def test_whoever_leaves_is_no_error() -> None:
+def test_cancelled_work_is_no_error() -> None:
     work, recorded = opened()
     with spans.use_span(work), pytest.raises(asyncio.CancelledError), child_span("x"):
         raise asyncio.CancelledError
     assert (recorded[0].error, recorded[0].attributes) == ("", {"loadout.cancelled": True})
 
 
-def test_what_is_not_sampled_is_not_made_but_told_of() -> None:
+def test_unsampled_work_makes_no_spans_but_headers() -> None:
     work, recorded = opened(is_sampled=False)
     with spans.use_span(work), child_span("x") as made:
         assert made is None
@@ -132,7 +132,7 @@ def test_a_span_ends_once() -> None:
     assert recorded[0].end_s >= recorded[0].start_s
 
 
-def test_what_is_noted_holds_no_secret() -> None:
+def test_attributes_are_redacted() -> None:
     work, _ = opened()
     work.set_attributes(adapter="https://h/a?X-Amz-Signature=s3cr3t", num=3)
     assert work.attributes == {

@@ -82,7 +82,7 @@ def call(tracing: Tracing, headers: Any = (), code: str = "OK", **how: Any) -> S
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_the_ratio_decides_where_the_caller_does_not(receiver: Receiver, ratio: float) -> None:
+def test_the_ratio_decides_without_a_caller(receiver: Receiver, ratio: float) -> None:
     tracing = opened(receiver, ratio)
     try:
         own = call(tracing)
@@ -97,7 +97,7 @@ def test_the_ratio_decides_where_the_caller_does_not(receiver: Receiver, ratio: 
     assert len(receiver.spans) == 1 + bool(ratio)
 
 
-def test_the_standard_variables_decide_too(
+def test_opentelemetry_variables_decide(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
