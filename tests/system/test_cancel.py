@@ -43,7 +43,7 @@ def cancel_and_check(running: Any, request_id: str, before: tuple[Any, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "num_prompt", "digest", "num_turns"),
+    ("stage", "changes", "num_prompt", "digest", "num_steps"),
     [
         ("queued", {"max_sequences": 1}, 5, "", 3),
         ("waiting for its adapter", {}, 5, "sha256:any", 3),
@@ -57,9 +57,9 @@ def test_the_turn_that_takes_a_cancel_frees_everything(
     changes: dict[str, Any],
     num_prompt: int,
     digest: str,
-    num_turns: int,
+    num_steps: int,
 ) -> None:
-    """Exactly: the same turn answers, and computes nothing more of it. Turned by hand."""
+    """The same step answers, and computes nothing more of it. Steps are called by hand."""
     config = EngineConfig(
         zoos("llama").model_dir, "llama", max_model_len=256, kv_bytes=4 << 20, num_threads=1
     )
@@ -70,7 +70,7 @@ def test_the_turn_that_takes_a_cancel_frees_everything(
     if stage == "queued":
         requests.insert(0, Request("first", (6,) * 5, greedy))
     engine.step([Submit(request) for request in requests])
-    for _ in range(num_turns):
+    for _ in range(num_steps):
         engine.step([])
     (sequence,) = [s for name, s in engine.sequences.items() if name == "r"]
     assert (sequence.num_computed > 0) == (stage in ("prefilling", "decoding"))

@@ -60,7 +60,7 @@ def test_a_trace_has_each_step_with_its_parts_and_operators(start: Callable[...,
     assert Path(found.path).stat().st_mode & 0o077 == 0
     found.remove()
     assert [names[part] for part in PARTS] == [4] * 4
-    assert names["step"] >= names["schedule"] >= 4  # of turns in which nothing was to be done, too
+    assert names["step"] >= names["schedule"] >= 4  # steps without a batch count, too
     assert any(name.startswith("aten::") for name in names)
     running.check_idle()
 

@@ -23,14 +23,14 @@ def total(state: HistogramState) -> tuple[int, float]:
 
 def turns(world: World, count: int) -> None:
     for _ in range(count):
-        world.turn()
+        world.step()
 
 
 def test_load_times_without_host_tier() -> None:
     world = World(0)
     world.load("a")
     assert world.residency.loads.num_by_state[LoadState.QUEUED] == 1
-    world.turn()  # its pull begins
+    world.step()  # its pull begins
     assert world.residency.loads.num_by_state[LoadState.PULLING] == 1
     turns(world, 2)  # it opens and gets room; it is done
     times = world.residency.times

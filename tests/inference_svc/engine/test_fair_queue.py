@@ -41,7 +41,7 @@ def test_tokens_are_shared_equally(
     """However large the requests of each, and however many it sends at once, none that always has
     something waiting gets ahead of another by more than a quantum and the largest request. Of
     adapters with aged requests, each has at least its equal part of that half of the tokens that
-    goes by turns."""
+    goes by rounds."""
     server = Server(quantum, ageing_s, num_places)
     taken = Counter({f"m{i}": 0 for i in range(len(kinds))})
     waiting: Counter[str] = Counter()

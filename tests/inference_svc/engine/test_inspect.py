@@ -18,7 +18,7 @@ def test_sequences_loads_and_images() -> None:
     for number, digest in enumerate(["a", "b", "c", ""]):
         world.submit(digest, number, 4, tenant=f"t{number}")
     for _ in range(3):
-        world.turn()
+        world.step()
     details = Inspect(world.scheduler, world.residency, "cpu")(1000)
     pickle.dumps(details)
     told = [*details.running, *details.waiting]

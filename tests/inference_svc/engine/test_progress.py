@@ -19,7 +19,7 @@ actions = st.one_of(
     st.tuples(st.just("load"), adapters),
     st.tuples(st.just("unload"), adapters),
     st.tuples(st.just("pin"), adapters),
-    st.tuples(st.just("turn")),
+    st.tuples(st.just("step")),
 )
 
 
@@ -34,11 +34,11 @@ def test_every_request_ends(host_kib: int, asked: list[tuple], num_pages: int) -
     for _ in range(400):
         if not world.live and not world.loads:
             break
-        world.turn()
+        world.step()
     assert not world.live, "requests that wait for ever"
     assert not world.loads
     for _ in range(20):
-        world.turn()
+        world.step()
     assert world.scheduler.pages.num_used == 0
     assert all(resident.users == 0 for resident in world.residency.device.residents())
 
@@ -48,14 +48,14 @@ def test_cancel_that_reorders_the_queue() -> None:
     world = World(0)
     world.submit("c", 0, 30)
     for _ in range(4):
-        world.turn()
+        world.step()
     world.submit("d", 0, 2)
     world.submit("b", 0, 2)
     world.submit("c", 0, 2)
     world.submit("d", 0, 2)
     for _ in range(3):
-        world.turn()
+        world.step()
     world.cancel(1)
     for _ in range(200):
-        world.turn()
+        world.step()
     assert not world.live

@@ -28,7 +28,7 @@ def test_pulls_begin_in_order_of_service(world: World) -> None:
         world.submit(digest, priority, 3)
     limit = 2 * world.puller.num_workers
     for _ in range(1000):
-        world.turn()
+        world.step()
         assert num_open(world) <= limit
         if not world.live:
             break
@@ -40,11 +40,11 @@ def test_urgent_pull_is_opened_first(world: World) -> None:
     for digest in DIGESTS[:-1]:
         world.submit(digest, 0, 30)
     while len(world.scheduler.running) < 2 or world.puller.jobs:
-        world.turn()
+        world.step()
     begun = len(world.puller.begun)
     assert begun < 10
     world.submit(DIGESTS[-1], 1, 2)
-    world.turn()
+    world.step()
     assert world.puller.begun[begun:] == DIGESTS[-1:]
 
 
@@ -53,7 +53,7 @@ def test_waiting_for_memory_is_not_waiting_for_the_store(world: World) -> None:
         world.submit(digest, 0, 30)
     assert world.residency.store_wait_since_s(DIGESTS[-1]) == 0.0
     for _ in range(12):
-        world.turn()
+        world.step()
     loads = world.residency.loads
     assert loads[DIGESTS[-1]].state is LoadState.QUEUED
     assert loads.short[LoadState.NEEDS_PULL_ROOM]

@@ -1,10 +1,9 @@
 """No request waits for longer than the bound, whatever others send: the bound is spelled out here.
 
-Time is the world's: a turn of a second. What is aged gets half of its tenant's tokens in order of
-arrival, and tenants take turns, so a request waits at most for the ageing limit, then for twice
-what came before it of its tenant, and for as much of every other tenant's; each takes at most the
-end of what runs, its load, and its own run.
-"""
+Time is the world's: a step of a second. What is aged gets half of its tenant's tokens in order of
+arrival, and tenants are served in rounds, so a request waits at most for the ageing limit, then for
+twice what came before it of its tenant, and for as much of every other tenant's; each takes at most
+the end of what runs, its load, and its own run."""
 
 from __future__ import annotations
 
@@ -33,20 +32,20 @@ class Flood:
         self.world, self.sent, self.depth = world, sent, depth
         self.num_sent = 0
 
-    def turn(self) -> None:
+    def step(self) -> None:
         for name, pattern in self.sent.items():
             while num_waiting(self.world, name) < self.depth:
                 self.num_sent += 1
                 self.world.submit(*pattern[self.num_sent % len(pattern)], name)
-        self.world.turn()
+        self.world.step()
 
 
 def num_waiting(world: World, tenant: str) -> int:
     return len(world.scheduler.queue.tenant(tenant) or ())
 
 
-def bound_turns(num_tenants: int, num_before: int) -> float:
-    """Twice each, for what goes by priority and by turns once it is aged."""
+def bound_steps(num_tenants: int, num_before: int) -> float:
+    """Twice each, for what goes by priority and by rounds once it is aged."""
     each = 2 * LONGEST + LOAD
     return AGEING_S + num_tenants * 2 * (num_before + 1) * each
 
@@ -62,7 +61,7 @@ def bound_turns(num_tenants: int, num_before: int) -> float:
         max_size=4,
     ),
 )
-@example([[("b", 0, 2), ("c", 0, 2)]], 2, [(1, "d", -1)])  # two that must go, and take turns
+@example([[("b", 0, 2), ("c", 0, 2)]], 2, [(1, "d", -1)])  # two that must go, one after the other
 def test_wait_is_bounded(
     host_kib: int,
     floods: list[list[tuple[str, int, int]]],
@@ -73,29 +72,29 @@ def test_wait_is_bounded(
     world = World(host_kib, AGEING_S)
     flood = Flood(world, {f"t{i}": sent for i, sent in enumerate(floods)}, depth)
     due: list[tuple[Sequence, float]] = []
-    for turn in range(31):
-        for _moment, digest, priority in (v for v in victims if v[0] == turn):
-            limit = bound_turns(len(floods), num_waiting(world, "t0"))
+    for step in range(31):
+        for _moment, digest, priority in (v for v in victims if v[0] == step):
+            limit = bound_steps(len(floods), num_waiting(world, "t0"))
             due.append((world.submit(digest, priority, 2, "t0"), world.now_s + limit))
-        flood.turn()
+        flood.step()
     while any(sequence.started_s is None for sequence, _ in due):
-        flood.turn()
+        flood.step()
         for sequence, limit_s in due:
             assert sequence.started_s is not None or world.now_s <= limit_s, "starved"
 
 
 def test_traffic_of_one_adapter_does_not_overtake_for_ever() -> None:
-    """A, B, A, A, A, ...: with room for one of them, B has its turn once it is aged, and only
+    """A, B, A, A, A, ...: with room for one of them, B runs once it is aged, and only
     then: before, it would push out what others wait for."""
     for ageing_s, starts in ((AGEING_S, True), (math.inf, False)):
         world = World(0, ageing_s)
         flood = Flood(world, {"": [("d", 0, 3)]}, 3)
         for _ in range(10):
-            flood.turn()
+            flood.step()
         other = world.submit("c", 0, 2)
         for _ in range(int(AGEING_S) - 1):
-            flood.turn()
+            flood.step()
         assert other.started_s is None
         for _ in range(60):
-            flood.turn()
+            flood.step()
         assert (other.started_s is not None) == starts

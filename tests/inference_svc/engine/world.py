@@ -1,6 +1,6 @@
 """Everything of an engine but tensors and threads: scheduler and residency are the real ones.
 
-The puller is synchronous and never fails; a turn is a second.
+The puller is synchronous and never fails; a step is a second.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StepPuller:
 
 
 class World:
-    """An arena of 10 KiB and three rows, two places to run. Nothing here is wasted: every turn
+    """An arena of 10 KiB and three rows, two places to run. Nothing here is wasted: every step
     checks that."""
 
     def __init__(self, host_kib: int, ageing_s: float = 2.0, num_pages: int = 64) -> None:
@@ -119,7 +119,7 @@ class World:
         self.residency.add_waiter(digest, self.now_s)
         self.loads.append(digest)
 
-    def turn(self) -> None:
+    def step(self) -> None:
         self.now_s += 1.0
         event = self.puller.next_event()
         if event is not None:
