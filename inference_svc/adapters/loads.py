@@ -113,6 +113,7 @@ class Loads:
         load.store_wait_since_s = now_s if since_s is None else since_s
         load.waited_s = now_s - load.started_s
         load.state, load.job = LoadState.PULLING, job
+        job.last_progress_s = now_s
         del self.queued[digest]
         self.traces.on_pull(digest, job, now_s)
 

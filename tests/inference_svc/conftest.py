@@ -371,7 +371,7 @@ def serve(engine: Any, tokenizers: Any, tmp_path: Path) -> Callable[..., Any]:
             try:
                 await server.start(engine, tokenizers[kind], facts)
                 async with (
-                    asyncio.timeout(20),
+                    asyncio.timeout(60),
                     grpc.aio.insecure_channel(server.address) as channel,
                 ):
                     return await body(Running(server, engine, channel))

@@ -52,7 +52,7 @@ async def until_lookups(catalog: FakeCatalog, count: int) -> None:
 
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
-    return asyncio.run(asyncio.wait_for(body(), 20))  # type: ignore[arg-type]
+    return asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
 
 
 def make(live: bool = True, **servable: Any) -> tuple[FakeCatalog, Directory, Clock]:

@@ -25,6 +25,7 @@ from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
 from tests.support.native import native_library
+from tests.support.wait import until
 
 START_SECONDS = 60
 REQUESTS_INFO = "vllm:lora_requests_info"
@@ -63,11 +64,10 @@ class Process:
         self.popen = subprocess.Popen(
             command(model, *args, "--grace-seconds", "20"), stderr=subprocess.PIPE, text=True
         )
-        deadline_s = time.monotonic() + START_SECONDS
-        while not ready_file.exists():
-            assert self.popen.poll() is None, self.popen.stderr.read()  # type: ignore[union-attr]
-            assert time.monotonic() < deadline_s, "not ready in time"
-            time.sleep(0.05)
+        until(
+            lambda: ready_file.exists() or self.popen.poll() is not None, what="not ready in time"
+        )
+        assert self.popen.poll() is None, self.popen.stderr.read()  # type: ignore[union-attr]
         addresses = json.loads(ready_file.read_text())
         self.address: str = addresses["grpc"]
         self.http_address: str = addresses["http"]
@@ -104,7 +104,7 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
             responses = [first, *call]
             assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
             assert sum(len(r.token_ids) for r in responses) == 300
-    _, stderr = process.popen.communicate(timeout=30)
+    _, stderr = process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
     assert not any(child.is_running() for child in children)
@@ -128,7 +128,7 @@ def test_sigterm_lets_streams_over_http_end(process: Process) -> None:
         for stream in streams:
             *_, last = stream
             assert last.choices[0].finish_reason == "length"
-    _, stderr = process.popen.communicate(timeout=30)
+    _, stderr = process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
 
@@ -152,7 +152,7 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
                 list(call)
             assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    _, stderr = process.popen.communicate(timeout=30)
+    _, stderr = process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 1
     assert "was ended by SIGKILL" in stderr
 
@@ -199,9 +199,9 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
         time.sleep(1.0)
         process.popen.send_signal(signal.SIGTERM)
         for thread in threads:
-            thread.join(30)
+            thread.join(START_SECONDS)
     assert ends == [grpc.StatusCode.UNAVAILABLE] * 6
-    process.popen.communicate(timeout=30)
+    process.popen.communicate(timeout=START_SECONDS)
     assert process.popen.returncode == 0
 
 
@@ -234,12 +234,7 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(mode
     """As the kernel does when memory is short."""
     with subprocess.Popen(command(model), stderr=subprocess.PIPE, text=True) as popen:
         us = psutil.Process(popen.pid)
-        deadline_s = time.monotonic() + START_SECONDS
-        while not (children := us.children()):
-            assert popen.poll() is None
-            assert time.monotonic() < deadline_s, "no child in time"
-            time.sleep(0.01)
-        children[0].kill()
+        until(us.children, what="no child in time")[0].kill()
         _, stderr = popen.communicate(timeout=START_SECONDS)
     assert popen.returncode == 1
     assert stderr.strip().splitlines()[-1] == "error: the engine's process was ended by SIGKILL"

@@ -99,7 +99,7 @@ class TinyStore(pb_grpc.AdapterStoreServiceServicer):
 def serve(body: Callable[[TinyStore, str], Awaitable[Any]]) -> Any:
     async def main() -> Any:
         store = TinyStore()
-        async with running(store) as (_, address), asyncio.timeout(20):
+        async with running(store) as (_, address), asyncio.timeout(60):
             return await body(store, address)
 
     return asyncio.run(main())

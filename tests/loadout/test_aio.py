@@ -13,6 +13,7 @@ import pytest
 
 from loadout import AsyncClient, Client, errors, types
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from tests.support.wait import TIMEOUT_S, until_async
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_break_cancels(run, endless):
         async for chunk in client.generate("hi"):
             assert chunk.text == "he"
             break
-        return await asyncio.to_thread(endless.cancelled.wait, 5)
+        return await asyncio.to_thread(endless.cancelled.wait, TIMEOUT_S)
 
     assert run(body)
 
@@ -108,7 +109,7 @@ def test_close_cancels_and_ends_the_iteration(run, endless):
     async def body(client):
         async with client.generate("hi") as stream:
             await anext(stream)
-        assert await asyncio.to_thread(endless.cancelled.wait, 5)
+        assert await asyncio.to_thread(endless.cancelled.wait, TIMEOUT_S)
         return [chunk async for chunk in stream]
 
     assert run(body) == []
@@ -127,11 +128,11 @@ def test_close_from_another_task_ends_the_iteration(run, endless):
 def test_cancelling_the_task_cancels_the_rpc(run, endless):
     async def body(client):
         task = asyncio.create_task(client.complete("hi"))
-        await asyncio.sleep(0.2)
+        await until_async(lambda: "Generate" in endless.requests)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return await asyncio.to_thread(endless.cancelled.wait, 5)
+        return await asyncio.to_thread(endless.cancelled.wait, TIMEOUT_S)
 
     assert run(body)
 

@@ -12,6 +12,7 @@ import pytest
 from loadout import Client, errors, types
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as inference_pb
+from tests.support.wait import TIMEOUT_S
 
 
 def test_register_by_uri(client, fake_store, registered):
@@ -206,13 +207,13 @@ def endless(fake_inference, chunks):
 def test_break_cancels(client, endless):
     for _ in client.generate("hi"):
         break
-    assert endless.cancelled.wait(5)
+    assert endless.cancelled.wait(TIMEOUT_S)
 
 
 def test_close_cancels_and_ends_the_iteration(client, endless):
     with client.generate("hi") as stream:
         next(stream)
-    assert endless.cancelled.wait(5)
+    assert endless.cancelled.wait(TIMEOUT_S)
     assert list(stream) == []
 
 
@@ -220,7 +221,7 @@ def test_deadline(client, endless):
     started = time.monotonic()
     with pytest.raises(errors.DeadlineExceeded):
         list(client.generate("hi", timeout_s=0.3))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert len(endless.requests["Generate"]) == 1
 
 
@@ -248,7 +249,7 @@ def test_unanswered_generation_moves_to_the_restarted_server(
     fake_inference.on("Generate", hang, lambda request, context: iter(chunks))
 
     def restart():
-        arrived.wait(5)
+        arrived.wait(TIMEOUT_S)
         first.kill()
         start_inference(first.address)
 

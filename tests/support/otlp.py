@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 KINDS = {
     trace_pb2.Span.SPAN_KIND_CLIENT: "client ",

@@ -27,6 +27,7 @@ from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.messages import Call, Cancel, Command, Output, Reply, StepOutputs, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
+from tests.support.wait import until
 
 
 @dataclass
@@ -182,10 +183,7 @@ class Running:
     def check_idle(self) -> None:
         """Asserts that nothing is held: no page, no pin, no waiter, no load."""
         built = self.engine.built
-        deadline = time.monotonic() + 10
-        while built.residency.loads.num_jobs and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert built.residency.loads.num_jobs == 0
+        until(lambda: built.residency.loads.num_jobs == 0)
         built.engine.check_integrity()
         assert built.engine.scheduler.pages.num_used == 0
         assert not built.engine.sequences

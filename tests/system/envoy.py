@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
 CONFIG, TLS_CONFIG = FOLDER / "envoy.yaml", FOLDER / "envoy.tls.yaml"
 CERTIFICATES = "/etc/envoy/tls"
 """Where TLS_CONFIG expects them."""
-READY_S = 30.0
-STOP_S = 10.0
+READY_S = 60.0
+STOP_S = 60.0
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -114,7 +114,7 @@ class Envoy:
     def _ask(self, path: str) -> str:
         address = (self._folder / "admin").read_text()
         try:
-            with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
                 return str(answer.read().decode())
         except OSError:
             return ""

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from tests.adapter_store.service.conftest import Bearer, Served
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.wait import until
 from tests.system.zoo import Zoo
 
 OWN, OTHER = "team-a", "team-b"
@@ -171,11 +171,8 @@ class House:
         """A call is counted just after its answer; once the mark is, all before it are."""
         num_before = self._store_calls()[_MARK]
         self.root.stub.ListAdapters(store_pb.ListAdaptersRequest(page_size=1))
-        deadline = time.monotonic() + 60
-        while (found := self._store_calls())[_MARK] == num_before:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return found
+        until(lambda: self._store_calls()[_MARK] != num_before)
+        return self._store_calls()
 
     def _store_calls(self) -> Counter[tuple[str, str]]:
         [family] = self.store.running.store.metrics.requests.collect()

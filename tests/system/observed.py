@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from loadout import Client
 from loadout.types import ImageState
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.support.otlp import Receiver
+from tests.support.wait import until
 from tests.system.services import Services
 from tests.system.zoo import Zoo
 
@@ -81,8 +81,11 @@ class Observed(Services):
         """Its digest, once it is compiled."""
         with self.plain() as client:
             digest = client.register(name, self.source(adapter)).adapter.digest
-            while [each.state for each in client.get(name).layout_states] != [ImageState.READY]:
-                time.sleep(0.01)
+            until(
+                lambda: (
+                    [each.state for each in client.get(name).layout_states] == [ImageState.READY]
+                )
+            )
         return digest
 
     @contextmanager

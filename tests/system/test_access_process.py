@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from loadout.cli.__main__ import main
 from loadout.retry import RetryPolicy
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.wait import until
 from tests.system.services import Services
 from tests.system.zoo import Zoo
 
@@ -228,10 +228,7 @@ def test_sighup_reads_the_policy_again(guarded: Guarded, clients: dict[str, Clie
         num_before = len(guarded.audit_lines())
         write_policy(guarded.folder, *parts)
         os.kill(guarded.services.inference.pid, signal.SIGHUP)
-        deadline = time.monotonic() + 60
-        while len(guarded.audit_lines()) == num_before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(guarded.audit_lines()) > num_before)
         line = guarded.audit_lines()[-1]
         assert line["what"] == "ReloadPolicy"
         return str(line["result"])

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from loadout import Client, errors
+from tests.support.wait import until
 from tests.system.services import GRACE_S, Services
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -63,7 +64,7 @@ def test_the_store_is_killed_while_adapters_are_pulled(own_services: Services) -
             assert {a.name.split("/")[1]: a.digest for a in client.list()} == digests
         if late.exception() is None:  # in time or not, it was answered; now it must work
             assert late.result() == zoo.greedy("r33", PROMPT, 8)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     for name in ("r33", "r64"):
         while True:
             try:
@@ -142,7 +143,7 @@ def test_sigterm_of_the_store_under_load(own_services: Services) -> None:
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    until(lambda: len(answered) >= 4)
     assert services.store.stop(GRACE_S) == 0
     stop.set()
     for thread in threads:

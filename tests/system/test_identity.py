@@ -6,6 +6,7 @@ import shutil
 import time
 
 from loadout import types
+from tests.support.wait import TIMEOUT_S, until
 from tests.system.services import Services
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -79,14 +80,13 @@ def test_an_old_version_comes_back(services: Services) -> None:
     assert list(done.token_ids) == services.zoo.greedy("r1", PROMPT, 8)
 
 
-def test_names_follow_the_watch_within_a_second(services: Services) -> None:
-    """Without min_revision, a name is at most one second stale."""
+def test_names_follow_the_watch(services: Services) -> None:
+    """Without min_revision, a name is stale only until the watch has sent its event."""
     client = services.client
     client.register("watched", put(services, "watched", "r1"))
     complete(services, "watched")
     new = client.register("watched", put(services, "watched", "r3"))
-    time.sleep(1.0)
-    assert complete(services, "watched").adapter.digest == new.adapter.digest
+    until(lambda: complete(services, "watched").adapter.digest == new.adapter.digest)
 
 
 def test_deleted_is_gone_for_new_requests_and_stays_for_running(services: Services) -> None:
@@ -97,12 +97,12 @@ def test_deleted_is_gone_for_new_requests_and_stays_for_running(services: Servic
     running = iter(client.generate(PROMPT, adapter="leaving", max_tokens=200, **GREEDY))
     first = next(running)
     client.delete("leaving")
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             complete(services, "leaving")
         except errors.NotFound:
             break
-        assert time.monotonic() < deadline, "still resolves after a second"
+        assert time.monotonic() < deadline, "it still resolves"
     tokens = [*first.token_ids, *(token for chunk in running for token in chunk.token_ids)]
     assert tokens == services.zoo.greedy("r16", PROMPT, 200)

@@ -4,7 +4,6 @@ request was about, and nothing that is secret."""
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 
 from loadout.errors import InvalidArgument, LoadoutError, NotFound, Unauthenticated
 from tests.adapter_store.service.guarded import token_of
+from tests.support.wait import until
 from tests.system.observed import S3_SECRET, Observed
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with
 
@@ -74,10 +74,7 @@ def drive(system: Observed) -> None:
 def texts(observed: Observed) -> dict[str, str]:
     """What each service has written."""
     drive(observed)
-    deadline = time.monotonic() + 20
-    while '"last"' not in observed.inference.log_path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: '"last"' in observed.inference.log_path.read_text())
     return {
         "store": observed.store.log_path.read_text(),
         "inference": observed.inference.log_path.read_text(),

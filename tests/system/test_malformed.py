@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadout import errors, types
+from tests.support.wait import until
 from tests.system.services import Services
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -221,13 +221,13 @@ def test_incompatibility_is_part_of_get_adapter(
 ) -> None:
     change, culprit = UNSERVABLE["wrong-shape"]
     services.client.register("seen", malformed(services, "seen", change))
-    for _ in range(100):
-        (state,) = services.client.get("seen").layout_states
-        if state.state is types.ImageState.INCOMPATIBLE:
-            break
-        threading.Event().wait(0.05)
-    assert state.state is types.ImageState.INCOMPATIBLE
-    assert culprit in state.reason
+
+    def state() -> types.LayoutState:
+        (found,) = services.client.get("seen").layout_states
+        return found
+
+    until(lambda: state().state is types.ImageState.INCOMPATIBLE)
+    assert culprit in state().reason
 
 
 @pytest.mark.parametrize(

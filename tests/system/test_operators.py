@@ -116,7 +116,7 @@ def test_load_answers_errors(start: Callable) -> None:
     running.store.is_down = True
     began = time.monotonic()
     assert isinstance(running.call(Command.LOAD, "r16").error, AdapterUnavailable)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     running.check_idle()
 
 

@@ -86,7 +86,7 @@ def ask(
     async def main() -> Any:
         client = CatalogClient(Replicas.at(guarded.address), access)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 return await body(client)
         finally:
             await client.close()

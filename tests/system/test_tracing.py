@@ -226,7 +226,7 @@ def test_a_deadline(traced: Observed) -> None:
     """It passes while the adapter is waited for."""
     unload(traced, "r3")
     with traced.frozen_store(), traced.request() as trace_id, pytest.raises(DeadlineExceeded):
-        traced.client.complete("abc", adapter="traced/r3", timeout_s=0.3)
+        traced.client.complete("abc", adapter="traced/r3", timeout_s=2.0)
     trace = traced.receiver.trace_with(
         trace_id, "app", "server Generate", "text_completion llama", "load"
     )

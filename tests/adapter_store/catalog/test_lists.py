@@ -129,7 +129,7 @@ def test_a_hundred_thousand_adapters(names, catalog):
     event.listen(
         catalog._database.engine, "before_cursor_execute", lambda *args: statements.append(args[2])
     )
-    start = time.perf_counter()
+    start = time.process_time()
     page, token, _ = catalog.page(1000, "", "")
     page, token, _ = catalog.page(1000, token, "")
     assert len(page) == 1000
@@ -140,7 +140,7 @@ def test_a_hundred_thousand_adapters(names, catalog):
     names.register("t01/n000001", "d-new")
     assert len(catalog.unfinished("L", "", 500)) == 500
     assert catalog.counts().adapters == 100_000
-    assert time.perf_counter() - start < 5  # some tenths of a second on a quiet machine
+    assert time.process_time() - start < 5  # some tenths of a second
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)

@@ -35,7 +35,7 @@ def run(catalog, scenario, bookmark_seconds: float = 30.0):
     async def main():
         with ThreadPoolExecutor(2) as executor:
             watch = Watch(catalog, executor, bookmark_seconds)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 return await scenario(watch)
 
     return asyncio.run(main())

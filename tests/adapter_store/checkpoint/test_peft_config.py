@@ -350,6 +350,6 @@ def test_quick_matches_use_up_the_seconds_too(source):
 def test_long_lists_of_modules_cost_nothing_per_module():
     listed = [f"m{i}" for i in range(100_000)]
     config = parse(target_modules=[*listed, "q_proj"], exclude_modules=listed)
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     assert all(config.selects(f"layers.{i}.q_proj", is_embedding=False) for i in range(5000))
-    assert time.perf_counter() - start_s < 5
+    assert time.thread_time() - start_s < 5

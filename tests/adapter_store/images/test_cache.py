@@ -21,6 +21,7 @@ from adapter_store.images.compile import compile_image
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
+from tests.support.wait import TIMEOUT_S, until_async
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def compiles(monkeypatch):
 
     def counted(checkpoint, layout, plan, buffer, **options):
         made.append(checkpoint.digest)
-        assert gate.wait(10)
+        assert gate.wait(TIMEOUT_S)
         return compile_parts(checkpoint, layout, plan, buffer, **options)
 
     monkeypatch.setattr(builder_module, "compile_parts", counted)
@@ -271,8 +272,7 @@ def test_pulls_go_before_precompilation(start, make_adapter, make_layout, compil
             ]
             compiles.gate.clear()
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
-            while not compiles.made:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: compiles.made)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
             pull = asyncio.create_task(pulled_bytes(store, ImageKey(wanted, layout_id)))
             await asyncio.sleep(0.05)

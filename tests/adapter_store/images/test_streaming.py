@@ -19,7 +19,7 @@ from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
 from tests.adapter_store.images import test_cache
 
-SECONDS = 20
+SECONDS = 60
 
 register, start = test_cache.register, test_cache.start
 
@@ -85,7 +85,7 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
             pulls = Pulls(store.images, store.metrics, store.service.layout_usage.record)
-            async with asyncio.timeout(SECONDS * 2):
+            async with asyncio.timeout(SECONDS):
                 await test(store, pulls, ImageKey(digest, layout_id), folder)
             store.images.check_integrity()
 

@@ -7,13 +7,14 @@ import threading
 import pytest
 
 from adapter_store.images.worker_pool import WRITE_NICENESS, Priority, WorkerPool
+from tests.support.wait import TIMEOUT_S
 
 
 def run(scenario, num_workers: int = 1):
     async def main():
         workers = WorkerPool(num_workers, "test")
         try:
-            return await asyncio.wait_for(scenario(workers), 10)
+            return await asyncio.wait_for(scenario(workers), TIMEOUT_S)
         finally:
             workers.close()
 
@@ -25,7 +26,11 @@ def test_pulls_go_before_precompilation():
 
     async def scenario(workers: WorkerPool) -> None:
         gate = threading.Event()
-        jobs = [asyncio.ensure_future(workers.run("gate", Priority.PULL, lambda _: gate.wait(10)))]
+        jobs = [
+            asyncio.ensure_future(
+                workers.run("gate", Priority.PULL, lambda _: gate.wait(TIMEOUT_S))
+            )
+        ]
         for name, priority in (
             ("ahead1", Priority.PRECOMPILE),
             ("pinned", Priority.PINNED),
@@ -49,14 +54,14 @@ def test_pulls_go_before_precompilation():
 
 def test_never_more_at_once_than_workers():
     running = peak = 0
-    lock = threading.Lock()
+    lock, all_run = threading.Lock(), threading.Barrier(3)
 
     def work(_) -> None:
         nonlocal running, peak
         with lock:
             running += 1
             peak = max(peak, running)
-        threading.Event().wait(0.01)
+        all_run.wait(TIMEOUT_S)
         with lock:
             running -= 1
 
@@ -81,7 +86,9 @@ def test_a_cancelled_job_that_waits_is_not_run():
 
     async def scenario(workers: WorkerPool) -> None:
         gate = threading.Event()
-        first = asyncio.ensure_future(workers.run("a", Priority.PULL, lambda _: gate.wait(10)))
+        first = asyncio.ensure_future(
+            workers.run("a", Priority.PULL, lambda _: gate.wait(TIMEOUT_S))
+        )
         second = asyncio.ensure_future(workers.run("b", Priority.PULL, lambda _: done.append("b")))
         await asyncio.sleep(0)
         second.cancel()
@@ -100,7 +107,7 @@ def steps(name: str, did: list[str], started: threading.Event, go: threading.Eve
     def work(yield_point) -> None:
         did.append(f"{name} 1")
         started.set()
-        assert go.wait(10)
+        assert go.wait(TIMEOUT_S)
         yield_point.wait()
         did.append(f"{name} 2")
 
@@ -114,7 +121,7 @@ def test_precompilation_yields_to_a_pull():
         started, go, pulling = threading.Event(), threading.Event(), threading.Event()
         ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         jobs = [asyncio.ensure_future(ahead)]
-        await asyncio.to_thread(started.wait, 10)
+        await asyncio.to_thread(started.wait, TIMEOUT_S)
         for name in ("pull", "later"):
             jobs.append(
                 asyncio.ensure_future(
@@ -140,16 +147,16 @@ def test_precompilation_does_not_continue_during_a_pull():
         started, go, gate = threading.Event(), threading.Event(), threading.Event()
         ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         first = asyncio.ensure_future(ahead)
-        await asyncio.to_thread(started.wait, 10)
+        await asyncio.to_thread(started.wait, TIMEOUT_S)
         pulling = threading.Event()
 
         def pull(_) -> None:
             pulling.set()
-            assert gate.wait(10)
+            assert gate.wait(TIMEOUT_S)
             did.append("pull")
 
         second = asyncio.ensure_future(workers.run("pull", Priority.PULL, pull))
-        await asyncio.to_thread(pulling.wait, 10)
+        await asyncio.to_thread(pulling.wait, TIMEOUT_S)
         third = asyncio.ensure_future(
             workers.run("next", Priority.PRECOMPILE, lambda _: did.append("next"))
         )
@@ -171,7 +178,7 @@ def test_promoted_job_yields_no_more():
         started, go = threading.Event(), threading.Event()
         ahead = workers.run("ahead", Priority.PRECOMPILE, steps("ahead", did, started, go))
         jobs = [asyncio.ensure_future(ahead)]
-        await asyncio.to_thread(started.wait, 10)
+        await asyncio.to_thread(started.wait, TIMEOUT_S)
         pull = workers.run("pull", Priority.PULL, lambda _: did.append("pull"))
         jobs.append(asyncio.ensure_future(pull))
         await asyncio.sleep(0)
@@ -191,20 +198,20 @@ def test_closing_lets_those_end_that_gave_way():
         started, go, pulling, gate = (threading.Event() for _ in range(4))
         work = steps("ahead", did, started, go)
         ahead = asyncio.ensure_future(workers.run("ahead", Priority.PRECOMPILE, work))
-        await asyncio.to_thread(started.wait, 10)
+        await asyncio.to_thread(started.wait, TIMEOUT_S)
 
         def pull(_) -> None:
             pulling.set()
-            assert gate.wait(10)
+            assert gate.wait(TIMEOUT_S)
 
         pulled = asyncio.ensure_future(workers.run("pull", Priority.PULL, pull))
         await asyncio.sleep(0)
         go.set()
-        await asyncio.to_thread(pulling.wait, 10)
+        await asyncio.to_thread(pulling.wait, TIMEOUT_S)
         gate.set()
         workers.close()
         assert did == ["ahead 1", "ahead 2"]
-        await asyncio.wait_for(asyncio.gather(ahead, pulled), 10)
+        await asyncio.wait_for(asyncio.gather(ahead, pulled), TIMEOUT_S)
 
     asyncio.run(main())
 

@@ -28,7 +28,7 @@ def test_pins_that_could_not_be_refreshed_are_tried_again(tmp_path, monkeypatch)
         followed = PinRefresher(catalog, refresh)
         name = AdapterName("default", "a")
         catalog.register(NewVersion(name, "d", "base", "", 1, (), 1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await refreshed.wait()
         followed.close()
 

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from adapter_store.config import StoreSettings
 from adapter_store.core import Layout
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+from tests.support.wait import TIMEOUT_S, until
 
 DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
 KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
@@ -161,7 +161,7 @@ class Served:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(TIMEOUT_S)
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -187,7 +187,7 @@ class Served:
 
     def run(self, coroutine):
         """Runs a coroutine on the store's own loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
 
     def idle(self) -> None:
         """Waits until everything wanted ahead is made."""
@@ -201,7 +201,7 @@ class Served:
             self.begin_stop()
         for client in self._clients:
             client.close()
-        self._thread.join(30)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
@@ -269,17 +269,14 @@ class Process:
         )
 
     def wait_until_ready(self) -> dict[str, str]:
-        deadline = time.monotonic() + 60
-        while not self.ready_file.exists():
-            assert self.process.poll() is None, self.process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.stderr.read()
         return json.loads(self.ready_file.read_text())
 
     def end(self, number: int) -> tuple[int, str]:
         """Signals, waits; gives the exit status and the log."""
         self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=30)
+        _, log = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, log
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-
-import pytest
 
 from adapter_store import service as service_module
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-
-DEADLINE_S = 30.0
+from tests.support.wait import TIMEOUT_S, until
 
 
 def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypatch) -> None:
@@ -21,7 +17,7 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
     def slowly(registrar):
         upload = open_upload(registrar)
         made.set()
-        assert go_on.wait(DEADLINE_S)
+        assert go_on.wait(TIMEOUT_S)
         return upload
 
     monkeypatch.setattr(Registrar, "open_upload", slowly)
@@ -29,15 +25,15 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
 
     def requests():
         yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="gone"))
-        never.wait(DEADLINE_S)
+        never.wait(TIMEOUT_S)
 
     call = client.stub.UploadAdapter.future(requests())
-    assert made.wait(DEADLINE_S)
+    assert made.wait(TIMEOUT_S)
     call.cancel()
     client.stub.GetStoreStatus(pb.GetStoreStatusRequest())  # what the store hears after the cancel
     go_on.set()
     never.set()
-    _until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
+    until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
 
 
 def test_an_upload_that_sends_nothing_more_is_ended(client, tmp_path, monkeypatch, refused) -> None:
@@ -46,19 +42,11 @@ def test_an_upload_that_sends_nothing_more_is_ended(client, tmp_path, monkeypatc
 
     def requests():
         yield pb.UploadAdapterRequest(meta=pb.UploadMeta(name="a"))
-        over.wait(DEADLINE_S)
+        over.wait(TIMEOUT_S)
 
     try:
         with refused("DEADLINE_EXCEEDED", "sent nothing"):
             client.stub.UploadAdapter(requests())
     finally:
         over.set()
-    _until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
-
-
-def _until(is_so) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            pytest.fail("did not come true")
-        time.sleep(0.01)
+    until(lambda: not list((tmp_path / "data" / "staging").iterdir()))

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.adapter_store.service.conftest import Client
 from tests.adapter_store.system_calls import SystemCall, Tracer
+from tests.support.wait import until
 
 DEADLINE_S = 60.0
 
@@ -32,11 +32,8 @@ class Traced:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "adapter_store", *flags], stdout=log, stderr=log
             )
-        deadline = time.monotonic() + DEADLINE_S
-        while not ready.exists():
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: ready.exists() or self._process.poll() is not None)
+        assert self._process.poll() is None, self.log.read_text()
         self._tracer = Tracer(self._process.pid)
         self._tracer.start()
         self.client = Client(json.loads(ready.read_text())["grpc"])

@@ -10,6 +10,7 @@ import pytest
 
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.wait import until
 
 
 def files_of(folder) -> dict[str, bytes]:
@@ -113,10 +114,7 @@ def test_a_malformed_upload_leaves_nothing(client, store, make_adapter, refused,
         client.stub.UploadAdapter(iter([meta, pb.UploadAdapterRequest(chunk=chunk)]))
     with refused("INVALID_ARGUMENT", "adapter_config.json is missing"):
         client.upload("a", {"adapter_model.safetensors": files["adapter_model.safetensors"]})
-    deadline = time.monotonic() + 5
-    while list((tmp_path / "data" / "staging").iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert list((tmp_path / "data" / "staging").iterdir()) == []
+    until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
     assert list((tmp_path / "data" / "blobs").iterdir()) == []
 
 
@@ -133,15 +131,10 @@ def test_aborted_upload_leaves_nothing(client, make_adapter, tmp_path):
             time.sleep(0.01)
 
     call = client.stub.UploadAdapter.future(requests())
-    deadline = time.monotonic() + 10
-    while not list(staging.glob("*/adapter_config.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: list(staging.glob("*/adapter_config.json")))
     call.cancel()
     sent.append(True)
-    while list(staging.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not list(staging.iterdir()))
 
 
 def test_delete(client, make_adapter, refused):

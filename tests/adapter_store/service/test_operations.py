@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.support.wait import until
 
 SERVICE = "loadout.adapter_store.v1.AdapterStoreService"
 
@@ -39,7 +40,7 @@ def test_reflection(client):
 
 def read_metrics(store) -> dict[tuple[str, ...], float]:
     url = f"http://{store.running.metrics_address}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         text = response.read().decode()
     return {
         (sample.name.removeprefix("loadout_store_"), *sorted(sample.labels.values())): sample.value
@@ -141,7 +142,7 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
     threads = [threading.Thread(target=load, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    until(lambda: len(codes) >= 6 and whole)
     status, log = process.end(signal.SIGTERM)
     stop.set()
     for thread in threads:

@@ -165,10 +165,7 @@ def test_deleted_digests_are_pullable_through_the_grace(
     with refused("NOT_FOUND"):
         client.get(digest)
     assert client.pull(digest, layout_id).is_whole
-    deadline = time.monotonic() + 10
-    while list((tmp_path / "data" / "blobs").iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
     with refused("NOT_FOUND"):
         client.pull(digest, layout_id)
 

@@ -76,11 +76,8 @@ class Replica:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **AWS}
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            assert self.process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
+        until(lambda: ready.exists() or self.process.poll() is not None, START_SECONDS)
+        assert self.process.poll() is None, self.log()
         self.client = Client(json.loads(ready.read_text())["grpc"])
 
     def kill(self) -> None:

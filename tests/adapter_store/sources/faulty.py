@@ -67,7 +67,7 @@ class FaultyProxy:
             fault = self._fault(handler.path)
         try:
             if self.gate is not None and "adapter_model-" in handler.path:
-                self.gate.wait(30)
+                self.gate.wait(60)
             if fault.status:
                 self._refuse(handler, fault)
             else:

@@ -14,6 +14,7 @@ from inference_svc.adapters.puller import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier
+from tests.support.wait import TIMEOUT_S
 
 LAYOUT_ID = "sha256:layout"
 
@@ -45,7 +46,7 @@ class Loop:
         self.residency.check_integrity(self.residency.waiters)
 
     def until(self, condition) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, "nothing happened"
             self.step()

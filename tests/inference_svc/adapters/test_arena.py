@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableWrite
 from tests.inference_svc.adapters.conftest import reserve
+from tests.support.wait import until
 
 GPU = pytest.param(
     "cuda",
@@ -33,12 +32,7 @@ def test_copy_is_visible_once_complete(store, layout, device_name) -> None:
     host.memory[start : start + len(image.data)] = image.data
     arena.apply([HostCopy(hosted, resident)])
     assert not arena.table.ranks.any(), "not visible yet"
-    copied: list[str] = []
-    deadline = time.monotonic() + 10
-    while not copied:
-        assert time.monotonic() < deadline
-        copied = arena.pop_completed_copies()
-    assert copied == ["aaaa"]
+    assert until(arena.pop_completed_copies) == ["aaaa"]
     assert arena.pop_completed_copies() == []
     there = arena.flat.view(torch.uint8)[resident.extents[0].start :][: len(image.data)]
     assert bytes(there.cpu().numpy().data) == bytes(image.data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
@@ -16,6 +16,7 @@ from inference_svc.errors import AdapterNotFound, AdapterUnusable, CorruptImage
 from servicekit.errors import ServiceError
 from tests.inference_svc.adapters.store_replicas import Block, ReplicaSet, abort
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes
+from tests.support.wait import until
 
 DIGESTS = [f"sha256:{number:04d}" for number in range(48)]
 
@@ -38,13 +39,6 @@ def loop(stores: ReplicaSet, layout: ModelLayout, request: pytest.FixtureRequest
 def used_bytes(loop: Loop) -> int:
     host = loop.residency.host
     return loop.residency.device.used_bytes + (0 if host is None else host.slots.used_bytes)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
 
 
 def failure_of(loop: Loop, digest: str) -> ServiceError:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,8 @@ from inference_svc.adapters.slots import Slots
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream
 from tests.inference_svc.adapters.test_residency import Loop, assert_computes
+from tests.support.clock import Clock
+from tests.support.wait import TIMEOUT_S
 
 LAYOUT_ID = "sha256:layout"
 
@@ -70,7 +73,7 @@ def outcome_of(store: Scripted, layout: ModelLayout) -> PullEvent:
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
     memory = memoryview(bytearray(1 << 16))
-    while isinstance(event := events.get(timeout=10), PullOpened):
+    while isinstance(event := events.get(timeout=TIMEOUT_S), PullOpened):
         slots = Slots(1 << 16, 1)
         reservation = slots.reserve(event.header)
         assert reservation is not None
@@ -194,7 +197,7 @@ class Silent:
     def __iter__(self) -> Iterator[PullMessage]:
         yield from self.messages
         self.fell_silent.set()
-        assert self.cancelled.wait(30)
+        assert self.cancelled.wait(TIMEOUT_S)
         raise StoreUnavailable("cancelled")
 
     def cancel(self) -> None:
@@ -231,7 +234,7 @@ def test_only_pull_threads_have_low_priority(store, layout) -> None:
     puller = Puller(store, 1, events.put, check)
     job = PullJob("aaaa", LAYOUT_ID)
     puller.start(job)
-    events.get(timeout=10)
+    events.get(timeout=TIMEOUT_S)
     puller.cancel(job)
     puller.close()
     assert nicenesses == [PULL_NICENESS]
@@ -293,7 +296,8 @@ def test_silent_source_is_tried_last(
 
 
 def test_silence_is_forgotten_in_time(monkeypatch) -> None:
-    monkeypatch.setattr(pull_job_module, "AVOID_S", 0.05)
+    clock = Clock()
+    monkeypatch.setattr(pull_job_module, "time", SimpleNamespace(monotonic=clock))
     silent = SilentSources()
     job = PullJob("aaaa", LAYOUT_ID, frozenset({"one"}))
     stream = Silent([])
@@ -304,7 +308,7 @@ def test_silence_is_forgotten_in_time(monkeypatch) -> None:
     silent.record_abandoned(job, 0.0)
     assert silent.avoided_for("aaaa") == {"one", "two"}
     assert silent.avoided_for("bbbb") == frozenset()
-    time.sleep(0.1)
+    clock.now_s += pull_job_module.AVOID_S
     assert silent.avoided_for("aaaa") == frozenset()
 
 

@@ -45,7 +45,7 @@ def test_a_silent_receiver_delays_nobody(serve: Any, silent: str) -> None:
 
     left_s = serve(body, otlp_endpoint=silent)
     assert time.monotonic() - left_s < 6, "CLOSE_SECONDS, and what servers take to end"
-    assert sorted(took_s)[25] < 0.5
+    assert sorted(took_s)[25] < 3.0
 
 
 def test_the_store_learns_that_a_request_is_not_sampled(serve: Any, receiver: Receiver) -> None:

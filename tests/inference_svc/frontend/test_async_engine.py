@@ -20,7 +20,7 @@ DIGEST = "sha256:" + "a" * 64
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await body()
 
     return asyncio.run(bounded())

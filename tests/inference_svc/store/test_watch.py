@@ -82,7 +82,7 @@ def test_restarted_store_gets_the_layout_and_the_watch_continues(engine: Any) ->
     async def main() -> None:
         store, again = TinyStore(), TinyStore(revision=9)
         async with (
-            asyncio.timeout(20),
+            asyncio.timeout(60),
             running(store) as (server, address),
             Watched(address, engine.layout) as watched,
         ):
@@ -136,7 +136,7 @@ def serve_two(body: Callable[[Replicated], Awaitable[Any]]) -> None:
     async def main() -> None:
         stores = [TinyStore(), TinyStore()]
         async with running(stores[0]) as (one, first), running(stores[1]) as (two, second):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await body(Replicated(stores, {first: one, second: two}))
 
     asyncio.run(main())

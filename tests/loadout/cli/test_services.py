@@ -6,11 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from loadout import Client
+from tests.support.wait import until
 
 LOADOUT = (sys.executable, "-m", "loadout.cli")
 
@@ -40,9 +40,8 @@ def test_store_takes_flags_and_signals(tmp_path):
     switches = ["--allow-open-access", "--no-compile-ahead"]
     command = [*LOADOUT, "store", *switches, *(word for flag in flags.items() for word in flag)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as store:
-        while not ready.exists():
-            assert store.poll() is None, store.stderr.read()
-            time.sleep(0.05)
+        until(lambda: ready.exists() or store.poll() is not None)
+        assert store.poll() is None, store.stderr.read()
         with Client(store=json.loads(ready.read_text())["grpc"]) as client:
             assert client.store_status().adapters == 0
         store.send_signal(signal.SIGTERM)

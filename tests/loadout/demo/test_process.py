@@ -38,9 +38,9 @@ def start(tmp_path):
 
 def test_ready_alive_stopped(start):
     part = start(SERVE.format(exit_code=0))
-    assert part.wait_ready(20) == {"grpc": "127.0.0.1:5"}
+    assert part.wait_ready(60) == {"grpc": "127.0.0.1:5"}
     part.check_alive()
-    assert part.stop(20) == 0
+    assert part.stop(60) == 0
     assert part.failure_of(0) is None
     assert part.log_path.read_text() == "serving\n"
 
@@ -50,7 +50,7 @@ def test_death_before_ready_shows_the_log(start):
     with pytest.raises(
         ProcessFailed, match=r"part ended with exit code 3; the end of .*part\.log"
     ) as caught:
-        part.wait_ready(20)
+        part.wait_ready(60)
     assert "\n  line 1\n  cannot bind" in str(caught.value)
 
 
@@ -62,16 +62,16 @@ def test_never_ready(start):
 
 def test_death_while_running(start):
     part = start(SERVE.format(exit_code=0) + "\n")
-    part.wait_ready(20)
-    part.stop(20)
+    part.wait_ready(60)
+    part.stop(60)
     with pytest.raises(ProcessFailed, match="ended with exit code 0"):
         part.check_alive()
 
 
 def test_wrong_exit_code_is_a_failure(start):
     part = start(SERVE.format(exit_code=7))
-    part.wait_ready(20)
-    failure = part.failure_of(part.stop(20))
+    part.wait_ready(60)
+    failure = part.failure_of(part.stop(60))
     assert "stopped with exit code 7 instead of 0" in str(failure)
 
 
@@ -82,7 +82,7 @@ def test_killed_when_the_grace_is_over(start):
         "pathlib.Path(sys.argv[1]).write_text('{}')\n"
         "time.sleep(60)\n"
     )
-    part.wait_ready(20)
+    part.wait_ready(60)
     started = time.monotonic()
     assert part.stop(0.2) == -9
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30

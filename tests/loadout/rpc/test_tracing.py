@@ -122,7 +122,7 @@ def test_a_call_that_is_left_while_its_address_is_looked_up_is_over(traces, monk
 
     def hang(host: str, port: str) -> list[str]:
         is_asked.set()
-        assert may_answer.wait(30)
+        assert may_answer.wait(60)
         return ["127.0.0.1"]
 
     monkeypatch.setattr(addresses, "lookup", hang)

@@ -154,4 +154,4 @@ def test_a_stalled_reader_delays_no_logging(pipe: tuple[int, int]) -> None:
 
 def test_a_process_ends_without_a_reader() -> None:
     with subprocess.Popen([sys.executable, "-c", NOISY], stderr=subprocess.PIPE) as process:
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -97,7 +97,7 @@ def test_the_server_always_answers_in_the_text_format() -> None:
     with closing(MetricsServer(registry, "127.0.0.1", 0)) as server:
         accept = {"Accept": "application/openmetrics-text"}
         request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=accept)
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             assert b'\ngateway:queue{name="a"} 3.0\n' in response.read()
 
 

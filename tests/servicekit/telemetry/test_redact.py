@@ -77,6 +77,6 @@ def test_fields_named_like_secrets_are_hidden():
 def test_long_text_takes_linear_time():
     """Each of these would be slow if a pattern went back over it."""
     for part in ("a+b.", "token   ", "://x", "Bearer ", "-----BEGIN A ", "api_key="):
-        start_s = time.monotonic()
+        start_s = time.thread_time()
         Redactor().redact(part * 50_000)
-        assert time.monotonic() - start_s < 2.0, part
+        assert time.thread_time() - start_s < 2.0, part

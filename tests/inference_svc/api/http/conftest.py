@@ -27,7 +27,7 @@ class Front:
 
     async def until_metric(self, line: str) -> None:
         """Waits for a line of the metrics: a call is counted after its client has seen the end."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while line not in await asyncio.to_thread(self.running.scrape):
                 await asyncio.sleep(0.01)
 
@@ -62,7 +62,7 @@ def serve_http(serve: Callable[..., Any]) -> Callable[..., Any]:
     def run(body: Callable[[Front], Awaitable[Any]], **options: Any) -> Any:
         async def main(running: Running) -> Any:
             address = running.server.http_address
-            async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=20) as raw:
+            async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=60) as raw:
                 front = Front(running, raw)
                 async with front.client:
                     return await body(front)

@@ -54,7 +54,7 @@ class Raw:
         except ConnectionResetError:
             return b""
 
-    async def ends(self, within_s: float = 3.0) -> bool:
+    async def ends(self, within_s: float = 60.0) -> bool:
         try:
             async with asyncio.timeout(within_s):
                 while await self.read():

@@ -18,6 +18,7 @@ from inference_svc.api.http.choices import SLICE_TOKENS
 from inference_svc.api.http.response import PART_BYTES, FullResponse
 from inference_svc.core import TokenLogprobs
 from tests.inference_svc.api.http.conftest import Front
+from tests.support.wait import until_async
 
 NUM_CHOICES, NUM_TOKENS, TOP = 24, 40, 20
 
@@ -25,7 +26,7 @@ NUM_CHOICES, NUM_TOKENS, TOP = 24, 40, 20
 def read(front: Front, fields: dict[str, Any]) -> tuple[str, bytes]:
     """Returns a response's length and body, read outside the server's event loop."""
     host, port = front.running.server.http_address.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     headers = {"content-type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(fields), headers)
     with connection.getresponse() as response:
@@ -105,8 +106,7 @@ def test_backlog_of_a_slow_reader_is_sent_in_slices(serve_http, monkeypatch: Any
             fields |= {"logprobs": 1} if send == front.complete else {"logprobs": True}
             fields["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
             sending = asyncio.create_task(send("abcabc", **fields))
-            while not front.engine.num_running:
-                await asyncio.sleep(0.001)
+            await until_async(lambda: front.engine.num_running)
             front.engine.hold.clear()
             # Blocks the event loop, so that nothing is read meanwhile.
             while front.engine.num_running:
