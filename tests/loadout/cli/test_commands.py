@@ -7,16 +7,20 @@ import http.server
 import json
 import os
 import pty
+import re
+import shlex
 import subprocess
 import sys
 import threading
 
 import grpc
 import pytest
+import typer.main
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.cli import demo
 from loadout.cli.__main__ import main
+from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2 as inference_pb
 
 COMMANDS = (
@@ -388,3 +392,16 @@ def test_top_json(run, running_system, metrics_address):
     found = json.loads(out)
     assert (found["traffic"]["running"], found["traffic"]["waiting"]) == (2, 1)
     assert found["residents"][0]["names"] == ["default/a@1"]
+
+
+def examples() -> list[str]:
+    commands = typer.main.get_command(app).commands.values()
+    epilogs = "\n".join(command.epilog or "" for command in commands)
+    return [line.strip() for line in epilogs.splitlines() if line.startswith("  loadout ")]
+
+
+@pytest.mark.parametrize("example", examples())
+def test_example_is_understood(example):
+    words = shlex.split(re.split(r" [|>]", example)[0])
+    command = typer.main.get_command(app).commands[words[1]]
+    command.make_context(words[1], words[2:])
