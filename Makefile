@@ -12,7 +12,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -20,8 +20,18 @@ demo: $(VENV)/.installed-demo
 up: $(VENV)/.installed-demo
 	$(BIN)/loadout up
 
+PYTEST = $(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
+
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
+	$(PYTEST) -m "not long"
+
+# What starts no process, for the inner loop.
+test-unit: $(VENV)/.installed-dev
+	$(PYTEST) -m "not processes and not slow and not long"
+
+# Heavier proof: run it in full before an issue is closed.
+test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak
+	$(PYTEST) -m long
 
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)

@@ -243,6 +243,7 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_computing_runs_without_grpc() -> None:
     """In a process in which importing grpc fails."""
     parts = ["kernels", "servicekit.telemetry"]
@@ -264,6 +265,7 @@ for name in {sorted(wanted)!r}:
     )
 
 
+@pytest.mark.processes
 def test_kernels_does_not_disturb_transformers() -> None:
     """`transformers` probes for a package of the name `kernels`; ours must not be taken for it."""
     run(

@@ -69,6 +69,7 @@ def test_fields_are_snake_case(file: FileDescriptor) -> None:
             assert re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", field.name), field.full_name
 
 
+@pytest.mark.processes
 def test_buf_lint_is_clean() -> None:
     """buf's STANDARD rules, from its npm package."""
     if shutil.which("npm") is None:

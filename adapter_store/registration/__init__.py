@@ -2,6 +2,5 @@
 
 registrar   fetches an adapter, checks it, stores it as a blob, and records it
 signatures  checks Ed25519 signatures of digests against the keys that the policy trusts
-policy      what the policy file says of tenants' limits and trusted keys
 rate_limit  limits how often each tenant may register
 """

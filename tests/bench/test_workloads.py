@@ -133,6 +133,7 @@ def test_first_tokens_after_the_window_count_and_missing_ones_make_a_lower_bound
     assert not found["first_token_p50_s is a lower bound"]
 
 
+@pytest.mark.processes
 def test_the_protocol_of_sides_needs_no_packages() -> None:
     """Peers' environments have none of ours."""
     code = (

@@ -55,6 +55,7 @@ def test_spans_reach_the_collector(everything):
         assert any(allows(rule, "to", {"app": "collector"}, port) for rule in out)
 
 
+@pytest.mark.processes
 def test_another_namespace_reaches_names_within_texts():
     components = ("kubernetes/components/cert-manager",)
     others = {"namespace": "elsewhere", "transformers": ["deploy/kubernetes/namespace"]}
@@ -74,6 +75,7 @@ def test_another_namespace_reaches_names_within_texts():
         assert 'namespace="elsewhere"' in trigger["metadata"]["query"]
 
 
+@pytest.mark.processes
 def test_where_nothing_is_to_be_replaced_that_is_no_mistake():
     made = compose(
         "production", namespace="elsewhere", transformers=["deploy/kubernetes/namespace"]

@@ -20,6 +20,8 @@ from tests.deploy.test_references import DOCS, DOCUMENTED
 from tests.deploy.test_schemas import VERSIONS, is_custom
 from tests.deploy.test_settings import CLASSES
 
+pytestmark = pytest.mark.processes
+
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)

@@ -51,12 +51,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_envoy_takes_it() -> None:
     done = validate(CONFIG)
     assert done.returncode == 0, done.stderr
     assert "OK" in done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_envoy_takes_the_one_with_tls(certificates: Path, tmp_path: Path) -> None:
     path = tmp_path / "envoy.yaml"
     path.write_text(TLS_CONFIG.read_text().replace(CERTIFICATES, str(certificates)))
@@ -73,6 +75,7 @@ def test_with_tls_it_is_the_same_but_for_that() -> None:
     assert found == yaml.safe_load(CONFIG.read_text())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("change", [None, round_robin])
 def test_envoy_takes_what_the_tests_make_of_it(change: Any, tmp_path: Path) -> None:
     path = tmp_path / "envoy.yaml"
@@ -81,6 +84,7 @@ def test_envoy_takes_what_the_tests_make_of_it(change: Any, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_envoy_refuses_a_mistake(tmp_path: Path) -> None:
     path = tmp_path / "envoy.yaml"
     path.write_text(CONFIG.read_text().replace("lb_policy: MAGLEV", "lb_policy: MAGLEFF"))

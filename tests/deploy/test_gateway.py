@@ -20,6 +20,8 @@ from tests.deploy.test_schemas import (
     schemas_are_read_once,  # noqa: F401 (a fixture)
 )
 
+pytestmark = pytest.mark.processes
+
 SCHEMAS = {
     schema["title"]: schema
     for schema in (

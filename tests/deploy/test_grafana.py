@@ -73,6 +73,7 @@ def with_grafana(tmp_path_factory) -> Manifests:
     return Manifests.build(folder)
 
 
+@pytest.mark.processes
 def test_sidecars_find_the_same_dashboards(with_grafana):
     found = {}
     for each in with_grafana.of_kind("ConfigMap"):

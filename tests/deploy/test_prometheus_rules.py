@@ -33,10 +33,12 @@ def promtool(*words: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_promtool_finds_the_rules_valid():
     promtool("check", "rules", "--lint-fatal", *prometheus_rule.rule_files())
 
 
+@pytest.mark.processes
 def test_promtool_tests_them():
     promtool("test", "rules", *UNIT_TESTS)
 
@@ -52,6 +54,7 @@ def test_groups_have_names_of_their_own():
         assert order == sorted(order, key=lambda name: not name.startswith("loadout-recording-"))
 
 
+@pytest.mark.processes
 def test_compose_loads_them(tmp_path):
     """Its configuration is valid with our folder where compose mounts it."""
     compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())

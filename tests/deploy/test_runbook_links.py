@@ -8,11 +8,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.deploy.manifests import KUBERNETES, ROOT, Manifests
 from tests.deploy.rules import rules
 from tools.prometheus_rule import rule_files
+
+pytestmark = pytest.mark.processes
 
 PAGE = (ROOT / "docs" / "operations" / "runbook.md").read_text()
 BASE = "https://git.example/loadout/docs/operations/runbook.md#"

@@ -12,6 +12,8 @@ import pytest
 
 from tools import docs_site
 
+pytestmark = pytest.mark.processes
+
 
 class Links(HTMLParser):
     """Collects what a page links to, and the anchors that it has."""

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fuzz import campaign
 from fuzz.targets import SEPARATOR, SHARES, TARGETS
 
+pytestmark = pytest.mark.slow
+
 INPUTS = sorted(path for path in campaign.CORPUS.rglob("*") if path.is_file())
 # What a mutation puts in: bytes, and the words of the formats.
 WORDS = [

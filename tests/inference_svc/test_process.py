@@ -27,6 +27,8 @@ from loadout.prometheus import scrape as read_metrics
 from tests.support.native import native_library
 from tests.support.wait import until
 
+pytestmark = pytest.mark.processes
+
 START_SECONDS = 60
 REQUESTS_INFO = "vllm:lora_requests_info"
 

@@ -19,6 +19,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [

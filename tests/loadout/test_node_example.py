@@ -15,6 +15,8 @@ from loadout.inference.v1 import inference_pb2_grpc as inference_grpc
 from tests.adapter_store.certificates import Authority
 from tests.loadout.conftest import Server
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "node"
 CACHE = ROOT / ".tools" / "node"

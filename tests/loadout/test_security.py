@@ -164,6 +164,7 @@ def test_nothing_that_shows_an_object_shows_the_token(store_server, shown, fail,
     assert not [each for each in described if TOKEN in each]
 
 
+@pytest.mark.processes
 def test_a_proxy_of_the_environment_never_sees_a_token_in_the_clear(store_server, shown):
     """gRPC sends even calls to loopback through http_proxy."""
     program = f"""

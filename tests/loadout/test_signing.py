@@ -84,6 +84,7 @@ def test_keygen_prints_a_table_of_the_policy(tmp_path, capfd) -> None:
     assert "exists" in capfd.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_folder_is_signed_by_its_digest(tmp_path, capfd) -> None:
     key = SigningKey.create(tmp_path / "k.pem")
     assert main(["digest", ADAPTER]) == 0
@@ -95,6 +96,7 @@ def test_a_folder_is_signed_by_its_digest(tmp_path, capfd) -> None:
     assert made == types.Signature("other", key.sign(digest).value)
 
 
+@pytest.mark.processes
 def test_a_folder_that_is_no_adapter_is_not_signed(tmp_path, capfd) -> None:
     SigningKey.create(tmp_path / "k.pem")
     assert main(["sign", str(tmp_path), "--key", str(tmp_path / "k.pem")]) == 1

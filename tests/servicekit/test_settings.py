@@ -224,6 +224,7 @@ def test_every_setting_is_described(service: type[ServiceSettings]) -> None:
         assert setting.metavar or setting.is_switch, setting.name
 
 
+@pytest.mark.processes
 def test_help(service: type[ServiceSettings]) -> None:
     """Has every flag, default and group, ends with an example, and loads neither torch nor grpc."""
     code = f"import sys, runpy; sys.argv = ['{service.module}', '--help']\n"
@@ -243,6 +244,7 @@ def test_help(service: type[ServiceSettings]) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.processes
 def test_exit_status(service: type[ServiceSettings]) -> None:
     command = [sys.executable, "-m", service.module, "--listen", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

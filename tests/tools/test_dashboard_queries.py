@@ -7,12 +7,15 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tools.dashboards.__main__ import FOLDER
 from tools.dashboards.queries import INFERENCE, STORE
 from tools.dashboards.reading import asked, expand, panels, variables
 from tools.prometheus_package import programs
+
+pytestmark = pytest.mark.processes
 
 ALL = {
     **dict.fromkeys(("cluster", "namespace", "store_instance", "inference_instance"), ".*"),

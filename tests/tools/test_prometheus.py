@@ -13,6 +13,8 @@ from tests.support.wait import until
 from tools.prometheus import Job, Prometheus, PrometheusFailed, QueryFailed
 from tools.prometheus_package import ProgramMissing, fetch, programs
 
+pytestmark = pytest.mark.processes
+
 
 def test_what_was_fetched_goes_before_what_is_installed(tmp_path: Path) -> None:
     folder = tmp_path / "usr" / "bin"

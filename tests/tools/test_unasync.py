@@ -7,6 +7,7 @@ import pytest
 from tools.unasync import FILES, NAMES, ROOT, SENTENCES, blocking, render
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("path", FILES)
 def test_generated_files_are_current(path: str) -> None:
     assert (ROOT / FILES[path]).read_text() == render(path), "run `make client`"

@@ -157,7 +157,7 @@ OPTIONS = settings(
     suppress_health_check=list(HealthCheck),
 )
 CatalogMachine.TestCase.settings = OPTIONS
-TestCatalog = CatalogMachine.TestCase
+TestCatalog = pytest.mark.slow(CatalogMachine.TestCase)
 
 
 def test_the_same_over_postgres(postgres):

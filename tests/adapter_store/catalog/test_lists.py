@@ -121,6 +121,7 @@ def fill(catalog, num_adapters: int) -> None:
             conn.execute(insert(table), [make(i) for i in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 def test_a_hundred_thousand_adapters(names, catalog):
     fill(catalog, 100_000)

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[3]
 RANK, FEATURES, TARGETS = 256, 16384, 6

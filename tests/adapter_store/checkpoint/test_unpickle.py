@@ -23,6 +23,8 @@ from adapter_store.core import SourceFile
 from adapter_store.errors import InvalidAdapter, LimitExceeded
 from servicekit.errors import Draining
 
+pytestmark = pytest.mark.processes
+
 BIN, WEIGHTS = "adapter_model.bin", "adapter_model.safetensors"
 LIMITS = CheckpointLimits()
 

@@ -66,6 +66,7 @@ def test_data_starts_on_a_page_and_is_the_image(path, image):
     assert data[start:] == image.buffer.numpy().tobytes()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
 def test_sha256sum_agrees(path):
     checksum = sha256_path(path)

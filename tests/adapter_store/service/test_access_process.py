@@ -23,6 +23,8 @@ from tests.adapter_store.service.guarded import (
 )
 from tests.support.wait import until
 
+pytestmark = pytest.mark.slow
+
 
 def code_of(action: Callable[[], object]) -> str:
     try:
@@ -32,6 +34,7 @@ def code_of(action: Callable[[], object]) -> str:
     return "OK"
 
 
+@pytest.mark.processes
 def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
     spawn, connect, make_adapter, tmp_path
 ):
@@ -93,6 +96,7 @@ def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
     assert process.end(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.processes
 def test_every_requested_change_has_a_line(spawn, connect, make_adapter, tmp_path):
     folder = make_adapter()
     audit = tmp_path / "audit.jsonl"
@@ -134,6 +138,7 @@ def test_every_requested_change_has_a_line(spawn, connect, make_adapter, tmp_pat
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in lines)
 
 
+@pytest.mark.processes
 def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_path):
     folder = make_adapter()
     audit = tmp_path / "audit.jsonl"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from adapter_store import service as service_module
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import TIMEOUT_S, until
+
+pytestmark = pytest.mark.slow
 
 
 def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypatch) -> None:

@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from adapter_store.catalog.catalog import Catalog
 from bench import store_catalog
 from servicekit.refs import AdapterRef
 from tests.adapter_store.conftest import tiny_layout
+
+pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations" / "backup.md").read_text()
 NUM_ADAPTERS = 10
@@ -30,6 +34,7 @@ def run(name: str, *programs: Path, **variables: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 def test_sqlite_and_a_folder(serve, make_adapter, tmp_path):
     data, backup, restored = (tmp_path / name for name in ("data", "backup", "restored"))
     backup.mkdir()

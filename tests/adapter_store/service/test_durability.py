@@ -16,6 +16,8 @@ from tests.adapter_store.service.conftest import Client
 from tests.adapter_store.system_calls import SystemCall, Tracer
 from tests.support.wait import until
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 DEADLINE_S = 60.0
 
 

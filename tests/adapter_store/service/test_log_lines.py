@@ -12,6 +12,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.telemetry.logs import JsonFormatter
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def log():

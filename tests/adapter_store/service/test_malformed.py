@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 
@@ -109,6 +111,7 @@ def test_a_source_outside_the_roots(client, refused):
         client.stub.RegisterAdapter(request)
 
 
+@pytest.mark.processes
 def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp_path):
     client = serve(allow_pickle_files=True).client
     folder = make_adapter(("q_proj",))
@@ -127,6 +130,7 @@ def test_pickled_weights_where_the_operator_allows_them(serve, make_adapter, tmp
     assert sorted(path.name for path in blob.iterdir()) == [CONFIG, WEIGHTS]
 
 
+@pytest.mark.processes
 def test_hostile_pickle_disturbs_no_other_call(serve, make_adapter, refused, tmp_path):
     client = serve(allow_pickle_files=True).client
     folder = make_adapter(("q_proj",))

@@ -12,6 +12,8 @@ from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import until
 
+pytestmark = pytest.mark.slow
+
 
 def files_of(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}

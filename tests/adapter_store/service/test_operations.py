@@ -20,6 +20,8 @@ from adapter_store.checkpoint.open import open_checkpoint
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import until
 
+pytestmark = pytest.mark.slow
+
 SERVICE = "loadout.adapter_store.v1.AdapterStoreService"
 
 
@@ -113,6 +115,7 @@ def test_draining_ends_watches_and_lets_pulls_finish(store, make_adapter, make_l
     store.stop()
 
 
+@pytest.mark.processes
 def test_sigterm_under_load_answers_every_call_and_exits_0(
     spawn, connect, make_adapter, make_layout
 ):
@@ -158,6 +161,7 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
     assert "call failed" not in messages
 
 
+@pytest.mark.processes
 def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
@@ -220,6 +224,7 @@ def test_kill_9_while_registering_leaves_the_catalog_intact(
     assert process.end(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.processes
 def test_start_failure_is_one_line(spawn, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

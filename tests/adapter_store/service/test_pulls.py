@@ -18,6 +18,8 @@ from adapter_store.images.plan import IMAGE_FORMAT
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import until
 
+pytestmark = pytest.mark.slow
+
 MODULES = ("q_proj", "v_proj", "down_proj")
 
 

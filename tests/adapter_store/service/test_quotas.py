@@ -11,6 +11,8 @@ from grpc_status import rpc_status
 
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def serve_with(serve, tmp_path):

@@ -13,6 +13,8 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 4
 DEADLINE_S = 60.0
 

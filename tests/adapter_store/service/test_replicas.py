@@ -22,6 +22,8 @@ from loadout.prometheus import scrape
 from tests.adapter_store.service.conftest import Client
 from tests.support.wait import until
 
+pytestmark = pytest.mark.slow
+
 START_SECONDS = 120
 WAIT_SECONDS = 60
 LEASE_SECONDS = 2

@@ -13,6 +13,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.adapter_store.service.test_quotas import details
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"release": Ed25519PrivateKey.generate(), "theirs": Ed25519PrivateKey.generate()}
 STRICT = "[tenants.team-a]\nrequire_signature = true\n"
 

@@ -14,6 +14,8 @@ from servicekit.errors import FailedPrecondition
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import ROOT, token_of, write_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def authority(tmp_path):

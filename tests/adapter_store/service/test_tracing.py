@@ -13,6 +13,8 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.telemetry.spans import SpanContext, new_id
 from tests.support.otlp import Receiver
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):

@@ -19,6 +19,8 @@ from loadout.demo.process import Process
 from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from tests.adapter_store.sources.faulty import Fault, FaultyProxy
 
+pytestmark = pytest.mark.processes
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BODY = bytes(range(256)) * 40
 QUICK = RetryPolicy(attempts=3, first_seconds=0.01, max_seconds=0.02)

@@ -199,6 +199,7 @@ built.puller.close()
 """
 
 
+@pytest.mark.processes
 def test_process_takes_its_budget(config: EngineConfig) -> None:
     fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
     given = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in fields.items()})

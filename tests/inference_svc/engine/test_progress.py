@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tests.inference_svc.engine.world import SIZES, World
 
+pytestmark = pytest.mark.slow
+
 digests = st.sampled_from([*SIZES, ""])
 adapters = st.sampled_from([*SIZES])
 actions = st.one_of(

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from inference_svc.core import Sequence
 from tests.inference_svc.engine.world import SIZES, World
 
+pytestmark = pytest.mark.slow
+
 AGEING_S = 10.0
 LONGEST = 6
 """Steps that a request runs, at most."""

@@ -200,6 +200,7 @@ print(peak() - before, weights.num_bytes)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_second_copy_in_memory(dtype, random_model, save_model):
     """The peak of a process of its own, mapped pages of the file included."""

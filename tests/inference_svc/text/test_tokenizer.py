@@ -93,6 +93,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.processes
 def test_memory_is_estimated_before_loading(tmp_path: Path) -> None:
     letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     short = list(itertools.product(letters[:30], letters[:30]))

@@ -89,6 +89,7 @@ def test_without_a_compiler_there_is_no_library(
     assert build.ensure("avx2") is None
 
 
+@pytest.mark.processes
 def test_sources_that_do_not_compile_say_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "lib"
 
 
+@pytest.mark.processes
 def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
     folder.write_text("a file where the folder should be")
     path = build.ensure("avx2")
@@ -118,6 +120,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(folder: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("function", "code"), [("fcntl.flock", errno.ENOLCK), ("shutil.copy", errno.ENOSPC)]
 )
@@ -142,6 +145,7 @@ def test_a_folder_without_locks_or_space_is_no_obstacle(
     assert [each.name for each in folder.iterdir()] == ["avx2.lock"]
 
 
+@pytest.mark.processes
 def test_a_compiler_that_hangs_is_given_up_with_its_children(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -166,6 +170,7 @@ print(build.ensure("avx2"))
 """
 
 
+@pytest.mark.processes
 def test_two_processes_compile_once(folder: Path) -> None:
     command = [sys.executable, "-c", ENSURE, str(build.SOURCES), str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

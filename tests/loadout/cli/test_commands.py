@@ -323,6 +323,7 @@ def test_top_shows_what_answers_and_fails(run, running_system):
     assert err.startswith("loadout: no metrics at 127.0.0.1:1")
 
 
+@pytest.mark.processes
 def test_upload_shows_its_progress_on_a_terminal(store_server, fake_store, adapter_folder):
     fake_store.on("UploadAdapter", store_pb.UploadAdapterResponse(revision=5))
     terminal, end = pty.openpty()

@@ -11,6 +11,8 @@ import pytest
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2 as pb
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def complete(store_server, inference_server):

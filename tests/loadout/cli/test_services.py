@@ -12,6 +12,8 @@ import pytest
 from loadout import Client
 from tests.support.wait import until
 
+pytestmark = pytest.mark.processes
+
 LOADOUT = (sys.executable, "-m", "loadout.cli")
 
 

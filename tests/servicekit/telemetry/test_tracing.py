@@ -36,6 +36,7 @@ def receiver() -> Iterator[Receiver]:
         yield made
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "message"),
     [
