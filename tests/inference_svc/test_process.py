@@ -169,7 +169,7 @@ def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(process: Pr
 
     (engine,) = process.children
     age_s, time_s = scrape()
-    assert age_s < 1
+    assert age_s < ANSWER_SECONDS
     assert time_s == pytest.approx(time.time(), abs=30)
     engine.suspend()
     with ThreadPoolExecutor(4) as scrapers:
@@ -177,9 +177,8 @@ def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(process: Pr
             assert age_s + 0.1 >= ANSWER_SECONDS
             assert later_s == time_s
     engine.resume()
-    age_s, later_s = scrape()
-    assert age_s < 1
-    assert later_s > time_s + 1
+    until(lambda: scrape()[0] < ANSWER_SECONDS)
+    assert scrape()[1] > time_s + 1
 
 
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:

@@ -49,7 +49,7 @@ def test_the_store_is_killed_while_adapters_are_pulled(own_services: Services) -
         assert complete(services, "r16") == zoo.greedy("r16", PROMPT, 8)
         with pytest.raises(errors.Unavailable):
             waiting.result()
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
         for name, future in zip(("r3", "r8"), pulling, strict=True):
             error = future.exception()
             if error is None:

@@ -171,7 +171,7 @@ def test_abandoned_put_is_swept_while_its_replica_lives(parts):
 
 
 def test_parts_of_an_upload_that_died_are_swept(parts):
-    leases = parts.leases(lease_seconds=0.2)
+    leases = parts.leases(lease_seconds=2)
     blobs = parts.blobs("one")
     place = "0" * 32
     lease = f"blob:{DIGEST}:{place}"

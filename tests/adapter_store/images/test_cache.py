@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from adapter_store.images import builder as builder_module
 from adapter_store.images import cache as images_module
 from adapter_store.images.buffers import resident_buffer
 from adapter_store.images.compile import compile_image
+from adapter_store.images.worker_pool import Priority
 from adapter_store.registration.registrar import Registration
 from servicekit.errors import FailedPrecondition, NotFound
 from servicekit.refs import AdapterName, AdapterRef
@@ -275,7 +277,7 @@ def test_pulls_go_before_precompilation(start, make_adapter, make_layout, compil
             await until_async(lambda: compiles.made)
             wanted = [d for d in sorted(digests) if d != compiles.made[0]][-1]
             pull = asyncio.create_task(pulled_bytes(store, ImageKey(wanted, layout_id)))
-            await asyncio.sleep(0.05)
+            await until_async(lambda: store.images._workers._most_urgent is Priority.PULL)
             compiles.gate.set()
             await pull
             await store.precompiler.wait_idle()
@@ -373,11 +375,11 @@ def test_two_processes_do_not_share_a_folder(start):
     asyncio.run(main())
 
 
-def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_path):
+def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_path, monkeypatch):
     folder = make_adapter()
 
     async def main() -> None:
-        async with start(delete_grace_seconds=0.4, collect_seconds=0.1) as store:
+        async with start(collect_seconds=0.1) as store:
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
             await store.precompiler.wait_idle()
@@ -385,11 +387,11 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
             with pytest.raises(NotFound):
                 await store.service.get(ANYONE, AdapterRef(digest=digest))
             assert await pulled_bytes(store, ImageKey(digest, layout_id))
-            for _ in range(100):
-                await asyncio.sleep(0.05)
-                is_gone = not list((tmp_path / "data" / "blobs").iterdir())
-                if is_gone and not store.images.memory_counts.images:
-                    break
+            monkeypatch.setattr(
+                store.catalog, "_clock", lambda: datetime.now(UTC) + timedelta(days=1)
+            )
+            await until_async(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
+            await until_async(lambda: not store.images.memory_counts.images)
             with pytest.raises(NotFound):
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             assert list((tmp_path / "data" / "images").glob("*/*")) == []

@@ -99,7 +99,7 @@ def test_claim_excludes_others_until_released(parts):
 
 
 def test_claim_of_a_dead_replica_expires(parts):
-    leases = parts.leases(lease_seconds=0.3)
+    leases = parts.leases(lease_seconds=2)
     assert parts.tier(leases).claim(KEY, wait=False) is not None
     two = parts.tier()
     assert two.claim(KEY, wait=False) is None

@@ -190,10 +190,8 @@ def test_watch_from_the_start_and_live(client, make_adapter):
     first = next(watch).event
     assert (first.revision, first.kind, first.name) == (1, pb.EVENT_KIND_REGISTERED, "default/a")
     assert (first.version, first.digest) == (1, digest)
-    start = time.monotonic()
     client.register("a", two)
     event = next(e.event for e in watch if e.event.kind != pb.EVENT_KIND_BOOKMARK)
-    assert time.monotonic() - start < 1
     assert (event.revision, event.kind, event.version) == (2, pb.EVENT_KIND_UPDATED, 2)
     client.stub.PinAdapter(pb.PinAdapterRequest(ref="a"))
     client.stub.UnpinAdapter(pb.UnpinAdapterRequest(ref="a"))
@@ -214,10 +212,8 @@ def test_watch_from_the_start_and_live(client, make_adapter):
 def test_watch_sends_bookmarks(client, make_adapter):
     client.register("a", make_adapter())
     watch = client.stub.WatchAdapters(pb.WatchAdaptersRequest(since_revision=1))
-    start = time.monotonic()
     event = next(watch).event
     assert (event.kind, event.revision) == (pb.EVENT_KIND_BOOKMARK, 1)
-    assert time.monotonic() - start < 3
     watch.cancel()
 
 

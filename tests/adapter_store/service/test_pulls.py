@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 
 import grpc
 import pytest
@@ -157,9 +158,9 @@ def test_incompatible_has_a_reason(store, client, make_adapter, make_layout, ref
 
 
 def test_deleted_digests_are_pullable_through_the_grace(
-    serve, make_adapter, make_layout, refused, tmp_path
+    serve, make_adapter, make_layout, refused, tmp_path, monkeypatch
 ):
-    store = serve(delete_grace_seconds=1.0, collect_seconds=0.1)
+    store = serve(collect_seconds=0.1)
     client = store.client
     digest = client.register("a", make_adapter()).adapter.digest
     layout_id = client.register_layout(make_layout())
@@ -167,6 +168,8 @@ def test_deleted_digests_are_pullable_through_the_grace(
     with refused("NOT_FOUND"):
         client.get(digest)
     assert client.pull(digest, layout_id).is_whole
+    catalog = store.running.store.catalog
+    monkeypatch.setattr(catalog, "_clock", lambda: datetime.now(UTC) + timedelta(days=1))
     until(lambda: not list((tmp_path / "data" / "blobs").iterdir()))
     with refused("NOT_FOUND"):
         client.pull(digest, layout_id)

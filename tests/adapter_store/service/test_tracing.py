@@ -70,7 +70,8 @@ def test_pull_traces_the_build(serve, make_adapter, make_layout, receiver):
     assert read.attributes["loadout.digest"] == digest
 
 
-def test_silent_trace_receiver_delays_no_call(serve, make_adapter):
+def test_silent_trace_receiver_delays_no_call(serve, make_adapter, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # seconds: what waits for it is seen
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = serve(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
         began_s = time.monotonic()
@@ -79,7 +80,7 @@ def test_silent_trace_receiver_delays_no_call(serve, make_adapter):
             store.client.register(f"a{number}", folder)
         with pytest.raises(grpc.RpcError):
             store.client.get("nobody")
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
         began_s = time.monotonic()
         store.stop()
-        assert time.monotonic() - began_s < 6, "CLOSE_SECONDS, and what stores take to end"
+        assert time.monotonic() - began_s < 30

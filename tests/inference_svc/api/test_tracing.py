@@ -33,7 +33,10 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_silent_receiver_delays_nobody(serve: Any, silent: str) -> None:
+def test_a_silent_receiver_delays_nobody(
+    serve: Any, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # seconds: what waits for it is seen
     took_s = []
 
     async def body(running: Running) -> float:
@@ -44,8 +47,8 @@ def test_a_silent_receiver_delays_nobody(serve: Any, silent: str) -> None:
         return time.monotonic()
 
     left_s = serve(body, otlp_endpoint=silent)
-    assert time.monotonic() - left_s < 6, "CLOSE_SECONDS, and what servers take to end"
-    assert sorted(took_s)[25] < 3.0
+    assert time.monotonic() - left_s < 30
+    assert max(took_s) < 30
 
 
 def test_the_store_learns_that_a_request_is_not_sampled(serve: Any, receiver: Receiver) -> None:

@@ -132,11 +132,12 @@ def test_keep_alive_bounds_the_next_header(serve_http) -> None:
 def test_client_that_stops_reading_loses_its_requests(serve_http, stream: bool) -> None:
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
+            front.engine.step_s = 0.05 if stream else 0.0
             await client.post(CHAT, LARGE | {"stream": stream})
             await until_async(lambda: len(front.engine.submitted) == LARGE["n"])
             if stream:
-                front.engine.step_s = 0.01
-                await asyncio.sleep(0.1)
+                counts = front.engine._running
+                await until_async(lambda: min(count for _, count in counts.values()) >= 5)
                 front.engine.hold.set()  # nothing but the write timeout ends it
             await until_async(lambda: front.engine.num_running == 0)
             line = f'http_requests_total{{route="{CHAT}",status="{499 if stream else 200}"}} 1.0'
