@@ -1,1 +1,1 @@
-"""The adapter store's contract, one package per version."""
+"""The adapter store's contract, one package per version: v1."""

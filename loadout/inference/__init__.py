@@ -1,1 +1,1 @@
-"""The inference service's contract, one package per version."""
+"""The inference service's contract, one package per version: v1."""

@@ -2,6 +2,9 @@
 
 Each release that changes the tables adds a file to `versions/`. A migration is one transaction
 under a lock: of replicas that start together one migrates, and a crash leaves the old tables.
+
+env       the entry that Alembic calls
+versions  one file for each change of the tables, in order
 """
 
 from __future__ import annotations
