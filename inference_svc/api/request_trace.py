@@ -11,6 +11,7 @@ from inference_svc.engine.messages import Output, Timings
 from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
+from servicekit.telemetry.tracing import DEADLINE_SLACK_S
 
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
@@ -61,8 +62,8 @@ class GenerationTrace:
         self._end_s = time.monotonic()
         self.span.set_attributes(**facts)
         self.span.attributes["gen_ai.usage.output_tokens"] = num_sent
-        deadline_s = self._request.deadline_s
-        if deadline_s is not None and self._end_s >= deadline_s:
+        deadline_s, slack_s = self._request.deadline_s, DEADLINE_SLACK_S * is_cancelled
+        if deadline_s is not None and self._end_s >= deadline_s - slack_s:
             self.span.error = DEADLINE_EXCEEDED
         elif is_cancelled:
             self.span.attributes[CANCELLED] = True

@@ -12,6 +12,9 @@ FAULTS = frozenset(
 )
 """Codes that make a server's span an error. The others are their callers' mistakes."""
 
+DEADLINE_SLACK_S = 0.05
+"""A caller's deadline passes before ours by the time that its request travelled."""
+
 
 class Tracing(Protocol):
     """Sends spans. All methods may be called from any thread; only `close` blocks."""
@@ -73,7 +76,8 @@ def end_call(span: OpenSpan, code: str, reason: str, remaining_s: float | None) 
     without one: a passed deadline arrives as CANCELLED. Unauthenticated calls are not recorded."""
     if code == "UNAUTHENTICATED":
         return
-    if code in ("OK", "CANCELLED") and remaining_s is not None and remaining_s <= 0:
+    slack_s = {"OK": 0.0, "CANCELLED": DEADLINE_SLACK_S}.get(code)
+    if slack_s is not None and remaining_s is not None and remaining_s <= slack_s:
         code = reason = "DEADLINE_EXCEEDED"
     span.attributes["rpc.response.status_code"] = code
     span.set_attributes(reason=reason)

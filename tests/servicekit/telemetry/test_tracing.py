@@ -122,6 +122,8 @@ def test_opentelemetry_variables_decide(
         ({"code": "CANCELLED"}, "", "CANCELLED"),
         ({"code": "CANCELLED", "remaining_s": 5.0}, "", "CANCELLED"),
         ({"code": "CANCELLED", "remaining_s": -0.1}, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
+        ({"code": "CANCELLED", "remaining_s": 0.005}, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
+        ({"code": "OK", "remaining_s": 0.005}, "", "OK"),
     ],
 )
 def test_how_calls_end(receiver: Receiver, how: dict[str, Any], error: str, code: str) -> None:
