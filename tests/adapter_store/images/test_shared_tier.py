@@ -21,10 +21,10 @@ from adapter_store.images.plan import ImagePlan
 from adapter_store.images.shared_tier import SharedTier
 from servicekit.refs import AdapterName
 from tests.adapter_store.shared_parts import LAYOUT_TTL, WAIT_SECONDS, SharedParts, die
+from tests.support.wait import until
 
 KEY = ImageKey("sha256:" + "a" * 64, "sha256:" + "b" * 64)
 PLAN: ImagePlan = None  # it is for tiers that need to know what they look for
-from tests.support.wait import until
 
 
 @pytest.fixture
