@@ -25,7 +25,7 @@ from tests.support.up import Up
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "bench/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md")),
     *sorted(path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")),
 ]
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
