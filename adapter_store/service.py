@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layout_usage import LayoutUsage
-from adapter_store.catalog.records import VersionsPage
+from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import (
@@ -39,10 +39,10 @@ from adapter_store.images.plan import IMAGE_FORMATS
 from adapter_store.images.precompile import Precompiler
 from adapter_store.images.pull import PullMessage, Pulls
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.registration.policy import StorePolicyFile
 from adapter_store.registration.rate_limit import RateLimiter
 from adapter_store.registration.registrar import Registrar, Registration
 from adapter_store.registration.signatures import Signature, require_signed
+from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError

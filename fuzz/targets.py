@@ -22,7 +22,7 @@ from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.checkpoint.tensors import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
-from adapter_store.registration.policy import parse_policy
+from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
 from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
 from servicekit.refs import AdapterName, parse_name, parse_ref, parse_sha256

@@ -4,9 +4,9 @@ catalog       the Catalog class: the transactions around the modules below
 schema        the tables
 database      SQLite or PostgreSQL: connections and transactions
 migrations    brings an older database to the tables of `schema`
-names         changes what names point to
+changes       changes what names point to
 rows          the rows behind a name
-records       reads names: one adapter, a page, all versions
+lookup        reads names: one adapter, a page, all versions
 filters       filters and page tokens of lists
 events        the history: one revision per change, in commit order
 watch         streams the history to any number of watchers as it grows
@@ -14,7 +14,7 @@ follower      receives the events of other replicas' commits
 layouts       layouts, and which of them are in use
 layout_usage  records that layouts are used, while pulls go on
 verdicts      the state of each image, and who may pull it
-leases        what only one replica may do at a time
+work_leases   what only one replica may do at a time
 leftovers     blobs and versions that nothing points to
 usage         what tenants use, against their quotas
 """

@@ -16,16 +16,16 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from adapter_store.catalog import (
+    changes,
     events,
     layouts,
-    leases,
     leftovers,
-    names,
-    records,
+    lookup,
     rows,
     schema,
     usage,
     verdicts,
+    work_leases,
 )
 from adapter_store.catalog.database import Place, PostgresDatabase, open_database
 from adapter_store.catalog.filters import (
@@ -38,8 +38,8 @@ from adapter_store.catalog.filters import (
 )
 from adapter_store.catalog.follower import Follower, notify
 from adapter_store.catalog.leftovers import BlobKey
+from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.migrations import migrate
-from adapter_store.catalog.records import VersionsPage
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.verdicts import ImageAccess
@@ -122,13 +122,13 @@ class Catalog:
     def register(
         self, new: NewVersion, if_current_digest: str = "", quota: Quota = _UNLIMITED
     ) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current. See names.register and
+        """Returns the record and the revision at which it is current. See changes.register and
         usage.check_quota."""
         with self._change() as (conn, made):
             usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
-            new_events, revision = names.register(conn, new, if_current_digest, self._clock())
+            new_events, revision = changes.register(conn, new, if_current_digest, self._clock())
             made += new_events
-            return records.find(conn, AdapterRef(name=new.name)), revision
+            return lookup.find(conn, AdapterRef(name=new.name)), revision
 
     def rollback(
         self,
@@ -139,18 +139,18 @@ class Catalog:
         quota: Quota = _UNLIMITED,
         accept: Callable[[AdapterRecord], None] = lambda record: None,
     ) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current; see names.rollback. Raises
+        """Returns the record and the revision at which it is current; see changes.rollback. Raises
         also QuotaExceeded if a deleted name would exceed the quota by coming back, and what
         `accept` raises about the record that would be current."""
         with self._change() as (conn, made):
             now = self._clock()
             deleted_after = now - self._delete_grace
-            new_events, revision = names.rollback(
+            new_events, revision = changes.rollback(
                 conn, name, version, if_current_digest, deleted_after, now, tenants
             )
             if any(event.kind is EventKind.REGISTERED for event in new_events):
                 usage.check_num_adapters(conn, name.tenant, 0, quota)
-            record = records.find(conn, AdapterRef(name=name))
+            record = lookup.find(conn, AdapterRef(name=name))
             accept(record)
             made += new_events
             return record, revision
@@ -163,9 +163,9 @@ class Catalog:
     def remove(
         self, name: AdapterName, version: int = 0, tenants: Tenants = None
     ) -> tuple[str, int]:
-        """Returns the digest, and the revision at which it is deleted; see names.remove."""
+        """Returns the digest, and the revision at which it is deleted; see changes.remove."""
         with self._change() as (conn, made):
-            digest, event = names.remove(conn, name, version, self._clock(), tenants)
+            digest, event = changes.remove(conn, name, version, self._clock(), tenants)
             made.append(event)
             return digest, event.revision
 
@@ -174,19 +174,19 @@ class Catalog:
     ) -> tuple[AdapterRecord, int]:
         """Pins or unpins a version. Raises NotFound, LimitExceeded."""
         with self._change() as (conn, made):
-            record = records.find(conn, ref, tenants)
-            event = names.set_pinned(conn, record, pinned, self._clock())
+            record = lookup.find(conn, ref, tenants)
+            event = changes.set_pinned(conn, record, pinned, self._clock())
             if event is not None:
                 made.append(event)
             if pinned:
                 verdicts.check_pinned_bytes(conn, max_pinned_bytes)
             found = AdapterRef(record.name, record.version)
-            return records.find(conn, found), events.revision(conn)
+            return lookup.find(conn, found), events.revision(conn)
 
     def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
         """Returns the record and the revision it reflects. Raises NotFound."""
         with self._database.read() as conn:
-            return records.find(conn, ref, tenants), events.revision(conn)
+            return lookup.find(conn, ref, tenants), events.revision(conn)
 
     def page(
         self,
@@ -201,7 +201,7 @@ class Catalog:
         after = decode_page_token(page_token, filter_text)
         limit = page_limit(page_size)
         with self._database.read() as conn:
-            found = records.page(conn, terms, after, limit + 1, tenants)
+            found = lookup.page(conn, terms, after, limit + 1, tenants)
             revision = events.revision(conn)
         more = len(found) > limit
         token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
@@ -216,10 +216,10 @@ class Catalog:
         limit = page_limit(page_size)
         deleted_after = self._clock() - self._delete_grace
         with self._database.read() as conn:
-            found = records.versions_page(conn, name, before, limit + 1, deleted_after, tenants)
+            found = lookup.versions_page(conn, name, before, limit + 1, deleted_after, tenants)
             if not found and before is None:
                 raise NotFound(f"no adapter {name}", subject=str(name))
-            current = records.current_version(conn, name, tenants)
+            current = lookup.current_version(conn, name, tenants)
             revision = events.revision(conn)
         more = len(found) > limit
         token = encode_version_token(name, found[limit - 1].version) if more else ""
@@ -346,19 +346,19 @@ class Catalog:
 
     def acquire_lease(self, key: str, owner: str, seconds: float) -> bool:
         with self._database.write() as conn:
-            return leases.acquire(conn, key, owner, seconds)
+            return work_leases.acquire(conn, key, owner, seconds)
 
     def is_leased(self, key: str) -> bool:
         with self._database.read() as conn:
-            return leases.is_held(conn, key)
+            return work_leases.is_held(conn, key)
 
     def renew_leases(self, keys: Sequence[str], owner: str, seconds: float) -> None:
         with self._database.write() as conn:
-            leases.renew(conn, keys, owner, seconds)
+            work_leases.renew(conn, keys, owner, seconds)
 
     def release_lease(self, key: str, owner: str) -> None:
         with self._database.write() as conn:
-            leases.release(conn, key, owner)
+            work_leases.release(conn, key, owner)
 
     def counts(self) -> CatalogCounts:
         with self._database.read() as conn:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
-from adapter_store.catalog.records import from_micros, to_micros
+from adapter_store.catalog.lookup import from_micros, to_micros
 from adapter_store.catalog.schema import events, history
 from adapter_store.core import AdapterEvent, EventKind
 from adapter_store.errors import RevisionTooOld

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
-from adapter_store.catalog.records import to_micros
+from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import images, layout_bases, layouts
 from adapter_store.core import ImageState
 

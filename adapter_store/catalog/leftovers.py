@@ -7,8 +7,8 @@ from datetime import datetime
 
 from sqlalchemy import Connection, delete, exists, select
 
-from adapter_store.catalog import leases
-from adapter_store.catalog.records import to_micros
+from adapter_store.catalog import work_leases
+from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import blobs, images, versions
 
 BATCH_DIGESTS = 1000
@@ -56,5 +56,5 @@ def orphans(conn: Connection, leases_by_place: Mapping[BlobKey, str]) -> set[Blo
     query = select(blobs.c.digest, blobs.c.place).where(blobs.c.digest.in_(digests))
     known = {(row.digest, row.place) for row in conn.execute(query)}
     candidates = {key: lease for key, lease in leases_by_place.items() if key not in known}
-    free = leases.end_expired(conn, list(candidates.values()))
+    free = work_leases.end_expired(conn, list(candidates.values()))
     return {key for key, lease in candidates.items() if lease in free}

@@ -9,9 +9,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, and_, insert, select, update
 
-from adapter_store.catalog import events, leases
+from adapter_store.catalog import events, work_leases
 from adapter_store.catalog.filters import within
-from adapter_store.catalog.records import dump_files, load_files, to_micros
+from adapter_store.catalog.lookup import dump_files, load_files, to_micros
 from adapter_store.catalog.schema import adapters, blobs, versions
 from adapter_store.core import AdapterEvent, BlobPlace, EventKind, SourceFile, Tenants
 from adapter_store.errors import BlobLost
@@ -100,7 +100,7 @@ def find_blob(conn: Connection, digest: str) -> BlobPlace | None:
 def put_blob(conn: Connection, new: NewVersion, time: datetime) -> None:
     """Records the stored files as the blob, unless there is one. Raises BlobLost."""
     blob = new.blob
-    if blob.lease and not leases.release(conn, blob.lease, blob.owner):
+    if blob.lease and not work_leases.release(conn, blob.lease, blob.owner):
         raise BlobLost(f"{new.digest}: storing it took longer than its lease lasted")
     known = find_blob(conn, new.digest)
     where = {"place": blob.place, "files": dump_files(blob.files)}

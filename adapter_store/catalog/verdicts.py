@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, 
 from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.layouts import is_live
-from adapter_store.catalog.records import to_micros
+from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.schema import (
     adapters,
     blobs,

@@ -30,8 +30,8 @@ from adapter_store.errors import (
     LimitExceeded,
 )
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.registration.policy import StorePolicyFile
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
+from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources import Sources
 from adapter_store.sources.staging import FetchLimits, Staging
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from adapter_store.registration.policy import StorePolicy, TrustedKey
+from adapter_store.registration.tenant_policy import StorePolicy, TrustedKey
 from servicekit.errors import FailedPrecondition, InvalidArgument
 
 SIGNATURE_BYTES = 64

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from adapter_store.config import StoreSettings
-from adapter_store.registration.policy import parse_policy
+from adapter_store.registration.tenant_policy import parse_policy
 from tests.deploy.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import DOCS, DOCUMENTED
 from tests.deploy.test_schemas import VERSIONS, is_custom

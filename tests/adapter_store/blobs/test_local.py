@@ -17,8 +17,8 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics.metrics import Metrics
-from adapter_store.registration.policy import open_policy
 from adapter_store.registration.registrar import Registrar, Registration
+from adapter_store.registration.tenant_policy import open_policy
 from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.staging import FetchLimits

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapter_store.catalog.catalog import Catalog
-from adapter_store.catalog.records import VersionsPage
+from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import AdapterRecord, ImageKey, Quota
 from servicekit.errors import ServiceError

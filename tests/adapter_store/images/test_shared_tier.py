@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from adapter_store.blobs.s3_prefix import Bucket
-from adapter_store.catalog import leases as lease_rows
+from adapter_store.catalog import work_leases as lease_rows
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable

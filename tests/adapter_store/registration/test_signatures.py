@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from adapter_store.registration.policy import StorePolicy, TenantPolicy, TrustedKey
 from adapter_store.registration.signatures import (
     Signature,
     check_signature,
     require_signed,
     verify_signature,
 )
+from adapter_store.registration.tenant_policy import StorePolicy, TenantPolicy, TrustedKey
 from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
 
 DIGEST = "sha256:" + "ab" * 32

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from adapter_store.core import ROLES
-from adapter_store.registration.policy import parse_policy
+from adapter_store.registration.tenant_policy import parse_policy
 from loadout.cli.__main__ import main
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import adapter_store.core
 import inference_svc.core
-from adapter_store.registration.policy import UNGUARDED, parse_policy
+from adapter_store.registration.tenant_policy import UNGUARDED, parse_policy
 from servicekit.auth import policy
 from servicekit.auth.policy import Policy
 from servicekit.auth.principal import Roles

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from adapter_store.catalog import rows
-from adapter_store.catalog.records import to_micros
+from adapter_store.catalog.lookup import to_micros
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import AdapterEvent, AdapterRecord, EventKind, Tenants
 from adapter_store.errors import Conflict

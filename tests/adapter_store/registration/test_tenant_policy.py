@@ -7,7 +7,12 @@ import hashlib
 
 import pytest
 
-from adapter_store.registration.policy import UNGUARDED, TenantPolicy, TrustedKey, parse_policy
+from adapter_store.registration.tenant_policy import (
+    UNGUARDED,
+    TenantPolicy,
+    TrustedKey,
+    parse_policy,
+)
 from servicekit.errors import InvalidSetting
 from tests.servicekit.auth.test_policy import FIRST_RELEASE
 
