@@ -54,7 +54,10 @@ def install() -> None:
 
 
 def hold(item: pytest.Item) -> Iterator[None]:
-    """Holds `item` to its mark, from its fixtures' set-up to their end."""
+    """Holds `item` to its mark, while a hook runs. Not at its tear-down: what the session shares
+    ends with whichever test is the last."""
     GUARD.is_open = item.get_closest_marker("processes") is not None
-    yield
-    GUARD.is_open = True
+    try:
+        return (yield)
+    finally:
+        GUARD.is_open = True
