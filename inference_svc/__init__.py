@@ -8,7 +8,7 @@ errors    the errors that a caller can get, each with its reason
 debug     what an operator needs to diagnose a running server
 api       the use cases, and their two transports: gRPC and OpenAI's HTTP API
 metrics   the Prometheus metrics
-frontend  the engine as coroutines see it: submit, stream, watch
+frontend  the engine as coroutines: submit, stream, watch
 engine    schedule, run, settle: the loop, its queues, its process
 backends  how a step is computed on a kind of device
 store     the client of the adapter store: names, replicas, pulls

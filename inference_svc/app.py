@@ -29,7 +29,7 @@ from inference_svc.debug import DebugInfo
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
-from inference_svc.frontend.async_engine import EngineHandle, Frontend
+from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
 from inference_svc.host.device_info import find_machine
 from inference_svc.host.memory import resident_bytes
@@ -224,7 +224,7 @@ class InferenceServer:
         self.address = self._grpc.address
         self._http, self.http_address = _listen_http(config.http, certificates)
         self._is_serving = False
-        self._frontend: Frontend | None = None
+        self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
         self._store: StoreConnection | None = None
@@ -239,18 +239,18 @@ class InferenceServer:
         catalog = None if self._store is None else self._store.catalog
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
-        self._frontend = Frontend(engine, text)
+        self._async_engine = AsyncEngine(engine, text)
         if self._tracing is not None:
-            self._frontend.on_spans = self._tracing.record_all
+            self._async_engine.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed
         directory.on_lookup = self._metrics.resolve_times.observe
-        self._frontend.start()
+        self._async_engine.start()
         self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
         service = Service(
             facts,
-            self._frontend,
+            self._async_engine,
             directory,
             catalog,
             self._prompts,
@@ -258,9 +258,9 @@ class InferenceServer:
             self._authenticator,
             self._audit,
         )
-        parts = (self._frontend, directory, self._metrics, self.replicas, self._errors)
+        parts = (self._async_engine, directory, self._metrics, self.replicas, self._errors)
         servicer = InferenceServicer(service, DebugInfo(config, *parts))
-        self._snapshots.attach(self._frontend, directory)
+        self._snapshots.attach(self._async_engine, directory)
         await self._grpc.start(partial(add_InferenceServiceServicer_to_server, servicer))
         if self._http is not None:
             await self._start_http(self._http, service, text)
@@ -271,10 +271,10 @@ class InferenceServer:
     async def run(self, stop: asyncio.Event) -> int:
         """Serves until `stop`, then drains; the process's exit status. An engine that fails ends
         it with 1."""
-        assert self._frontend is not None, "start comes before run"
-        failed = self._frontend.failed
+        assert self._async_engine is not None, "start comes before run"
+        failed = self._async_engine.failed
         waits = [asyncio.create_task(event.wait()) for event in (stop, failed)]
-        watching = asyncio.create_task(watch_engine(self._frontend.describe, self._set_serving))
+        watching = asyncio.create_task(watch_engine(self._async_engine.describe, self._set_serving))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in (*waits, watching):
             task.cancel()
@@ -284,8 +284,8 @@ class InferenceServer:
             grace_seconds = self._config.grace_seconds
             log.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
-            await self._frontend.drain(grace_seconds)
-            # Besides requests: what operators have asked for, and what still asks for a name.
+            await self._async_engine.drain(grace_seconds)
+            # In addition to requests: operators' calls, and calls whose adapter is being resolved.
             left_seconds = grace_seconds - (time.monotonic() - start)
             drains = [self._calls.drain(left_seconds)]
             if self._http is not None:
@@ -313,8 +313,8 @@ class InferenceServer:
             await asyncio.to_thread(self._tracing.close)
 
     def _load(self) -> str:
-        """Told with every answer."""
-        num_requests = 0 if self._frontend is None else self._frontend.num_requests
+        """Returns the load report that is sent with every answer."""
+        num_requests = 0 if self._async_engine is None else self._async_engine.num_requests
         return load_report(num_requests, self._config.max_sequences, self._config.max_queue)
 
     def _note_end(self, end: CallEnd) -> None:
@@ -326,15 +326,15 @@ class InferenceServer:
         self._errors.add(end)
 
     def _accept_layout(self, layout_id: str) -> None:
-        assert self._frontend is not None
-        self._frontend.send(LayoutAccepted(layout_id))
+        assert self._async_engine is not None
+        self._async_engine.send(LayoutAccepted(layout_id))
 
     def _repointed(self, old_digest: str, new_digest: str) -> None:
-        assert self._frontend is not None
-        self._frontend.send(Repointed(old_digest, new_digest))
+        assert self._async_engine is not None
+        self._async_engine.send(Repointed(old_digest, new_digest))
 
     async def _set_serving(self, is_serving: bool) -> None:
-        """For who checks health, over gRPC and HTTP."""
+        """Sets what health checks answer, over gRPC and HTTP."""
         self._is_serving = is_serving
         await self._grpc.set_serving(is_serving)
 
@@ -354,7 +354,7 @@ class InferenceServer:
         if self._http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
-            log.warning("log_prompts is on: what callers ask is written into this log")
+            log.warning("log_prompts is on: callers' prompts are written into this log")
         announce_ready(addresses, self._config.ready_file)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from inference_svc.config import InferenceSettings
 from inference_svc.core import ANYONE
 from inference_svc.engine.status_types import EngineDetails, MemoryDetails
-from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.device_info import cpu_name, torch_versions
 from inference_svc.metrics.engine import MAX_NAMES
@@ -39,7 +39,7 @@ class DebugInfo:
     """Makes the service's debug bundle. Lives on the event loop."""
 
     config: InferenceSettings
-    frontend: Frontend
+    engine: AsyncEngine
     directory: Directory
     metrics: Metrics
     replicas: Replicas
@@ -47,7 +47,7 @@ class DebugInfo:
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yields one part after the other; the engine is inspected once for all of them."""
-        inspected = asyncio.ensure_future(self.frontend.inspect(MAX_ROWS))
+        inspected = asyncio.ensure_future(self.engine.inspect(MAX_ROWS))
         # The caller may leave first; then nothing else retrieves the error.
         inspected.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -86,11 +86,11 @@ class DebugInfo:
         }
 
     async def _engine(self) -> dict[str, Any]:
-        status = asdict(await self.frontend.describe())
+        status = asdict(await self.engine.describe())
         # These are in metrics.txt and queue.json.
         for key in ("histograms", "phases", "waiting_digests", "running_digests"):
             del status[key]
-        return {"num_requests": self.frontend.num_requests} | status
+        return {"num_requests": self.engine.num_requests} | status
 
     async def _residency(self, pending: Awaitable[EngineDetails]) -> dict[str, Any]:
         details = await pending

@@ -6,10 +6,10 @@ AlreadyExists
  └─ DuplicateRequest     a running request has this id
 FailedPrecondition
  ├─ AdapterUnusable      the adapter exists, and this model cannot serve it
- ├─ NoRoom               what is asked for would pin or occupy more than there is
- └─ ProfileRunning       steps are being traced for somebody else
+ ├─ NoRoom               what is requested would pin or occupy more than there is
+ └─ ProfileRunning       steps are being traced for another caller
 ResourceExhausted
- └─ QueueFull            too many requests wait; `retry_after_s` says when to come back
+ └─ QueueFull            too many requests wait; `retry_after_s` is when to retry
 DeadlineExceeded
  └─ NoSteps              no step ran that could be traced
 Unavailable

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.request_record import RequestLog, RequestRecord
 from inference_svc.core import Principal, Request
-from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
 
@@ -24,14 +24,14 @@ class GenerateStream:
     principal: Principal
     binding: Binding | None
     requests: Sequence[Request]
-    frontend: Frontend
+    engine: AsyncEngine
     request_log: RequestLog
     record: RequestRecord
     base_model: str
 
     def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields each delta with the index of its request; the first error ends them all. Raises
-        like Frontend.generate, and must be closed like it: that cancels what still runs. Each
+        like AsyncEngine.generate, and must be closed like it: that cancels what still runs. Each
         request has a record of its own, which closes as it ends."""
         return self._run(0, _Failure()) if len(self.requests) == 1 else self._merged()
 
@@ -79,7 +79,7 @@ class GenerateStream:
                 )
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
-            async with aclosing(self.frontend.generate(request, request.tenant, trace)) as deltas:
+            async with aclosing(self.engine.generate(request, request.tenant, trace)) as deltas:
                 async for delta in deltas:
                     record.add(delta)
                     yield index, delta

@@ -16,7 +16,7 @@ from inference_svc.api.request_record import RequestLog
 from inference_svc.core import Action, Principal, Request
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
-from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
 from inference_svc.text.prompt import PromptEncoder
@@ -99,7 +99,7 @@ class Service:
     def __init__(
         self,
         facts: ServerFacts,
-        frontend: Frontend,
+        engine: AsyncEngine,
         directory: Directory,
         registry: Registry | None,
         prompts: PromptEncoder,
@@ -108,7 +108,7 @@ class Service:
         audit: Audit[AuditEntry],
     ) -> None:
         self.facts = facts
-        self._frontend = frontend
+        self._engine = engine
         self._directory = directory
         self._registry = registry
         self._prompts = prompts
@@ -159,7 +159,7 @@ class Service:
             principal,
             binding,
             requests,
-            self._frontend,
+            self._engine,
             self._request_log,
             record,
             self.facts.base_model,
@@ -207,28 +207,28 @@ class Service:
                 revision = await self._register(caller, principal, ref, source, subject)
             binding = await self._directory.resolve(principal, ref, revision, subject)
             entry.digest = binding.digest
-            return self._named(principal, await self._frontend.load(entry.digest, pin))
+            return self._named(principal, await self._engine.load(entry.digest, pin))
 
     async def unload(self, caller: Caller, ref: str, *, subject: str = "ref") -> int:
         """Returns the bytes freed, once they are free."""
         with self._audited(caller, "UnloadAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref, subject)
-            return await self._frontend.unload(entry.digest)
+            return await self._engine.unload(entry.digest)
 
     async def pin(self, caller: Caller, ref: str) -> Resident:
         with self._audited(caller, "PinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            return self._named(principal, await self._frontend.pin(entry.digest))
+            return self._named(principal, await self._engine.pin(entry.digest))
 
     async def unpin(self, caller: Caller, ref: str) -> Resident:
         with self._audited(caller, "UnpinAdapter", ref) as (principal, entry):
             entry.digest = await self._digest(principal, ref)
-            return self._named(principal, await self._frontend.unpin(entry.digest))
+            return self._named(principal, await self._engine.unpin(entry.digest))
 
     async def list_resident(self, principal: Principal, limit: int = 0) -> list[Resident]:
         """Returns those of the caller's tenants, at most `limit` if that is not 0."""
         # The first `limit` of all may include none of some tenants'.
-        adapters = await self._frontend.list_resident(limit if principal.tenants is None else 0)
+        adapters = await self._engine.list_resident(limit if principal.tenants is None else 0)
         owned = await self._directory.owned(principal, [adapter.digest for adapter in adapters])
         own = (adapter for adapter in adapters if adapter.digest in owned)
         return [self._named(principal, adapter) for adapter in islice(own, limit or None)]
@@ -241,13 +241,13 @@ class Service:
         return self._directory.layout_id
 
     async def describe(self) -> EngineStatus:
-        return await self._frontend.describe()
+        return await self._engine.describe()
 
     @asynccontextmanager
     async def profile(self, num_steps: int, timeout_s: float) -> AsyncIterator[TraceFile]:
         """Traces the next steps; the file is open while the context lasts. Raises ProfileRunning,
         NoSteps."""
-        trace = await self._frontend.profile(num_steps, timeout_s)
+        trace = await self._engine.profile(num_steps, timeout_s)
         try:
             with Path(trace.path).open("rb") as file:
                 yield TraceFile(trace.num_steps, file)

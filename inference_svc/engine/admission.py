@@ -70,7 +70,7 @@ class Admission:
 
     def refusal(self, request: Request, now_s: float) -> QueueFull | None:
         """Returns why the request cannot wait, with an estimate of when to retry; None to admit."""
-        queue, places = self.scheduler.queue, self.scheduler.num_places
+        queue, places = self.scheduler.queue, self.scheduler.num_free
         tenant = queue.tenant(request.tenant)
         is_parked = not self.scheduler.is_schedulable(request.digest)
         if is_parked:

@@ -32,7 +32,7 @@ POLL_S = 0.02
 MAX_EVENTS = 500_000
 """Some hundred MB of JSON, and seconds to write them."""
 BYTES_PER_EVENT = 1000
-"""Of JSON, at most; operators take a quarter of it, kernels on a device half."""
+"""Upper bound, in JSON; operators take a quarter of it, kernels on a device half."""
 COMPRESS_LEVEL = 3
 PREFIX = "loadout-trace-"
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

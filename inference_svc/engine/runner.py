@@ -40,7 +40,7 @@ class Runner:
         self._marks = marks
 
     def pop_completed_copies(self) -> list[str]:
-        """The adapters whose copies into the arena have completed since the last call."""
+        """Returns the adapters whose copies into the arena have completed since the last call."""
         return self._arena.pop_completed_copies()
 
     @torch.inference_mode()

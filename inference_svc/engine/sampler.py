@@ -27,7 +27,7 @@ _BLOCK = 256
 """Probabilities that are summed on their own, so that only one block's sums are walked."""
 
 _CHUNK_ELEMENTS = 1 << 18
-"""Of the probabilities that a CPU works on at once: they stay in its cache."""
+"""Size of the probabilities that a CPU works on at once: they stay in its cache."""
 
 
 def uniform(seed: int, position: int) -> float:

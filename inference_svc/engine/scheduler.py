@@ -75,8 +75,8 @@ class Scheduler:
     # Adding and removing sequences.
 
     @property
-    def num_places(self) -> int:
-        """How many more sequences could run, as far as `max_sequences` goes."""
+    def num_free(self) -> int:
+        """The number of sequences that `max_sequences` still allows to run."""
         return self.limits.max_sequences - len(self.running)
 
     def is_schedulable(self, digest: str) -> bool:
@@ -174,7 +174,7 @@ class Scheduler:
         budget = self.limits.max_batch_tokens - len(grants)
         if len(grants) == len(self.running):
             return grants
-        if self.num_places and not self.is_short:
+        if self.num_free and not self.is_short:
             budget -= min(budget // 4, self.queue.ready_tokens)
         first, *others = [s for s in self.running if s.num_uncomputed > 1]
         others.sort(key=lambda sequence: sequence.num_uncomputed)
@@ -218,7 +218,7 @@ class Scheduler:
     def _admit(self, rows: list[BatchRow], budget: int, now_s: float) -> None:
         """Starts waiting sequences in order of service."""
         self.is_short = False
-        while self.num_places > 0 and budget > 0:
+        while self.num_free > 0 and budget > 0:
             sequence = self.queue.first(now_s)
             if sequence is None:
                 return

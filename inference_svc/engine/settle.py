@@ -43,9 +43,7 @@ class Settler:
                 elif sequence.last_token_s is not None:
                     self.token_gaps.observe(now_s - sequence.last_token_s)
                 outputs.append(self._append(sequence, next(tokens), now_s))
-        if (
-            num_steady
-        ):  # nearly all: one observation for those whose last token came with the step before
+        if num_steady:  # most of them: their last token came with the step before
             self.token_gaps.observe(now_s - before_s, num_steady)
         self.num_sampled += len(outputs)
         return outputs

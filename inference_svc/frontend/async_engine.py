@@ -57,7 +57,7 @@ class RequestObserver(Protocol):
         ...
 
 
-class Frontend:
+class AsyncEngine:
     """`failed` is set when the engine has died: nothing works then. `on_spans` is called with the
     spans that the engine has recorded."""
 

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from inference_svc.core import ANYONE
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus
-from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.gateway import LOADED, gateway_metrics, residency_series
 from inference_svc.store.directory import Directory
@@ -62,12 +62,12 @@ class Snapshots:
         self._lock = threading.Lock()
         self._pending: futures.Future[None] | None = None
         self._max_residents = max(MAX_RESIDENTS, max_loras)
-        self._source: tuple[asyncio.AbstractEventLoop, Frontend, Directory] | None = None
+        self._source: tuple[asyncio.AbstractEventLoop, AsyncEngine, Directory] | None = None
         self._last: Snapshot | None = None
 
-    def attach(self, frontend: Frontend, directory: Directory) -> None:
+    def attach(self, engine: AsyncEngine, directory: Directory) -> None:
         """Starts to ask this engine; before, there are no snapshots. Call it on the event loop."""
-        self._source = asyncio.get_running_loop(), frontend, directory
+        self._source = asyncio.get_running_loop(), engine, directory
 
     def detach(self) -> None:
         """Stops asking the engine, which is about to end; the last snapshot stays."""
@@ -88,20 +88,18 @@ class Snapshots:
         with self._lock:
             source = self._source
             if source is not None and (self._pending is None or self._pending.done()):
-                loop, frontend, directory = source
-                updating = self._update(frontend, directory)
+                loop, engine, directory = source
+                updating = self._update(engine, directory)
                 self._pending = asyncio.run_coroutine_threadsafe(updating, loop)
             return self._pending if source is not None else None
 
-    async def _update(self, frontend: Frontend, directory: Directory) -> None:
+    async def _update(self, engine: AsyncEngine, directory: Directory) -> None:
         with suppress(ServiceError):  # the engine has failed; the process is about to end
-            self._last = await _take_snapshot(frontend, directory, self._max_residents)
+            self._last = await _take_snapshot(engine, directory, self._max_residents)
 
 
-async def _take_snapshot(frontend: Frontend, directory: Directory, max_residents: int) -> Snapshot:
-    status, residents = await asyncio.gather(
-        frontend.describe(), frontend.list_resident(max_residents)
-    )
+async def _take_snapshot(engine: AsyncEngine, directory: Directory, max_residents: int) -> Snapshot:
+    status, residents = await asyncio.gather(engine.describe(), engine.list_resident(max_residents))
     digests = {adapter.digest for adapter in residents}
     digests.update(status.running_digests, status.waiting_digests)
     return Snapshot(

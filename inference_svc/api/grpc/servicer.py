@@ -39,7 +39,7 @@ def call_rules(load: Callable[[], str]) -> CallRules:
         polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
         logged_elsewhere=frozenset({"Generate"}),
         private=PROMPT_SUBJECTS,
-        refuse_when_draining=False,  # the frontend refuses requests, with when to try again
+        refuse_when_draining=False,  # the engine refuses requests, with when to try again
         trailers=trailers,
     )
 

@@ -11,11 +11,11 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 20.0
-"""For a request's header: from the connection, or from the first byte of a further request."""
+"""Time for a request's header: from the connection, or from the first byte of a further request."""
 WRITE_SECONDS = 30.0
-"""For a client to read some of what is buffered for it."""
+"""Time for a client to read some of what is buffered for it."""
 CLOSE_SECONDS = 1.0
-"""For the last bytes on a connection whose keep-alive has timed out."""
+"""Time for the last bytes on a connection whose keep-alive has timed out."""
 MAX_CONNECTIONS = 4096
 """Each costs some 10 KB here, and the kernel's buffers. Requests that run or wait are far fewer."""
 SEND_BUFFER_BYTES = 256 << 10

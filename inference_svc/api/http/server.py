@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
 """Most clients and proxies close idle connections after a minute."""
 ANSWER_SECONDS = 1
-"""For responses to reach their clients before connections are closed."""
+"""Time for responses to reach their clients before connections are closed."""
 
 
 class _Server(uvicorn.Server):

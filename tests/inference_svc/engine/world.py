@@ -131,7 +131,7 @@ class World:
         num_preemptions = self.scheduler.num_preemptions
         batch = self.scheduler.schedule(self.now_s)
         if self.scheduler.num_preemptions == num_preemptions and not self.scheduler.is_short:
-            is_full = self.scheduler.num_places == 0
+            is_full = self.scheduler.num_free == 0
             assert is_full or self.scheduler.queue.num_ready == 0, "a place is wasted"
         if batch is not None:
             copies = [change for change in batch.residency if isinstance(change, HostCopy)]

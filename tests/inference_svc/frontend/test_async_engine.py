@@ -10,7 +10,7 @@ import pytest
 from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
-from inference_svc.frontend.async_engine import Frontend
+from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
 from servicekit.errors import Draining
 from tests.support.wait import until_async
@@ -26,10 +26,10 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(bounded())
 
 
-def make_frontend(engine: Any, tokenizer: Any) -> Frontend:
-    frontend = Frontend(engine, tokenizer)
-    frontend.start()
-    return frontend
+def make_async_engine(engine: Any, tokenizer: Any) -> AsyncEngine:
+    async_engine = AsyncEngine(engine, tokenizer)
+    async_engine.start()
+    return async_engine
 
 
 def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: Any) -> Request:
@@ -37,8 +37,8 @@ def make_request(tokenizer: Any, text: str, request_id: str = "r", **sampling: A
     return Request(request_id, tuple(tokenizer.encode(text)), params, arrival_s=time.monotonic())
 
 
-async def collect(frontend: Frontend, request: Request, tenant: str = "") -> list[Delta]:
-    async with aclosing(frontend.generate(request, tenant)) as deltas:
+async def collect(async_engine: AsyncEngine, request: Request, tenant: str = "") -> list[Delta]:
+    async with aclosing(async_engine.generate(request, tenant)) as deltas:
         return [delta async for delta in deltas]
 
 
@@ -47,9 +47,9 @@ def test_text_is_complete_and_without_the_end_token(engine, tokenizers, kind) ->
     text = "the quick 日本 fox" if kind == "chars" else "the quick 😀 fox, 日本語"
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizers[kind])
+        async_engine = make_async_engine(engine, tokenizers[kind])
         request = make_request(tokenizers[kind], text)
-        deltas = await collect(frontend, request)
+        deltas = await collect(async_engine, request)
         assert "".join(d.text for d in deltas) == text
         token_ids = [i for d in deltas for i in d.token_ids]
         assert token_ids == [*request.prompt_token_ids, 1]
@@ -68,7 +68,7 @@ def test_text_is_complete_and_without_the_end_token(engine, tokenizers, kind) ->
 def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
     """Even when it is not a special token: the engine stopped at it."""
     tokenizer = tokenizers["byte_level"]
-    frontend_text = []
+    deltas = []
 
     async def body() -> None:
         from inference_svc.engine.messages import Output, Usage
@@ -79,10 +79,10 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
         a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
         generation.push(Output("r", (a,)))
         generation.push(Output("r", (b,), finish_reason=FinishReason.STOP, usage=Usage(3, 0, 2)))
-        frontend_text.append(await generation.next_delta())
+        deltas.append(await generation.next_delta())
 
     run(body)
-    (delta,) = frontend_text
+    (delta,) = deltas
     assert delta.text == "a"
     assert delta.token_ids == [*tokenizer.encode("a"), *tokenizer.encode("b")]
 
@@ -91,11 +91,11 @@ def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> No
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         request = make_request(
             tokenizer, "the lazy dog", stop=("zy d",), ignore_eos=True, max_tokens=10**6
         )
-        deltas = await collect(frontend, request)
+        deltas = await collect(async_engine, request)
         assert "".join(d.text for d in deltas) == "the la"
         last = deltas[-1]
         assert last.finish_reason is FinishReason.STOP
@@ -112,9 +112,9 @@ def test_stop_string_waits_for_min_tokens(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> str:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         request = make_request(tokenizer, "ab ab ab", stop=("ab",), min_tokens=3)
-        return "".join(d.text for d in await collect(frontend, request))
+        return "".join(d.text for d in await collect(async_engine, request))
 
     assert run(body) == "ab "
 
@@ -123,9 +123,9 @@ def test_stop_string_on_the_very_last_token(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         request = make_request(tokenizer, "abcdef", stop=("cd",), max_tokens=4)
-        deltas = await collect(frontend, request)
+        deltas = await collect(async_engine, request)
         assert "".join(d.text for d in deltas) == "ab"
         assert deltas[-1].finish_reason is FinishReason.STOP
 
@@ -136,8 +136,8 @@ def test_held_back_text_is_in_the_last_delta(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
-        deltas = await collect(frontend, make_request(tokenizer, "abc", stop=("cde",)))
+        async_engine = make_async_engine(engine, tokenizer)
+        deltas = await collect(async_engine, make_request(tokenizer, "abc", stop=("cde",)))
         assert "".join(d.text for d in deltas) == "abc"
 
     run(body)
@@ -147,10 +147,10 @@ def test_closing_the_stream_cancels_and_frees_the_id(engine, tokenizers) -> None
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         request = make_request(tokenizer, "abc", ignore_eos=True, max_tokens=10**6)
         for _ in range(2):
-            async with aclosing(frontend.generate(request)) as deltas:
+            async with aclosing(async_engine.generate(request)) as deltas:
                 async for _delta in deltas:
                     break
         await until_async(lambda: engine.num_running == 0 and len(engine.cancelled) == 2)
@@ -162,9 +162,9 @@ def test_cancelling_the_reading_task_cancels_the_request(engine, tokenizers) -> 
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         engine.hold.set()
-        task = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        task = asyncio.create_task(collect(async_engine, make_request(tokenizer, "abc")))
         await until_async(lambda: engine.num_running == 1)
         task.cancel()
         await until_async(lambda: engine.num_running == 0)
@@ -178,15 +178,15 @@ def test_running_id_is_refused(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         engine.hold.set()
-        first = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "same")))
+        first = asyncio.create_task(collect(async_engine, make_request(tokenizer, "abc", "same")))
         await until_async(lambda: engine.num_running == 1)
         with pytest.raises(DuplicateRequest, match="same"):
-            await collect(frontend, make_request(tokenizer, "abc", "same"))
+            await collect(async_engine, make_request(tokenizer, "abc", "same"))
         engine.hold.clear()
         assert "".join(d.text for d in await first) == "abc"
-        await collect(frontend, make_request(tokenizer, "abc", "same"))
+        await collect(async_engine, make_request(tokenizer, "abc", "same"))
 
     run(body)
 
@@ -195,13 +195,13 @@ def test_ids_of_tenants_are_separate(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         engine.hold.set()
         request = make_request(tokenizer, "abc", "same")
-        both = [asyncio.create_task(collect(frontend, request, tenant)) for tenant in "ab"]
+        both = [asyncio.create_task(collect(async_engine, request, tenant)) for tenant in "ab"]
         await until_async(lambda: engine.num_running == 2)
         with pytest.raises(DuplicateRequest):
-            await collect(frontend, request, "b")
+            await collect(async_engine, request, "b")
         engine.hold.clear()
         for deltas in await asyncio.gather(*both):
             assert "".join(d.text for d in deltas) == "abc"
@@ -214,9 +214,11 @@ def test_slow_reader_gets_one_delta_for_many_steps(engine, tokenizers) -> None:
     text = "the quick brown fox jumps over the lazy dog"
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         deltas = []
-        async with aclosing(frontend.generate(make_request(tokenizer, text, logprobs=1))) as stream:
+        async with aclosing(
+            async_engine.generate(make_request(tokenizer, text, logprobs=1))
+        ) as stream:
             async for delta in stream:
                 deltas.append(delta)
                 await until_async(lambda: engine.num_running == 0)
@@ -232,10 +234,10 @@ def test_engine_errors_reach_the_reader(engine, tokenizers) -> None:
     engine.errors[DIGEST] = AdapterUnavailable("not resident after 10 s", subject="adapter")
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizers["chars"])
+        async_engine = make_async_engine(engine, tokenizers["chars"])
         request = replace(make_request(tokenizers["chars"], "abc"), digest=DIGEST)
         with pytest.raises(AdapterUnavailable, match="after 10 s"):
-            await collect(frontend, request)
+            await collect(async_engine, request)
         assert not engine.cancelled
 
     run(body)
@@ -243,12 +245,14 @@ def test_engine_errors_reach_the_reader(engine, tokenizers) -> None:
 
 def test_commands_get_their_own_reply(engine, tokenizers) -> None:
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizers["chars"])
-        status, adapter = await asyncio.gather(frontend.describe(), frontend.load(DIGEST, True))
+        async_engine = make_async_engine(engine, tokenizers["chars"])
+        status, adapter = await asyncio.gather(
+            async_engine.describe(), async_engine.load(DIGEST, True)
+        )
         assert status.num_waiting == 7
         assert adapter.pinned
-        assert await frontend.list_resident() == (adapter,)
-        assert await frontend.unload(DIGEST) == adapter.num_bytes
+        assert await async_engine.list_resident() == (adapter,)
+        assert await async_engine.unload(DIGEST) == adapter.num_bytes
 
     run(body)
 
@@ -257,14 +261,14 @@ def test_drain_refuses_new_requests_and_finishes_running_ones(engine, tokenizers
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         engine.hold.set()
-        running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        running = asyncio.create_task(collect(async_engine, make_request(tokenizer, "abc")))
         await until_async(lambda: engine.num_running == 1)
-        draining = asyncio.create_task(frontend.drain(10))
+        draining = asyncio.create_task(async_engine.drain(10))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
-            await collect(frontend, make_request(tokenizer, "abc", "new"))
+            await collect(async_engine, make_request(tokenizer, "abc", "new"))
         assert not draining.done()
         engine.hold.clear()
         await draining
@@ -277,11 +281,11 @@ def test_requests_end_after_the_grace(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         request = make_request(tokenizer, "abc", ignore_eos=True, max_tokens=10**6)
-        running = asyncio.create_task(collect(frontend, request))
+        running = asyncio.create_task(collect(async_engine, request))
         await until_async(lambda: engine.num_running == 1)
-        await frontend.drain(0.05)
+        await async_engine.drain(0.05)
         with pytest.raises(Draining):
             await running
         await until_async(lambda: engine.num_running == 0)
@@ -293,18 +297,18 @@ def test_engine_failure_ends_all_requests(engine, tokenizers) -> None:
     tokenizer = tokenizers["chars"]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         engine.hold.set()
-        running = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc")))
+        running = asyncio.create_task(collect(async_engine, make_request(tokenizer, "abc")))
         await until_async(lambda: engine.num_running == 1)
         engine.fail.set()
         with pytest.raises(EngineFailed):
             await running
-        assert frontend.failed.is_set()
+        assert async_engine.failed.is_set()
         with pytest.raises(EngineFailed):
-            await collect(frontend, make_request(tokenizer, "abc", "new"))
+            await collect(async_engine, make_request(tokenizer, "abc", "new"))
         with pytest.raises(EngineFailed):
-            await frontend.describe()
+            await async_engine.describe()
 
     run(body)
 
@@ -326,8 +330,8 @@ def test_trace_of_a_cancelled_caller_is_removed(tokenizers, tmp_path, cancelled)
 
     async def body() -> None:
         engine, loop = ScriptedEngine(), asyncio.get_running_loop()
-        frontend = make_frontend(engine, tokenizers["chars"])
-        profiling = asyncio.create_task(frontend.profile(1, 1.0))
+        async_engine = make_async_engine(engine, tokenizers["chars"])
+        profiling = asyncio.create_task(async_engine.profile(1, 1.0))
         await until_async(lambda: bool(engine.received))
         reply = Reply(engine.received[0].call_id, StepTrace(str(path), 1))
         if cancelled == "before the reply":
@@ -351,9 +355,9 @@ def test_concurrent_requests_do_not_mix(engine, tokenizers) -> None:
     texts = [f"{word} {i}" for i, word in enumerate(["fox", "dog", "quick", "lazy"] * 10)]
 
     async def body() -> None:
-        frontend = make_frontend(engine, tokenizer)
+        async_engine = make_async_engine(engine, tokenizer)
         results = await asyncio.gather(
-            *(collect(frontend, make_request(tokenizer, t, f"r{t}")) for t in texts)
+            *(collect(async_engine, make_request(tokenizer, t, f"r{t}")) for t in texts)
         )
         assert ["".join(d.text for d in deltas) for deltas in results] == texts
 
@@ -373,13 +377,13 @@ def test_decoding_error_ends_one_request_only(engine, tokenizers) -> None:
             return tokenizer.decode(token_ids)
 
     async def body() -> None:
-        frontend = make_frontend(engine, Breaking())
+        async_engine = make_async_engine(engine, Breaking())
         engine.hold.set()  # so that all run in the same steps
         bad = [
-            asyncio.create_task(collect(frontend, make_request(tokenizer, "aqa", f"bad{i}")))
+            asyncio.create_task(collect(async_engine, make_request(tokenizer, "aqa", f"bad{i}")))
             for i in range(2)
         ]
-        good = asyncio.create_task(collect(frontend, make_request(tokenizer, "abc", "good")))
+        good = asyncio.create_task(collect(async_engine, make_request(tokenizer, "abc", "good")))
         await until_async(lambda: engine.num_running == 3)
         engine.hold.clear()
         for task in bad:
