@@ -1,4 +1,4 @@
-"""Wires the store's parts together, without any transport, and stops them in order."""
+"""Wires the store's parts together, serves them, and stops them in order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
 )
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
-from servicekit.errors import FailedPrecondition, InvalidSetting
+from servicekit.errors import FailedPrecondition
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
 from servicekit.rpc.server import (
     Reload,
@@ -79,7 +79,7 @@ from servicekit.settings import split_address
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
-from servicekit.telemetry.tracing import Tracing, open_tracing
+from servicekit.telemetry.tracing import open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -306,8 +306,8 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     """A store that serves while the context lasts. Leaving it drains: NOT_SERVING, no new calls,
     those in progress finish within the grace.
 
-    Raises as `open_store`, `check_exposure` and `read_certificates`, and OSError if an address is
-    taken.
+    Raises as `open_store`, `check_exposure`, `read_certificates` and `open_tracing`, and OSError if
+    an address is taken.
     """
     check_exposure(settings, listen=settings.listen)
     withdraw_ready(settings.ready_file)
@@ -316,7 +316,8 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         audit_log = logging.getLogger("adapter_store.audit")
         audit = Audit(settings.audit_file, StoreAuditEntry, AUDITED, audit_log)
         stack.callback(audit.close)
-        tracing = _open_tracing(settings)
+        endpoint, ratio = settings.otlp_endpoint, settings.trace_sample_ratio
+        tracing = open_tracing(endpoint, ratio, service=SERVICE_NAME, version=version("loadout"))
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         store = await stack.enter_async_context(open_store(settings))
@@ -347,15 +348,6 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             await server.close()
 
 
-def _open_tracing(settings: StoreSettings) -> Tracing | None:
-    """Raises InvalidSetting."""
-    endpoint, ratio = settings.otlp_endpoint, settings.trace_sample_ratio
-    try:
-        return open_tracing(endpoint, ratio, service=SERVICE_NAME, version=version("loadout"))
-    except ValueError as error:
-        raise InvalidSetting(str(error), subject="otlp_endpoint") from error
-
-
 @contextmanager
 def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
     address = settings.metrics_listen
@@ -369,8 +361,8 @@ def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
 
 
 def _read_samples(service: StoreService, data_dir: Path) -> list[Sample]:
-    """Without the catalog's while its database does not answer: what tells of an outage must
-    outlast it."""
+    """Returns the samples, without the catalog's while its database does not answer: metrics must
+    outlast an outage that they show."""
     found = [*work_samples(service.read_work()), *volume_samples(data_dir)]
     with suppress(CatalogUnavailable):
         found += catalog_samples(service.read_catalog())

@@ -35,8 +35,7 @@ AUDITED = frozenset(
         "RegisterLayout",
     }
 )
-
-"""What is written down, by the names that the contract gives it."""
+"""The RPCs that are audited."""
 
 CALL_RULES = CallRules(
     domain="adapter_store.loadout",

@@ -141,7 +141,7 @@ def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRec
         with RegularFile(folder, name) as file:
             source_bytes += file.size_bytes
             check_source_bytes(source_bytes, limits)
-            records += read_header(
+            found = read_header(
                 file.read_at,
                 file.size_bytes,
                 name,
@@ -149,7 +149,8 @@ def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRec
                 max_tensors=limits.max_tensors - len(records),
             )
         if index is not None:
-            _check_index(records, name, index)
+            _check_index(found, index)
+        records += found
     missing = sorted(set(index or ()) - {record.key for record in records})
     if missing:
         raise InvalidAdapter(
@@ -160,11 +161,12 @@ def read_tensors(folder: Path, limits: CheckpointLimits) -> tuple[list[TensorRec
     return records, source_bytes
 
 
-def _check_index(records: list[TensorRecord], file: str, index: Mapping[str, str]) -> None:
+def _check_index(records: Iterable[TensorRecord], index: Mapping[str, str]) -> None:
+    """Raises InvalidAdapter unless each tensor is in the file that the index names."""
     for record in records:
-        if record.file == file and index.get(record.key) != file:
+        if index.get(record.key) != record.file:
             raise InvalidAdapter(
-                f"{file}: {record.key} is not indexed in this file",
+                f"{record.file}: {record.key} is not indexed in this file",
                 subject=record.key,
                 reason="INDEX_MISMATCH",
             )

@@ -46,12 +46,12 @@ def _no_trailers(error: Exception | None) -> Trailers:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What a service says of its calls.
+    """How a service's calls are logged, traced and answered.
 
     `polled` methods are called often and change nothing: logged only when they fail, traced only
-    for callers that do. `long_lived` ones are never traced; `logged_elsewhere` ones have a line of
-    their own. Each log line has the `facts`, "" until they are known; spans have `traced_facts`.
-    Messages about `private` subjects are not written down. A service that does not
+    for callers that do. `long_lived` ones are never traced; handlers of `logged_elsewhere` ones log
+    their calls themselves. Each log line has the `facts`, "" until they are known; spans have
+    `traced_facts`. Messages about `private` subjects are not written down. A service that does not
     `refuse_when_draining` does so itself. `trailers` are sent with every answer, given its error.
     """
 
@@ -70,7 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Answers every error of a handler with its status, logs every call, and knows which run. With
     `tracing`, each is a span. `on_end` is called with how each call ended.
 
-    A draining server answers new calls until nobody calls any more: those that arrive while grpc
+    A draining server answers new calls until none come any more: those that arrive while grpc
     stops are dropped, and their callers would read CANCELLED.
     """
 
@@ -88,7 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._last_end = -QUIET_SECONDS
 
     async def drain(self, grace_seconds: float) -> None:
-        """Waits for the calls that run, at most the grace; then until nobody has called for
+        """Waits for the calls that run, at most the grace; then until no call has come for
         QUIET_SECONDS, at most QUIET_LIMIT_SECONDS."""
         self._is_draining = True
         await _wait_while(lambda: self._running > 0, grace_seconds)
@@ -192,7 +192,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return begin_call(self._tracing, path, headers, polled=polled, long_lived=long_lived)
 
     def _log(self, end: CallEnd) -> None:
-        if end.method in self._rules.logged_elsewhere:
+        # Calls without a known token never reach the handler that would log them.
+        if end.method in self._rules.logged_elsewhere and end.code != "UNAUTHENTICATED":
             return
         is_quiet = end.code == "OK" and end.method in self._rules.polled
         level = logging.DEBUG if is_quiet else logging.INFO

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
+from servicekit.errors import InvalidSetting
 from servicekit.telemetry.spans import CANCELLED, Headers, OpenSpan, Span, caller_of, set_current
 
 FAULTS = frozenset(
@@ -39,15 +40,16 @@ def open_tracing(
     endpoint: str, sample_ratio: float | None, *, service: str, version: str
 ) -> Tracing | None:
     """Returns None if `endpoint` (http(s)://HOST:PORT) is "". Without a `sample_ratio`
-    OTEL_TRACES_SAMPLER decides. Raises ValueError where OpenTelemetry is not installed."""
+    OTEL_TRACES_SAMPLER decides. Raises InvalidSetting where OpenTelemetry is not installed."""
     if not endpoint:
         return None
     try:
         from servicekit.telemetry.otlp import OtlpTracing
     except ImportError as error:
-        raise ValueError(
+        raise InvalidSetting(
             "otlp_endpoint: tracing needs OpenTelemetry, which is not installed: "
-            f"pip install 'loadout[otel]' ({error})"
+            f"pip install 'loadout[otel]' ({error})",
+            subject="otlp_endpoint",
         ) from error
     return OtlpTracing(endpoint, sample_ratio, service=service, version=version)
 

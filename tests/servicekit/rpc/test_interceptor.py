@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 import adapter_store.errors
 import inference_svc.errors
-from servicekit.errors import Draining, NotFound, ServiceError
+from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, Trailers
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
@@ -39,6 +39,13 @@ RULES = CallRules(
     private=frozenset({"secret"}),
     trailers=trailers,
 )
+
+
+async def no_requests() -> AsyncIterator[bytes]:
+    """Yields nothing as long as the call lasts: with a write under way when the server refuses,
+    grpc.aio's client may report the write's failure instead."""
+    await asyncio.Event().wait()
+    yield b""
 
 
 def call(
@@ -77,7 +84,7 @@ def call(
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 made = getattr(channel, arity)(f"/test.Service/{method}")(
-                    iter([b"x"]) if arity.startswith("stream") else b"x"
+                    no_requests() if arity.startswith("stream") else b"x"
                 )
                 try:
                     if arity.endswith("stream"):
@@ -196,10 +203,14 @@ def test_each_call_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
         call("unary_unary", nothing, method="Poll")
         call("unary_unary", failing(NotFound("of a prompt", subject="secret")), method="Poll")
         call("unary_unary", nothing, method="Elsewhere")
-    done, refused, polled, private = lines(caplog)
+        call("unary_unary", failing(Unauthenticated("no token")), method="Elsewhere")
+    done, refused, polled, private, unread = lines(caplog)
     assert (done.message, done.method, done.code) == ("call finished", "Do", "OK")
     assert (done.tenant, done.levelname) == ("team-a", "INFO")
     assert done.seconds >= 0
     assert (refused.message, refused.reason, refused.why) == ("call refused", "NOT_FOUND", "gone")
     assert polled.levelname == "DEBUG"
     assert (private.levelname, private.why) == ("INFO", "")
+    assert (unread.message, unread.method, unread.reason) == (
+        *("call refused", "Elsewhere", "UNAUTHENTICATED"),
+    )
