@@ -270,7 +270,7 @@ class AdapterEvent:
 
 @dataclass(slots=True)
 class StoreAuditEntry(AuditEntry):
-    """Says also which version was changed, and at which revision of the catalog."""
+    """Adds the version that was changed, and the revision of the catalog."""
 
     version: int = field(default=0, init=False)
     revision: int = field(default=0, init=False)

@@ -7,7 +7,7 @@ FailedPrecondition
 Aborted
  └─ Conflict             the name points elsewhere than the caller required
 OutOfRange
- └─ RevisionTooOld       the history asked for is gone: list again
+ └─ RevisionTooOld       the requested history is gone: list again
 ResourceExhausted
  └─ LimitExceeded        a size or count limit of this store
      └─ Overloaded       this store's memory is in use; trying again later may succeed

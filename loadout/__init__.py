@@ -14,7 +14,7 @@ _routing    which replica of the inference service a call goes to
 cli         the `loadout` command
 demo        the demo: a small trained model, and adapters that each do one visible job
 benchmark   measures a running server as its callers see it
-health      asks a service for its health: `python -m loadout.health`
+health      checks a service's health: `python -m loadout.health`
 
 adapter_store and inference hold the generated stubs of the contract.
 """

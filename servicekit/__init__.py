@@ -1,9 +1,9 @@
 """What any of our gRPC services is made of. Knows neither service, and imports no torch.
 
-auth      who calls, what they may do, and what is written down of it
-errors    what can go wrong: the general kinds, which services derive their own from
-refs      what names an adapter: `[tenant/]name[@version]` or a digest
-rpc       serving gRPC
-settings  the settings that all services have, and how settings are read
+auth       callers, their rights, and the audit of their changes
+errors     what can go wrong: the general kinds, which services derive their own from
+refs       what names an adapter: `[tenant/]name[@version]` or a digest
+rpc        serving gRPC
+settings   the settings that all services have, and how settings are read
 telemetry  logs, redaction, traces, metrics, recent errors and the debug bundle
 """

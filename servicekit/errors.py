@@ -10,8 +10,8 @@ ServiceError
  ├─ NotFound             no such object
  ├─ AlreadyExists        an object of this name exists
  ├─ FailedPrecondition   what the call requires does not hold
- ├─ Aborted              somebody else changed what the call is about
- ├─ OutOfRange           the position is outside what is kept
+ ├─ Aborted              what the call is about was changed meanwhile
+ ├─ OutOfRange           the position is outside what is stored
  ├─ ResourceExhausted    a limit is reached; `retry_after_s` > 0: trying again then may succeed
  │   └─ QuotaExceeded    a limit of the tenant; `subject` names the quota
  ├─ DeadlineExceeded     what the call waited for did not come in time

@@ -158,7 +158,7 @@ def forget_unfinished(conn: Connection) -> None:
 
 
 def forget_all(conn: Connection) -> None:
-    """Forgets all verdicts: another compiler has to give its own."""
+    """Forgets all verdicts, which hold for one compiler only."""
     conn.execute(delete(images))
 
 

@@ -1,4 +1,4 @@
-"""What the policy file says to the store alone: what tenants may have, whose signatures count."""
+"""The store's part of the policy file: limits of tenants, and the keys that are trusted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ED25519_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class TenantPolicy:
-    """What a tenant is held to; None: no limit."""
+    """The limits of a tenant; None: no limit."""
 
     max_adapters: int | None = None
     max_bytes: int | None = None
@@ -63,7 +63,7 @@ class StorePolicy(Policy[Action]):
 StorePolicyFile: TypeAlias = PolicyFile[StorePolicy]
 
 UNGUARDED = StorePolicy(anyone=ANYONE)
-"""Everybody may do everything."""
+"""Every caller may do everything."""
 
 
 class _TenantTable(Table):

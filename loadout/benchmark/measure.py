@@ -84,7 +84,7 @@ async def _round(client: AsyncClient, workload: Workload, requests: list[BenchRe
         raise errors.exceptions[0] from None
     seconds = time.perf_counter() - start_s
     if not observed.gaps_s:
-        raise ServerError("no answer had two tokens: ask for more", code="UNKNOWN")
+        raise ServerError("no answer had two tokens: request more", code="UNKNOWN")
     return {
         "tokens_per_second": observed.num_tokens / seconds,
         "first_token_p50_seconds": percentile(observed.first_token_s, 50),

@@ -54,7 +54,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a service answered; `why` something is missing."""
+    """The answer of a service; `why` something is missing."""
 
     folder: str
     address: str
@@ -103,7 +103,7 @@ def debug(
 def _collect_all(
     inference: str, store: str, connection: Connection, timeout_s: float
 ) -> list[Report]:
-    """Asks all at once, so that one that hangs costs no more than its own timeout."""
+    """Reads from all at once, so that one that hangs costs no more than its own timeout."""
     replicas = split("inference", inference)
     jobs = [("store", "store", store)]
     for index, address in enumerate(replicas):

@@ -1,4 +1,4 @@
-"""Asks a service for its health, for probes that need TLS and for compose.
+"""Checks a service's health, for probes that need TLS and for compose.
 
 __main__  `python -m loadout.health HOST:PORT`
 """

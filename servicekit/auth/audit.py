@@ -1,7 +1,7 @@
-"""The audit: one JSON line for every change that is asked for, granted or not.
+"""The audit: one JSON line for every requested change, granted or not.
 
 Lines go to a logger, and to a file where one is set. They hold names and digests, never tokens,
-prompts or anything else that a caller sends as proof of who it is.
+prompts or other credentials.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _now() -> str:
 
 @dataclass(slots=True)
 class AuditEntry:
-    """What a line says; a service derives its own if it says more. `result` is ok, refused
-    (`reason` says why), failed or cancelled."""
+    """The fields of a line; a service derives its own to add some. `result` is ok, refused (for
+    `reason`), failed or cancelled."""
 
     what: str = ""
     name: str = ""
@@ -51,7 +51,7 @@ class AuditEntry:
         self.roles = sorted(caller.roles)
 
     def set_outcome(self, outcome: Any) -> None:
-        """Takes what `pending` returned; a service says what of it is in the line."""
+        """Called with what `pending` returned; a service overrides it to set its fields."""
 
     def set_result(self, error: BaseException | None) -> None:
         match error:
@@ -65,7 +65,7 @@ class AuditEntry:
                 self.result, self.reason = "failed", type(error).__name__
 
     def facts(self) -> dict[str, Any]:
-        """Returns the line's fields: who first, what next, how it ended last."""
+        """Returns the line's fields: the caller first, then the change, then the result."""
         first = ("time", "who", "roles", "peer", "what", "name")
         last = ("result", "reason")
         skipped = {*first, *last, "pending"}
@@ -134,7 +134,7 @@ class Audit(Generic[EntryT]):
         return self._entry_type(what, name, peer)
 
     def refuse(self, what: str, peer: str, error: ServiceError) -> None:
-        """Writes down who was refused before anything of the call was read."""
+        """Records a call that was refused before anything of it was read."""
         if what in self._audited:
             entry = self.entry(what, peer=peer)
             entry.set_result(error)

@@ -1,4 +1,4 @@
-"""Tells a call's principal from its metadata, by the policy in force at that moment."""
+"""Finds a call's principal by the token in its metadata and the policy in force."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ TenantList = Annotated[list[Tenant], Field(min_length=1)]
 
 @dataclass(frozen=True, slots=True)
 class Policy(Generic[ActionT]):
-    """`principals` by the sha256 of their tokens. `anyone` is who calls where no token is needed;
-    None: each call needs one."""
+    """`principals` by the sha256 of their tokens. `anyone` is every call's principal where no token
+    is needed; None: each call needs one."""
 
     principals: Mapping[bytes, Principal[ActionT]] = field(default_factory=dict, repr=False)
     anyone: Principal[ActionT] | None = None
@@ -41,7 +41,7 @@ class Policy(Generic[ActionT]):
             return self.anyone
         if token is None:
             raise Unauthenticated("authorization: a bearer token is needed")
-        # Found by its hash, the time of the look-up tells nothing about any token.
+        # The lookup is by hash, so its duration reveals nothing about any token.
         principal = self.principals.get(_hash(token))
         if principal is None:
             raise Unauthenticated("authorization: this token is not known")
@@ -65,7 +65,7 @@ class TokenTables(Table):
 
 
 class _OnlyTokens(TokenTables):
-    """For a service without tables of its own: only the place of the others' is checked."""
+    """For a service without own tables: only the form of the others' is checked."""
 
     tenants: dict[str, dict[str, Any]] = {}
     keys: dict[str, dict[str, Any]] = {}

@@ -88,5 +88,5 @@ class Roles(Generic[ActionT]):
 
     @property
     def anyone(self) -> Principal[ActionT]:
-        """Everybody, where there is no policy."""
+        """Every caller, where there is no policy."""
         return self.principal("", self.allowed, None)

@@ -13,7 +13,7 @@ _FACTS: ContextVar[dict[str, str] | None] = ContextVar("call_facts", default=Non
 
 
 def begin(facts: dict[str, str]) -> None:
-    """From now on what is noted in this call's task goes into `facts`. Each call has a task of its
+    """Collects what this call's task notes in `facts` from now on. Each call has a task of its
     own."""
     _FACTS.set(facts)
 

@@ -65,14 +65,14 @@ class RpcServer:
         await self._server.start()
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Says so to those who check health; has no effect after `announce_end`."""
+        """Sets the answer to health checks; has no effect after `announce_end`."""
         statuses = health_pb2.HealthCheckResponse
         for service in ("", self._service):
             status = statuses.SERVING if is_serving else statuses.NOT_SERVING
             await self._health.set(service, status)
 
     async def announce_end(self) -> None:
-        """Says NOT_SERVING for good."""
+        """Answers health checks with NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
 
     async def close(self) -> None:

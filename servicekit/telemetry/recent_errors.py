@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from servicekit.errors import ServiceError
 
 MAX_PER_KIND = 20
-"""Calls kept per method and reason, so that many of one kind displace no others."""
+"""Limit per method and reason, so that many of one kind displace no others."""
 MAX_CHARS = 500
 """Longer texts of callers are cut."""
 
