@@ -25,9 +25,7 @@ class FairQueue:
         self._quantum = quantum
         self._ageing_s = ageing_s
         self._tenants: dict[str, TenantQueue] = {}
-        self._with_adapters: dict[
-            str, TenantQueue
-        ] = {}  # the one whose oldest waited longest first
+        self._with_adapters: dict[str, TenantQueue] = {}  # longest waiting first
         self._round_robin = DeficitRoundRobin(quantum)  # of tenants with ready sequences
         self._flows: dict[str, dict[Flow, None]] = {}  # by digest, in order of arrival
         self._parked: set[str] = set()
@@ -141,9 +139,8 @@ class FairQueue:
             self._round_robin.charge(tenant.name, charge)
         was_oldest = tenant.oldest is sequence
         self.remove(sequence)
-        if (
-            was_oldest and tenant.has_adapters
-        ):  # else its adapter would be evicted before it can start
+        # Else its adapter would be evicted before it can start.
+        if was_oldest and tenant.has_adapters:
             self._with_adapters[tenant.name] = self._with_adapters.pop(tenant.name)  # to the end
 
     def ended(self, sequence: Sequence) -> None:
