@@ -205,6 +205,8 @@ class FakeEngine:
         self._inbox.put(message)
 
     def stop(self) -> None:
+        """Ends the thread, even if a test has failed while it was stuck."""
+        self.stuck.clear()
         if self._thread.is_alive():
             self.send(Stop())
             self._thread.join()

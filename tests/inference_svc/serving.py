@@ -17,6 +17,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as store_pb_grpc
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
+from tests.support.wait import TIMEOUT_S
 
 LAYOUT = "sha256:" + "1" * 64
 
@@ -79,7 +80,8 @@ class Running:
         return int(answer.status)
 
     def scrape(self) -> str:
-        with urllib.request.urlopen(f"http://{self.server.metrics_address}/metrics") as response:
+        url = f"http://{self.server.metrics_address}/metrics"
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             return str(response.read().decode())
 
 
