@@ -381,7 +381,7 @@ def _read_environment(settings: Mapping[str, Setting]) -> dict[str, Any]:
 def _read_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Raises InvalidSetting for a file that is not there, is not TOML, or has an unknown key."""
     try:
-        read = tomllib.loads(path.read_text())
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidSetting(f"--config: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

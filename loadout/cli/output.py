@@ -29,8 +29,10 @@ class CommandFailed(Exception):
 
 
 def table_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+    """Returns a console that prints what the services sent as it is: names and errors may have
+    brackets, which rich would take for markup."""
+    width = None if Console().is_terminal else PIPED_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
