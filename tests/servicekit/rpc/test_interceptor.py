@@ -14,9 +14,11 @@ from grpc_status import rpc_status
 
 import adapter_store.errors
 import inference_svc.errors
+from servicekit.auth.authenticator import Authenticator
+from servicekit.auth.policy import Policy, PolicyFile
 from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
-from servicekit.rpc.interceptor import CallInterceptor, CallRules, Trailers
+from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.kinds import GENERAL, kinds_of
@@ -214,3 +216,40 @@ def test_each_call_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     assert (unread.message, unread.method, unread.reason) == (
         *("call refused", "Elsewhere", "UNAUTHENTICATED"),
     )
+
+
+def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixture) -> None:
+    refusals: list[tuple[str, str, str]] = []
+    ends: list[CallEnd] = []
+
+    async def handler(request: Any, context: Any) -> bytes:
+        raise AssertionError("the handler was called")
+
+    async def main() -> grpc.aio.AioRpcError:
+        tokens = TokenInterceptor(
+            Authenticator(PolicyFile(None, lambda text: Policy(), Policy())),
+            RULES.domain,
+            lambda method, peer, error: refusals.append((method, peer, error.reason)),
+        )
+        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, ends.append), tokens])
+        handlers = {"Elsewhere": grpc.unary_unary_rpc_method_handler(handler)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await channel.unary_unary("/test.Service/Elsewhere")(b"x")
+                return raised.value
+        finally:
+            await server.stop(None)
+
+    with caplog.at_level(logging.INFO):
+        error = asyncio.run(main())
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    [(method, peer, reason)], [end], [line] = refusals, ends, lines(caplog)
+    assert (method, reason) == ("Elsewhere", "UNAUTHENTICATED")
+    assert (end.code, end.facts["peer"]) == ("UNAUTHENTICATED", peer)
+    assert (line.method, line.reason, line.peer) == ("Elsewhere", "UNAUTHENTICATED", peer)
