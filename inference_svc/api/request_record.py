@@ -53,7 +53,7 @@ class RequestRecord:
         self.principal, self.tenant = principal.name, principal.home_tenant
 
     def bind(self, binding: Binding | None) -> None:
-        """None: the base model."""
+        """Sets the adapter; None: the base model."""
         self._binding = binding
         if binding is not None:
             self.adapter, self.digest = binding.label, binding.digest

@@ -166,5 +166,5 @@ def allocate_kv_cache(
 
 
 def max_pages(config: EngineConfig) -> int:
-    """The number of pages of the longest sequence."""
+    """Returns the number of pages of the longest sequence."""
     return -(-config.max_model_len // config.page_size)

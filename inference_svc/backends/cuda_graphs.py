@@ -20,7 +20,7 @@ class Recorded(Protocol):
     """One computation over fixed addresses."""
 
     def replay(self) -> Tensor:
-        """Its result from what lies there now; it may be gone with the next replay of any."""
+        """Computes it from what lies there now. The next replay of any may overwrite the result."""
 
 
 Record = Callable[[Compute], Recorded]
@@ -65,12 +65,12 @@ class CapturedSteps:
         self._recorded: dict[tuple[int, bool], Recorded] = {}
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows."""
+        """Returns the smallest size that holds so many rows; None if none does."""
         index = bisect.bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) else None
 
     def record_all(self) -> None:
-        """Largest first, so that the smaller ones find their memory in the pool."""
+        """Records all sizes, the largest first: the smaller ones then reuse its memory."""
         started_s = time.monotonic()
         for size in reversed(self._sizes):
             for with_lora in (True, False):
@@ -80,7 +80,7 @@ class CapturedSteps:
         )
 
     def replay(self, size: int, with_lora: bool) -> Tensor:
-        """fp32 logits [size, vocab_size]."""
+        """Returns fp32 logits [size, vocab_size]."""
         return self._find(size, with_lora).replay()
 
     def _find(self, size: int, with_lora: bool) -> Recorded:
@@ -91,7 +91,7 @@ class CapturedSteps:
 
 
 def captured_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, and from there steps that waste at most a third on padding; up to `max_rows`."""
+    """Returns sizes up to `max_rows`: 1, 2, 4, 8, then such that waste at most a third."""
     sizes = {1, 2, 4, max_rows}
     power = 8
     while power < max_rows:

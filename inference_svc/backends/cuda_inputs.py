@@ -43,7 +43,7 @@ class StepBlock:
         return len(self._host)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of the host side."""
+        """Allocates a tensor of the host side."""
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._used_bytes
         assert start + num_bytes <= self._end, "the block is too small"
@@ -51,7 +51,7 @@ class StepBlock:
         return self._host[start : start + num_bytes].view(dtype).view(shape)
 
     def zeros_at_end(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """The one tensor that lies behind all others, whenever they are made."""
+        """Allocates the one tensor that lies behind all others, whenever they are made."""
         assert self._end == len(self._host), "there is one already"
         num_bytes = math.prod(shape) * dtype.itemsize
         start = (self._end - num_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -66,7 +66,7 @@ class StepBlock:
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def send(self, num_last_rows: int) -> None:
-        """One copy, ordered on the current stream: of everything but the rows behind
+        """Copies, at once and ordered on the current stream, everything but the rows behind
         `num_last_rows` of the tensor at the end, which on the device stay as they are."""
         if self._twin is not self._host:
             # The unused bytes before the tensor at the end cost less than a second copy.
@@ -76,7 +76,7 @@ class StepBlock:
             self._sent.record()
 
     def wait(self) -> None:
-        """Until what was sent has been read. A step ends with its tokens, and so rarely waits."""
+        """Waits until what was sent has been read: rarely, as a step ends with its tokens."""
         if self._sent is not None:
             self._sent.synchronize()
 

@@ -33,7 +33,7 @@ class Expiries:
         return filter(_is_open, due)
 
     def next_s(self) -> float | None:
-        """The earliest time of a sequence that has not ended."""
+        """Returns the earliest time of a sequence that has not ended."""
         while self._heap and not _is_open(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

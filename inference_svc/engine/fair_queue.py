@@ -47,15 +47,15 @@ class FairQueue:
         return len(self._round_robin)
 
     def tenant(self, name: str) -> TenantQueue | None:
-        """The tenant's waiting sequences; None if there are none."""
+        """Returns the tenant's waiting sequences; None if there are none."""
         return self._tenants.get(name)
 
     def digests(self) -> list[str]:
-        """The adapters of waiting sequences, in no order."""
+        """Returns the adapters of waiting sequences, in no order."""
         return [digest for digest in self._flows if digest]
 
     def of_digest(self, digest: str) -> list[Sequence]:
-        """The waiting sequences of this adapter."""
+        """Returns the waiting sequences of this adapter."""
         return [s for flow in self._flows.get(digest, ()) for s in flow.sequences]
 
     def has(self, digest: str) -> bool:
@@ -222,5 +222,5 @@ class _Recount:
 
 
 def _num_remaining(sequence: Sequence) -> int:
-    """How many tokens the sequence may still generate."""
+    """Returns how many tokens the sequence may still generate."""
     return max(0, sequence.request.sampling.max_tokens - sequence.num_output)

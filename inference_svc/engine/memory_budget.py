@@ -53,7 +53,7 @@ class Budget:
         )
 
     def __str__(self) -> str:
-        """A table: a line each, their sum, the limit."""
+        """Returns a table: a row for each line, their sum, the limit."""
         total = Line("needed", self.needed_bytes)
         limit = Line("limit", self.limit_bytes or 0, self.limit_change)
         rows = (*self.lines, total, limit)
@@ -65,7 +65,7 @@ class Budget:
 
 
 def human(num_bytes: int) -> str:
-    """Such as "1.5 GiB"."""
+    """Returns a text such as "1.5 GiB"."""
     size, unit = float(num_bytes), 0
     while size >= 1024 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1

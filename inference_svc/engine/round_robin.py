@@ -31,7 +31,7 @@ class DeficitRoundRobin:
         return name in self._entries
 
     def __len__(self) -> int:
-        """The number of members with work waiting."""
+        """Returns the number of members with work waiting."""
         return len(self._entries)
 
     def enter(self, name: str) -> None:

@@ -31,7 +31,7 @@ _CHUNK_ELEMENTS = 1 << 18
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) for (seed, position): splitmix64 (Steele et al., 2014) of both."""
+    """Returns a number in [0, 1) for (seed, position): splitmix64 (Steele et al., 2014) of both."""
     state = 0
     for word in (seed, position):  # mixed one after the other: sums of them must not collide
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK64
@@ -42,7 +42,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`uniform` of uint64 arrays: fp64, the same bits."""
+    """Returns `uniform` of uint64 arrays: fp64, the same bits."""
     state = np.zeros_like(seeds)
     for words in (seeds, positions):
         state = state + words + np.uint64(0x9E3779B97F4A7C15)
@@ -117,8 +117,8 @@ class Sampler:
         self._rows: _Rows | None = None
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """One token per row of `logits` [N, vocab] fp32, for the N `sequences`. Logits may be
-        changed in place; logprobs are of the model's own distribution, before any change."""
+        """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`. May change
+        the logits in place; logprobs are of the model's own distribution, before any change."""
         if self._rows is None or self._rows.sequences != sequences:
             self._rows = _Rows(sequences, logits.device)
         rows = self._rows
@@ -203,7 +203,7 @@ def _truncate(probs: Tensor, limits: _Limits) -> Tensor:
 
 
 def _invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The first index whose cumulative probability exceeds u [N, 1] of the row's total.
+    """Returns the first index whose cumulative probability exceeds u [N, 1] of the row's total.
 
     In fp64, so that a vocabulary of any size keeps its rare tokens; never an index of
     probability 0. First the block is found, then the index in it.
