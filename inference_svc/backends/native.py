@@ -137,7 +137,7 @@ class NativeTransformer:
         return self._workspace.num_bytes + angles + self._scratch.num_bytes + attention
 
     def _all_ops(self) -> Iterator[tuple[str, NativeOp]]:
-        """Yields each operation, with the group of adapters that it is part of ("": always runs)."""
+        """Yields each operation with the group of adapters that it is part of ("": always runs)."""
         step, work, weights = self._step, self._workspace, self._weights
         yield "", gather_op(weights.embedding, work.hidden, step.token_ids, step.num_tokens)
         yield from _of(EMBEDDING, self._adapters.add_embedding(step.token_ids, work.hidden))
