@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,9 @@ PROCESS_FOLDERS = ("tests/system/", "tests/soak/", "tests/loadout/demo/")
 
 def pytest_configure() -> None:
     processes.install()
+    # A job in the background ignores SIGINT, and so would the processes that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,6 +76,7 @@ def check_life(pods: list[Pod]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_dev(run):
     manifests = overlay("dev")
     store = run(manifests, "adapter-store", {}, SMALL_STORE)
@@ -126,6 +127,7 @@ def mounted(manifests: Manifests, name: str, found: dict[str, Path]) -> dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_production(run, tmp_path):
     """With tokens and TLS; on CPU, and over SQLite."""
     manifests = overlay("production")

@@ -239,6 +239,7 @@ def run(up: Up, text: str, cwd: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_readme_runs(up: Up, checkout: Path) -> None:
     """Each block as a whole, and the output that it shows of `loadout up`."""
     [shown] = readme_blocks("text")
@@ -259,12 +260,14 @@ CLIENT_COMMANDS = [
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("command", CLIENT_COMMANDS, ids=str)
 def test_client_command_runs(up: Up, checkout: Path, command: Command) -> None:
     run(up, shlex.join(command.words), checkout)
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_sizing_runs(up: Up, checkout: Path) -> None:
     [command] = [each for each in ALL if each.words[:3] == ("python", "-m", "tools.sizing")]
     text = shlex.join(command.words).replace(" DIR", " loadout/demo/assets/model")

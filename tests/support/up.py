@@ -59,5 +59,10 @@ class Up:
     def end(self, number: int) -> tuple[int, str]:
         """Sends a signal; (exit code, stderr)."""
         self.popen.send_signal(number)
-        _, stderr = self.popen.communicate(timeout=90)
+        try:
+            _, stderr = self.popen.communicate(timeout=90)
+        finally:
+            if self.popen.poll() is None:
+                self.popen.kill()
+                self.popen.communicate()
         return self.popen.returncode, stderr

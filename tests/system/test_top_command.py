@@ -96,8 +96,6 @@ def test_a_terminal_that_is_resized(arguments: list[str]) -> None:
     resize(150, 50)
     command = [sys.executable, "-m", "loadout.cli", *arguments, "--interval", "0.2"]
     environment = {**os.environ, "TERM": "xterm-256color"}
-    # A job in the background ignores SIGINT, and so would its children.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(end)
     try:
