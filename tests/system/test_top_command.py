@@ -21,6 +21,17 @@ import pytest
 
 from loadout.cli.__main__ import main
 from tests.system.services import Services
+from tests.system.zoo import Zoo
+
+
+# Services of its own: what other tests do on the shared ones moves the busiest adapter elsewhere.
+@pytest.fixture(scope="module")
+def services(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    with Services(zoos("llama"), tmp_path_factory.mktemp("services")) as made:
+        yield made
+        made.check_exit_codes()
 
 
 @pytest.fixture

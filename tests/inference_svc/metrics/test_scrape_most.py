@@ -33,7 +33,7 @@ VALUES = {
 """Of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
-MAX_CPU_S = 0.05
+MAX_CPU_S = 0.1
 
 
 def snapshot() -> Snapshot:
@@ -95,7 +95,8 @@ def test_the_largest_scrape_is_bounded(metrics: Metrics) -> None:
 
 
 def test_the_largest_scrape_is_fast(metrics: Metrics) -> None:
-    """Of the thread's own time, and the best of five: what else the machine does is no matter."""
+    """Of the thread's own time, and the best of five. Alone on a core it is below 50 ms;
+    a busy sibling of that core takes half of its speed."""
 
     def cpu_s() -> float:
         began_s = time.thread_time()
