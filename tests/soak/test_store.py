@@ -13,7 +13,13 @@ from tests.soak.model import NameState, Promises, Version, check_history
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("catalog", "kills"), [("sqlite", 10), ("postgresql", 4)])
+LONG = [
+    pytest.param(catalog, kills, marks=pytest.mark.long)
+    for catalog, kills in (("sqlite", 25), ("postgresql", 12))
+]
+
+
+@pytest.mark.parametrize(("catalog", "kills"), [("sqlite", 10), ("postgresql", 4), *LONG])
 def test_a_killed_store_keeps_its_promises(catalog, kills) -> None:
     # In a process of its own: the soak forks, and this one has threads.
     done = subprocess.run(
