@@ -22,6 +22,7 @@ from servicekit.rpc.status import CODES
 from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState
 from servicekit.telemetry.metrics import Kind
 from tests.inference_svc.metrics.test_scrape_size import MAX_SERIES
+from tests.support.wait import until
 
 METHODS = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 ROUTES = [*COMPLETION_ROUTES, *(f"/route/{number}" for number in range(8))]
@@ -33,7 +34,7 @@ VALUES = {
 """Of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
-MAX_CPU_S = 0.1
+MAX_CPU_S = 0.05
 
 
 def snapshot() -> Snapshot:
@@ -95,12 +96,11 @@ def test_the_largest_scrape_is_bounded(metrics: Metrics) -> None:
 
 
 def test_the_largest_scrape_is_fast(metrics: Metrics) -> None:
-    """Of the thread's own time, and the best of five. Alone on a core it is below 50 ms;
-    a busy sibling of that core takes half of its speed."""
+    """The thread's own time counts, once undisturbed: a busy sibling core halves the speed."""
 
-    def cpu_s() -> float:
+    def is_fast() -> bool:
         began_s = time.thread_time()
         metrics.exposition()
-        return time.thread_time() - began_s
+        return time.thread_time() - began_s < MAX_CPU_S
 
-    assert min(cpu_s() for _ in range(5)) < MAX_CPU_S
+    until(is_fast, what=f"no scrape in less than {MAX_CPU_S} s of processor time")
