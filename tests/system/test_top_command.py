@@ -106,7 +106,10 @@ def test_a_terminal_that_is_resized(arguments: list[str]) -> None:
 
     resize(150, 50)
     command = [sys.executable, "-m", "loadout.cli", *arguments, "--interval", "0.2"]
-    environment = {**os.environ, "TERM": "xterm-256color"}
+    # Rich prefers these to the terminal's own size.
+    sizes = ("COLUMNS", "LINES")
+    inherited = {name: value for name, value in os.environ.items() if name not in sizes}
+    environment = {**inherited, "TERM": "xterm-256color"}
     process = subprocess.Popen(command, env=environment, stdin=end, stdout=end, stderr=end)
     os.close(end)
     try:
