@@ -11,6 +11,7 @@ from pathlib import Path
 
 from adapter_store.config import StoreSettings
 from servicekit.errors import InvalidSetting, ServiceError
+from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
 
 NOISY_LOGGERS = (
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments[:1] == ["digest"]:
         return _print_digest(arguments[1:])
     try:
-        settings = StoreSettings.load(arguments)
+        settings = load_settings(StoreSettings, arguments)
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level, NOISY_LOGGERS)

@@ -9,12 +9,8 @@ from typing import Annotated, Self
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from servicekit.settings import (
-    ACCESS,
-    NETWORK,
-    PROCESS,
-    TELEMETRY,
-    TLS,
+from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
+from servicekit.settings.types import (
     Address,
     Bytes,
     Folder,
@@ -24,7 +20,6 @@ from servicekit.settings import (
     Names,
     PositiveSeconds,
     Seconds,
-    ServiceSettings,
 )
 
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")

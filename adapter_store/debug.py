@@ -22,7 +22,7 @@ from adapter_store.images.buffers import torch_versions
 from adapter_store.images.plan import COMPILER_REVISION, IMAGE_FORMATS
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.service import StoreService
-from servicekit.settings import URL_PASSWORD, environment_secrets
+from servicekit.settings.secrets import URL_PASSWORD, environment_secrets
 from servicekit.telemetry.debug_bundle import (
     MAX_ROWS,
     Part,

@@ -10,6 +10,7 @@ import sys
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
 from servicekit.errors import InvalidSetting
+from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
 
 SPIN_COUNT = 2000
@@ -21,7 +22,9 @@ pull, or the very thread that it waits for could use."""
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0 after a clean stop, 2 for bad settings, 1 if it cannot start."""
     try:
-        settings = InferenceSettings.load(sys.argv[1:] if arguments is None else arguments)
+        settings = load_settings(
+            InferenceSettings, sys.argv[1:] if arguments is None else arguments
+        )
     except InvalidSetting as error:
         return _fail(error, 2)
     configure_logging(settings.log_format, settings.log_level)

@@ -62,7 +62,7 @@ from servicekit.rpc.server import (
     withdraw_ready,
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
-from servicekit.settings import split_address
+from servicekit.settings.types import split_address
 from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing

@@ -14,12 +14,8 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from servicekit.errors import InvalidSetting
-from servicekit.settings import (
-    ACCESS,
-    NETWORK,
-    PROCESS,
-    TELEMETRY,
-    TLS,
+from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
+from servicekit.settings.types import (
     Address,
     Addresses,
     Bytes,
@@ -30,7 +26,6 @@ from servicekit.settings import (
     OptionalBytes,
     PositiveSeconds,
     Seconds,
-    ServiceSettings,
     split_commas,
 )
 

@@ -21,7 +21,7 @@ from inference_svc.metrics.engine import MAX_NAMES
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.store.directory import Directory
 from inference_svc.store.replicas import Replicas
-from servicekit.settings import environment_secrets
+from servicekit.settings.secrets import environment_secrets
 from servicekit.telemetry.debug_bundle import (
     MAX_ROWS,
     PART_SECONDS,

@@ -4,6 +4,6 @@ auth       callers, their rights, and the audit of their changes
 errors     what can go wrong: the general kinds, which services derive their own from
 refs       what names an adapter: `[tenant/]name[@version]` or a digest
 rpc        serving gRPC
-settings   the settings that all services have, and how settings are read
+settings   how settings are declared, read and shown, and those that all services have
 telemetry  logs, redaction, traces, metrics, recent errors and the debug bundle
 """

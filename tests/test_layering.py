@@ -92,12 +92,12 @@ FLAT = {
     "adapter_store": "__init__ __main__ app config core errors service store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app config core errors debug",
-    "servicekit": "__init__ errors settings refs",
+    "servicekit": "__init__ errors refs",
 }
 """What may lie at a package's root; all else has a folder."""
 
 READ_ENVIRONMENT = re.compile(
-    r"(.*\.)?(__main__|config)|servicekit\.settings|loadout\.(cli|demo|benchmark)\..*"
+    r"(.*\.)?(__main__|config)|servicekit\.settings\.(load|secrets)|loadout\.(cli|demo|benchmark)\..*"
 )
 CUDA_PLACES = (
     "kernels",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
-from servicekit.settings import ServiceSettings, Setting, describe
+from servicekit.settings.describe import Setting, describe
+from servicekit.settings.service import ServiceSettings
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "configuration.md"

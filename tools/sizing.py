@@ -26,6 +26,7 @@ from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.weights import weights_bytes
 from kernels.attention import page_bytes
 from servicekit.errors import InvalidSetting
+from servicekit.settings.load import load_settings
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "packing")
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     try:
-        config = InferenceSettings.load([flag for flag in options.flags if flag != "--"])
+        config = load_settings(InferenceSettings, [flag for flag in options.flags if flag != "--"])
     except InvalidSetting as error:
         raise SystemExit(f"error: {error}") from None
     adapters = Adapters(options.rank, tuple(options.targets.split(",")))

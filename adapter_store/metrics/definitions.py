@@ -7,9 +7,17 @@ from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
 PREFIX = "loadout_store_"
 _OWN = Namespace(PREFIX)
 
+_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Buckets of what may take as long as a large adapter's way here."""
+
 CALLS = (
     _OWN.counter("requests", "Calls answered, by method and status code.", "method", "code"),
-    _OWN.histogram("request_seconds", "Duration of calls; of streams, until their end.", "method"),
+    _OWN.histogram(
+        "request_seconds",
+        "Duration of calls; of streams, until their end.",
+        "method",
+        bounds_s=_BOUNDS_S,
+    ),
     _OWN.counter(
         "rejections",
         "Calls that were refused or failed, by the error's reason.",
@@ -22,13 +30,16 @@ CALLS = (
         "result",
     ),
     _OWN.histogram(
-        "registration_seconds", "Time from a registration's call until its record was durable."
+        "registration_seconds",
+        "Time from a registration's call until its record was durable.",
+        bounds_s=_BOUNDS_S,
     ),
     _OWN.counter("fetched_bytes", "Bytes fetched from sources and received as uploads."),
     _OWN.counter("pulls", "Pulls by result: complete, cancelled, or the error's reason.", "result"),
     _OWN.histogram(
         "pull_wait_seconds",
         "Time from a pull's call to its first answer: lookup, a free worker, and space in memory.",
+        bounds_s=_BOUNDS_S,
     ),
     _OWN.counter("pulled_bytes", "Image bytes sent."),
     _OWN.gauge("active_pulls", "Pulls in progress."),
@@ -37,7 +48,7 @@ CALLS = (
 
 IMAGES = (
     _OWN.counter("compiles", "Images compiled, by result: ready, incompatible, failed.", "result"),
-    _OWN.histogram("compile_seconds", "Time to compile one image."),
+    _OWN.histogram("compile_seconds", "Time to compile one image.", bounds_s=_BOUNDS_S),
     _OWN.gauge(
         "images_in_progress", "Images being compiled, read or written, or waiting for a worker."
     ),

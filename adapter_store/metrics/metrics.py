@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from adapter_store.metrics.definitions import DEFINITIONS
 from servicekit.telemetry.metrics import MetricRegistry
 
-BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-
 FAULT_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DATA_LOSS")
 SERVER_METHODS = ("WatchAdapters", "PullAdapter", "RegisterLayout")
 """Methods that inference services call."""
@@ -24,16 +22,16 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = made = MetricRegistry(DEFINITIONS)
         self.requests = made.counter("requests")
-        self.request_seconds = made.histogram("request_seconds", BOUNDS_S)
+        self.request_seconds = made.histogram("request_seconds")
         self.rejections = made.counter("rejections")
         self.registrations = made.counter("registrations")
-        self.registration_seconds = made.histogram("registration_seconds", BOUNDS_S)
+        self.registration_seconds = made.histogram("registration_seconds")
         self.fetched_bytes = made.counter("fetched_bytes")
         self.damaged_files = made.counter("damaged_files")
         self.compiles = made.counter("compiles")
-        self.compile_seconds = made.histogram("compile_seconds", BOUNDS_S)
+        self.compile_seconds = made.histogram("compile_seconds")
         self.pulls = made.counter("pulls")
-        self.pull_wait_seconds = made.histogram("pull_wait_seconds", BOUNDS_S)
+        self.pull_wait_seconds = made.histogram("pull_wait_seconds")
         self.pulled_bytes = made.counter("pulled_bytes")
         self._build_info = made.gauge("build_info")
         self._start_at_zero()

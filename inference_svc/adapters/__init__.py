@@ -2,7 +2,7 @@
 
 residency     Tracks who waits for which adapter and who uses it; wires the rest.
 loader        Moves loads from state to state, and starts and ends pulls.
-loads         Adapters on their way: each in one state, and the transitions between them.
+load_states   Adapters on their way: each in one state, and the transitions between them.
 placement     Reserves memory for loads, by eviction or by draining.
 prefetch      Loads adapters before a request needs them, within a share of the bandwidth.
 popularity    Counts how often each adapter was requested lately.
@@ -11,7 +11,7 @@ slots         The images in one memory: rows, pins, users, eviction.
 extents       The allocator of a flat memory.
 arena         The tensor that holds every resident adapter, and the table that finds them.
 layout        The weights of this model that LoRA may change, and their groups.
-puller        The threads that pull images and verify them.
+pull_threads  The threads that pull images and verify them.
 pull          One pull: its progress, its memory, and its events for the engine.
 image_source  The adapter store as a Protocol, and the messages of a pull.
 load_metrics  What loads did: counts, times and spans.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
-from inference_svc.adapters.loads import Load, Loads, LoadState
+from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.placement import Placement
 from inference_svc.adapters.prefetch import Prefetcher
 from inference_svc.adapters.pull import (
@@ -23,7 +23,7 @@ from inference_svc.adapters.pull import (
     PullOpened,
     SilentSources,
 )
-from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.slots import EvictionReason, Resident, inadmissible_reason
 from inference_svc.adapters.tiers import MemoryTiers
 from inference_svc.errors import AdapterUnusable

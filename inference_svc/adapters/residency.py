@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
+from inference_svc.adapters.load_states import Loads, LoadState
 from inference_svc.adapters.loader import Loader
-from inference_svc.adapters.loads import Loads, LoadState
 from inference_svc.adapters.placement import Drains, Placement
 from inference_svc.adapters.prefetch import Prefetcher, PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
-from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier, MemoryTiers, ResidencyChange
 from inference_svc.errors import AdapterNotFound, AdapterUnusable

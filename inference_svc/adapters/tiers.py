@@ -14,7 +14,7 @@ import torch
 
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.loads import Load, Loads, LoadState
+from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.slots import EvictionReason, Reservation, Resident, Slots
 from kernels.host_memory import allocate_host
 

@@ -17,8 +17,8 @@ from inference_svc.core import Action, Principal, Request
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter
 from inference_svc.errors import AdapterNotFound
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.store.catalog import AdapterPage, Registry, Source
 from inference_svc.store.directory import Binding, Directory
+from inference_svc.store.types import AdapterPage, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token

@@ -12,7 +12,7 @@ from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout, build_layout
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
-from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from inference_svc.adapters.loads import Load
+from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.residency import Residency
 from inference_svc.adapters.slots import Resident, Slots
 from inference_svc.core import Sequence

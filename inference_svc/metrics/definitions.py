@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from servicekit.telemetry.histogram import QUEUE_BOUNDS_S, REQUEST_BOUNDS_S
 from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
 
 PREFIX = "loadout_inference_"
@@ -37,21 +38,28 @@ REQUESTS = (
         "queue_seconds",
         "Time from a request's arrival until it first ran. If its client disconnected before the "
         "first token: until then.",
+        bounds_s=QUEUE_BOUNDS_S,
     ),
     _OWN.histogram(
         "adapter_wait_seconds",
         "Time from a request's arrival until its adapter was resident, or until the request gave "
         "up waiting for it.",
+        bounds_s=QUEUE_BOUNDS_S,
     ),
     _OWN.histogram(
         "first_token_seconds",
         "Time from a request's arrival to its first token. If its client disconnected or its "
         "deadline passed without one: until then, a lower bound.",
+        bounds_s=QUEUE_BOUNDS_S,
     ),
     _OWN.histogram(
         "inter_token_seconds", "Time between two tokens of a request, as the engine samples them."
     ),
-    _OWN.histogram("request_seconds", "Time from a request's arrival to its last token."),
+    _OWN.histogram(
+        "request_seconds",
+        "Time from a request's arrival to its last token.",
+        bounds_s=REQUEST_BOUNDS_S,
+    ),
     _OWN.gauge(
         "snapshot_age_seconds",
         "Age of the engine's last report: about 0, and growing while the engine does not answer. "

@@ -18,21 +18,8 @@ from inference_svc.errors import QueueFull
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import Snapshot, engine_metrics, snapshot_gateway_metrics
 from inference_svc.metrics.top_adapters import AdapterCounts, TopAdapters
-from servicekit.telemetry.histogram import (
-    QUEUE_BOUNDS_S,
-    REQUEST_BOUNDS_S,
-    WAIT_BOUNDS_S,
-    Histogram,
-)
+from servicekit.telemetry.histogram import WAIT_BOUNDS_S, Histogram
 from servicekit.telemetry.metrics import MetricRegistry, ScrapeCollector, exposition
-
-BOUNDS_S = {
-    "queue_seconds": QUEUE_BOUNDS_S,
-    "adapter_wait_seconds": QUEUE_BOUNDS_S,
-    "first_token_seconds": QUEUE_BOUNDS_S,
-    "request_seconds": REQUEST_BOUNDS_S,
-}
-"""Bounds of the histograms counted here; the engine's have their own."""
 
 MAX_ADAPTERS = 50
 """Default number of adapters with series of their own."""
@@ -85,14 +72,10 @@ class Metrics:
         self._prompt_tokens = made.counter("prompt_tokens")
         self._cached_prompt_tokens = made.counter("cached_prompt_tokens")
         self._generated_tokens = made.counter("generated_tokens")
-        self._queue_seconds = made.histogram("queue_seconds", BOUNDS_S["queue_seconds"])
-        self._adapter_wait_seconds = made.histogram(
-            "adapter_wait_seconds", BOUNDS_S["adapter_wait_seconds"]
-        )
-        self._first_token_seconds = made.histogram(
-            "first_token_seconds", BOUNDS_S["first_token_seconds"]
-        )
-        self._request_seconds = made.histogram("request_seconds", BOUNDS_S["request_seconds"])
+        self._queue_seconds = made.histogram("queue_seconds")
+        self._adapter_wait_seconds = made.histogram("adapter_wait_seconds")
+        self._first_token_seconds = made.histogram("first_token_seconds")
+        self._request_seconds = made.histogram("request_seconds")
         self._info = made.gauge("info")
         self._build_info = made.gauge("build_info")
         made.collect_families(self.adapters.families)

@@ -1,6 +1,6 @@
 """The client of the adapter store.
 
-catalog          the catalog's records, pages, events and protocols, without transport
+types            the catalog's records, pages, events and protocols, without transport
 directory        resolves adapter references through the cache and the store
 name_cache       caches records by canonical reference, name and digest
 ownership        caches which tenants own which content

@@ -24,13 +24,6 @@ from inference_svc.adapters.image_source import (
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.store.catalog import (
-    AdapterPage,
-    AdapterRecord,
-    HistoryGone,
-    NameEvent,
-    Source,
-)
 from inference_svc.store.channel_pool import ChannelPool, PooledChannel
 from inference_svc.store.convert import (
     from_layout,
@@ -43,6 +36,7 @@ from inference_svc.store.convert import (
 )
 from inference_svc.store.credentials import NO_ACCESS, Metadata, StoreAccess, read_store_access
 from inference_svc.store.replicas import Endpoint, Replicas
+from inference_svc.store.types import AdapterPage, AdapterRecord, HistoryGone, NameEvent, Source
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import ServiceError
 from servicekit.telemetry.logs import configure_logging

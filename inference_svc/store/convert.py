@@ -24,7 +24,7 @@ from inference_svc.errors import (
     QueueFull,
     StoreUnavailable,
 )
-from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
+from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference_svc.config import InferenceSettings
 from servicekit.errors import PermissionDenied
-from servicekit.settings import split_address
+from servicekit.settings.types import split_address
 
 log = logging.getLogger(__name__)
 

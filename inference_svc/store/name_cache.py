@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound
-from inference_svc.store.catalog import AdapterRecord
+from inference_svc.store.types import AdapterRecord
 from servicekit.refs import AdapterRef, tenant_of
 
 MAX_ENTRIES = 100_000

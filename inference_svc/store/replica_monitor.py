@@ -9,7 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from inference_svc.store.replicas import Endpoint, Replicas
-from servicekit.settings import split_address
+from servicekit.settings.types import split_address
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from servicekit.auth.policy import PolicyFile
 from servicekit.errors import ServiceError
 from servicekit.rpc.interceptor import Trailers
 from servicekit.rpc.tls import CertificateFiles, Certificates
-from servicekit.settings import ServiceSettings, split_address
+from servicekit.settings.service import ServiceSettings
+from servicekit.settings.types import split_address
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ import ssl
 from dataclasses import dataclass, field
 
 from servicekit.errors import InvalidSetting
-from servicekit.settings import ServiceSettings, split_address
+from servicekit.settings.service import ServiceSettings
+from servicekit.settings.types import split_address
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,12 +50,15 @@ _FAMILIES: dict[Kind, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """Defines a metric. `name` is without the suffix that Prometheus adds to counters."""
+    """Defines a metric. `name` is without the suffix that Prometheus adds to counters. `bounds_s`
+    are the buckets of a histogram that is counted in its registry; one that is read at every
+    scrape brings its own."""
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
+    bounds_s: tuple[float, ...] = ()
 
     @property
     def exposed_name(self) -> str:
@@ -74,8 +77,10 @@ class Namespace:
     def gauge(self, name: str, help_text: str, *labels: str) -> Definition:
         return Definition(self.prefix + name, Kind.GAUGE, help_text, labels)
 
-    def histogram(self, name: str, help_text: str, *labels: str) -> Definition:
-        return Definition(self.prefix + name, Kind.HISTOGRAM, help_text, labels)
+    def histogram(
+        self, name: str, help_text: str, *labels: str, bounds_s: tuple[float, ...] = ()
+    ) -> Definition:
+        return Definition(self.prefix + name, Kind.HISTOGRAM, help_text, labels, bounds_s)
 
     def summary(self, name: str, help_text: str, *labels: str) -> Definition:
         return Definition(self.prefix + name, Kind.SUMMARY, help_text, labels)
@@ -179,9 +184,12 @@ class MetricRegistry(CollectorRegistry):
         found = self._definitions[key]
         return Gauge(found.name, found.help, found.labels, registry=self)
 
-    def histogram(self, key: str, bounds_s: Sequence[float]) -> Histogram:
+    def histogram(self, key: str) -> Histogram:
         found = self._definitions[key]
-        return Histogram(found.name, found.help, found.labels, buckets=bounds_s, registry=self)
+        assert found.bounds_s, f"{key} is defined without buckets"
+        return Histogram(
+            found.name, found.help, found.labels, buckets=found.bounds_s, registry=self
+        )
 
     def collect_families(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Exports the families that `collect` returns, called at every scrape in its thread."""

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from adapter_store.config import StoreSettings
+from servicekit.settings.load import load_settings
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,9 @@ def test_catalog_dsn_without_a_line_break():
 
 def test_lists(monkeypatch):
     monkeypatch.setenv("LOADOUT_STORE_SOURCE_ROOTS", "/a, /b")
-    settings = StoreSettings.load(["--s3-buckets", "one,two/three/", "--s3-buckets", "four"])
+    settings = load_settings(
+        StoreSettings, ["--s3-buckets", "one,two/three/", "--s3-buckets", "four"]
+    )
     assert settings.source_roots == (Path("/a"), Path("/b"))
     assert settings.s3_buckets == ("one", "two/three", "four")
 

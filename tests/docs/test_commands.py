@@ -20,7 +20,8 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from loadout.cli.app import app
 from loadout.health.__main__ import parse_arguments
-from servicekit.settings import ServiceSettings, parse_flags
+from servicekit.settings.load import parse_flags
+from servicekit.settings.service import ServiceSettings
 from tests.support.up import Up
 
 ROOT = Path(__file__).parents[2]

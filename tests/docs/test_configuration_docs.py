@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from servicekit.settings import describe
+from servicekit.settings.describe import describe
+from servicekit.settings.load import load_settings
 from tools.configuration_docs import EXAMPLES, PATH, ROOT, render, render_example
 
 
@@ -26,7 +27,7 @@ def test_the_examples_are_up_to_date(example: Path) -> None:
 
 
 def test_an_example_has_the_defaults(example: Path) -> None:
-    settings = EXAMPLES[example].load(["--config", str(example)])
+    settings = load_settings(EXAMPLES[example], ["--config", str(example)])
     required = {each.name for each in describe(EXAMPLES[example]) if each.is_required}
     assert settings.model_fields_set == {"config", *required}
 
@@ -37,8 +38,8 @@ def test_an_example_without_its_comment_marks(example: Path, tmp_path: Path) -> 
     path = tmp_path / example.name
     path.write_text(text)
     service = EXAMPLES[example]
-    changed = service.load(["--config", str(path)])
-    plain = service.load(["--config", str(example)])
+    changed = load_settings(service, ["--config", str(path)])
+    plain = load_settings(service, ["--config", str(example)])
     settings = describe(service)
     assert changed.model_fields_set == {setting.name for setting in settings}
     for setting in settings:

@@ -18,7 +18,7 @@ from inference_svc.metrics import definitions as inference_metrics
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.cli.app import app
 from loadout.inference.v1 import inference_pb2
-from servicekit.settings import Setting, describe
+from servicekit.settings.describe import Setting, describe
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

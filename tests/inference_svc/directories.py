@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
-from inference_svc.store.catalog import AdapterRecord, NameEvent
 from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.types import AdapterRecord, NameEvent
 from tests.support.clock import Clock
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64

@@ -14,6 +14,7 @@ from inference_svc.config import (
     resolve,
 )
 from servicekit.errors import InvalidSetting
+from servicekit.settings.load import load_settings
 
 MIB = 1 << 20
 MODEL = ModelFacts("bfloat16", max_position_embeddings=4096, kv_elements_per_token=1024)
@@ -38,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def parse(model: Path, *args: str) -> InferenceSettings:
-    return InferenceSettings.load(["--model", str(model), *args])
+    return load_settings(InferenceSettings, ["--model", str(model), *args])
 
 
 def test_names_of_the_base_model(model: Path) -> None:

@@ -14,14 +14,10 @@ from pydantic import ValidationError
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
-from servicekit.settings import (
-    ServiceSettings,
-    check_endpoint,
-    describe,
-    help_text,
-    split_address,
-    standard_endpoint,
-)
+from servicekit.settings.describe import describe, help_text
+from servicekit.settings.load import load_settings, standard_endpoint
+from servicekit.settings.service import ServiceSettings
+from servicekit.settings.types import check_endpoint, split_address
 
 SERVICES = [StoreSettings, InferenceSettings]
 SWITCHES = {"adapter_store": "compile-ahead", "inference_svc": "prefetch"}
@@ -50,7 +46,7 @@ def required(service: type[ServiceSettings], tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def load(service: type[ServiceSettings], required: list[str]) -> Load:
-    return lambda *arguments: service.load([*required, *arguments])
+    return lambda *arguments: load_settings(service, [*required, *arguments])
 
 
 @pytest.fixture
@@ -203,13 +199,13 @@ def test_all_problems_at_once(load: Load) -> None:
 
 def test_secrets_stay_out_of_errors() -> None:
     with pytest.raises(InvalidSetting) as caught:
-        StoreSettings.load(["--catalog-dsn", "mysql://u:s3cr3t@h/d"])
+        load_settings(StoreSettings, ["--catalog-dsn", "mysql://u:s3cr3t@h/d"])
     assert "s3cr3t" not in str(caught.value)
 
 
 def test_required() -> None:
     with pytest.raises(InvalidSetting, match="--model: is required"):
-        InferenceSettings.load([])
+        load_settings(InferenceSettings, [])
 
 
 def test_settings_cannot_be_changed(load: Load) -> None:

@@ -3,7 +3,8 @@
 app          the application: routes, error handlers, middleware
 server       uvicorn on the service's event loop
 connections  limits of connections that are idle or do not read
-middleware   counts and traces requests, adds the load, cancels when a client disconnects
+middleware   counts and traces requests, adds the load
+disconnect   cancels work whose client has disconnected
 errors       errors as responses in OpenAI's format
 request      request bodies and headers, and the fields of the generating routes
 generate     the flow of the generating routes: read, generate, respond

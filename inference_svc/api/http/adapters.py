@@ -9,11 +9,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
-from inference_svc.api.http.middleware import cancel_on_disconnect
 from inference_svc.api.http.request import Body, authenticated, read_body
 from inference_svc.api.service import Service
-from inference_svc.store.catalog import Source
+from inference_svc.store.types import Source
 
 MAX_REF_CHARS = 512
 MAX_PATH_CHARS = 4096

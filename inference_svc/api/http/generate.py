@@ -16,8 +16,8 @@ from starlette.types import Message
 from inference_svc.api.generate_call import GenerateCall, checked_sampling
 from inference_svc.api.generate_stream import GenerateStream
 from inference_svc.api.http.choices import in_slices, to_usage
+from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
-from inference_svc.api.http.middleware import cancel_on_disconnect
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
     REQUEST_ID_HEADER,

@@ -1,14 +1,11 @@
-"""Around all routes: counts and traces requests, adds the load to responses, and cancels work whose
-client has disconnected."""
+"""Around all routes: counts and traces requests, and adds the load to responses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.api.http.errors import (
@@ -31,9 +28,6 @@ METHODS = frozenset(
 """Others, which callers may invent, share one label."""
 QUIET = frozenset({"/health", "/metrics", OTHER})
 """Routes that are polled, and unknown ones: not traced."""
-
-
-T = TypeVar("T")
 
 
 class RequestMiddleware:
@@ -129,29 +123,3 @@ def _end(span: OpenSpan, status: int, sent: int | None, reason: str) -> None:
     if status >= 500:
         span.error = reason or str(status)
     span.end()
-
-
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns or raises what `work` does. Raises ClientDisconnect if the client disconnects before;
-    then, as when it is cancelled itself, it cancels the work and waits for its end.
-
-    Nothing but the disconnect may be left to `receive`.
-    """
-    task = asyncio.create_task(work)
-    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for each in (task, disconnect):
-            each.cancel()
-        await asyncio.wait((task, disconnect))
-        if not task.cancelled():
-            task.exception()  # retrieved, whether it is raised or comes too late
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
-from inference_svc.api.http.middleware import cancel_on_disconnect
 from inference_svc.api.http.request import authenticated
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal

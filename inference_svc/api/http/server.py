@@ -21,7 +21,7 @@ from inference_svc.api.http.connections import (
 )
 from inference_svc.api.http.middleware import RequestMiddleware
 from servicekit.rpc.tls import CertificateFiles, rotating_context
-from servicekit.settings import split_address
+from servicekit.settings.types import split_address
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75

@@ -10,7 +10,7 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.puller import Puller, PullEvent
+from inference_svc.adapters.pull_threads import Puller, PullEvent
 from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inference_svc.adapters.loads import LoadState
+from inference_svc.adapters.load_states import LoadState
 from inference_svc.adapters.prefetch import CHECK_INTERVAL_S, MARGIN, PrefetchPolicy
 from inference_svc.adapters.pull import PullDone, PullFailed, PullJob, PullOpened
-from inference_svc.adapters.puller import Puller
+from inference_svc.adapters.pull_threads import Puller
 from inference_svc.adapters.residency import build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier

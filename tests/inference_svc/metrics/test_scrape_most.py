@@ -16,7 +16,7 @@ from inference_svc.config import InferenceSettings
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus
 from inference_svc.metrics.definitions import DEFINITIONS
 from inference_svc.metrics.engine import MAX_NAMES, MAX_RESIDENTS, Snapshot
-from inference_svc.metrics.metrics import BOUNDS_S, COMPLETION_ROUTES, Metrics, RequestEnd
+from inference_svc.metrics.metrics import COMPLETION_ROUTES, Metrics, RequestEnd
 from loadout.inference.v1 import inference_pb2
 from servicekit.rpc.status import CODES
 from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState
@@ -40,7 +40,7 @@ MAX_CPU_S = 0.05
 def snapshot() -> Snapshot:
     plain, labelled = {}, {}
     for key, definition in DEFINITIONS.items():
-        if definition.kind is Kind.HISTOGRAM and key not in BOUNDS_S:
+        if definition.kind is Kind.HISTOGRAM and not definition.bounds_s:
             if definition.labels:
                 [label] = definition.labels
                 labelled[key] = dict.fromkeys(VALUES[label], HISTOGRAM)

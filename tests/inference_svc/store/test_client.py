@@ -26,10 +26,10 @@ from inference_svc.errors import (
     QueueFull,
     StoreUnavailable,
 )
-from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, Source
 from inference_svc.store.client import CatalogClient, ImageClient
 from inference_svc.store.credentials import StoreAccess, TokenFile
 from inference_svc.store.replicas import Replicas
+from inference_svc.store.types import AdapterRecord, LayoutVerdict, Source
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.errors import InvalidArgument, PermissionDenied, ServiceError, Unauthenticated
 from tests.inference_svc.tiny_store import LAYOUT, A, TinyStore, running, serve

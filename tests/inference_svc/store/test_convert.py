@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from inference_svc.adapters.image_source import ImageChunk, ImageTrailer, LayerEnd
 from inference_svc.errors import CorruptImage
-from inference_svc.store.catalog import NameEvent
 from inference_svc.store.convert import to_event, to_pull_message
+from inference_svc.store.types import NameEvent
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from inference_svc.core import ANYONE
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
-from inference_svc.store.catalog import AdapterRecord, LayoutVerdict, NameEvent
 from inference_svc.store.directory import Directory, Servable
+from inference_svc.store.types import AdapterRecord, LayoutVerdict, NameEvent
 from servicekit.errors import InvalidArgument
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 

@@ -7,7 +7,7 @@ import pytest
 
 from inference_svc.core import ANYONE
 from inference_svc.errors import StoreUnavailable
-from inference_svc.store.catalog import NameEvent
+from inference_svc.store.types import NameEvent
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 
 

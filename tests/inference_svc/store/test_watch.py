@@ -9,10 +9,10 @@ import pytest
 
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
-from inference_svc.store.catalog import HistoryGone, NameEvent
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
+from inference_svc.store.types import HistoryGone, NameEvent
 from inference_svc.store.watch import CatalogWatch
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.inference_svc.tiny_store import LAYOUT, TinyStore, running, serve

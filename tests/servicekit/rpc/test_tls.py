@@ -13,7 +13,7 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from servicekit.errors import InvalidSetting
 from servicekit.rpc.tls import CertificateFiles, check_exposure, read_certificates
-from servicekit.settings import ServiceSettings
+from servicekit.settings.service import ServiceSettings
 from tests.adapter_store.certificates import Authority
 
 LOOPBACK = ["127.0.0.1:0", "127.9.9.9:70", "localhost:70", "[::1]:70"]

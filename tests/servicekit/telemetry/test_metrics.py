@@ -24,7 +24,7 @@ DEFINITIONS = Definitions(
     {
         "Calls": (
             OWN.counter("calls", "Calls.", "code"),
-            OWN.histogram("call_seconds", "Time of calls."),
+            OWN.histogram("call_seconds", "Time of calls.", bounds_s=(1.0,)),
             OWN.summary("wait_seconds", "Time of waits."),
         ),
         "Others": (Namespace().gauge("gateway:queue", "Queue length.", "name"),),
@@ -47,7 +47,7 @@ def test_keys_have_no_prefix() -> None:
 def test_counted_metrics() -> None:
     registry = MetricRegistry(DEFINITIONS)
     registry.counter("calls").labels("OK").inc()
-    registry.histogram("call_seconds", (1.0,)).observe(0.5)
+    registry.histogram("call_seconds").observe(0.5)
     registry.gauge("gateway:queue").labels("a").set(3)
     assert text(registry) == [
         'service_calls_total{code="OK"} 1.0',

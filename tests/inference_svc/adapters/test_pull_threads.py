@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from inference_svc.adapters import pull as pull_job_module
-from inference_svc.adapters import puller as puller_module
+from inference_svc.adapters import pull_threads as puller_module
 from inference_svc.adapters.image_source import (
     ImageChunk,
     ImageHeader,
@@ -32,7 +32,7 @@ from inference_svc.adapters.pull import (
     PullOpened,
     SilentSources,
 )
-from inference_svc.adapters.puller import PULL_NICENESS, Puller
+from inference_svc.adapters.pull_threads import PULL_NICENESS, Puller
 from inference_svc.adapters.slots import Slots
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from tests.inference_svc.adapters.conftest import MemoryStore, MemoryStream

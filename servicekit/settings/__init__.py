@@ -1,0 +1,8 @@
+"""How a service's settings are declared, read and shown.
+
+types      types of values, with their checks: addresses, sizes, seconds, lists
+service    the settings that all services have: a service's class adds its own
+load       reads flags, environment and file into a service's class
+describe   each setting as the documents show it, and the text of `--help`
+secrets    the environment's secrets, to be redacted
+"""

@@ -1,0 +1,85 @@
+"""The settings that all services have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from servicekit.settings.types import Address, Endpoint, Group, Seconds, lower
+
+NETWORK = Group("Network")
+ACCESS = Group("Access")
+TLS = Group("TLS")
+TELEMETRY = Group("Logs and traces")
+PROCESS = Group("Process")
+
+
+class ServiceSettings(BaseSettings):
+    """What all services have. A service's class adds its own, and names itself."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    command: ClassVar[str]
+    """The command that starts the service, such as "loadout store"."""
+    module: ClassVar[str]
+    """The module that starts it, such as "adapter_store"."""
+    example: ClassVar[str]
+    """A command line that ends the help."""
+    groups: ClassVar[tuple[Group, ...]]
+    """The groups in the order in which they are shown."""
+
+    listen: Annotated[Address, NETWORK]
+    """Address of the gRPC server. Port 0 takes a free port: see --ready-file."""
+
+    metrics_listen: Annotated[Address, NETWORK]
+    """Address of the HTTP server for Prometheus metrics. Port 0 takes a free port."""
+
+    policy_file: Annotated[Path | None, ACCESS] = None
+    """TOML file with tokens, roles, quotas and trusted keys; read again on SIGHUP. Without it every
+    caller may do everything."""
+
+    allow_open_access: Annotated[bool, ACCESS] = False
+    """Accept calls from other machines also without --policy-file."""
+
+    audit_file: Annotated[Path | None, ACCESS] = None
+    """File to which one JSON line is appended for every change that a caller requests; opened again
+    on SIGHUP."""
+
+    tls_cert_file: Annotated[Path | None, TLS] = None
+    """Certificate chain of this service, PEM; read again on SIGHUP. Without it there is no TLS."""
+
+    tls_key_file: Annotated[Path | None, TLS] = None
+    """Private key of --tls-cert-file, PEM."""
+
+    tls_client_ca_file: Annotated[Path | None, TLS] = None
+    """CA certificates, PEM. With it every caller needs a client certificate that one of them
+    signed."""
+
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(lower), TELEMETRY] = "text"
+    """Form of a log line: text for people, json for machines."""
+
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], BeforeValidator(lower), TELEMETRY
+    ] = "info"
+    """Lowest level that is logged."""
+
+    otlp_endpoint: Annotated[Endpoint, TELEMETRY] = ""
+    """Receiver of spans over OTLP with gRPC, http(s)://HOST:PORT; needs the extra `otel`. Unset:
+    OTEL_EXPORTER_OTLP_ENDPOINT, and without that there is no tracing."""
+
+    trace_sample_ratio: Annotated[float | None, Field(ge=0, le=1), TELEMETRY] = None
+    """Share of the calls that are traced, of those whose callers have not decided. Unset:
+    OTEL_TRACES_SAMPLER, and without that all."""
+
+    config: Annotated[Path | None, PROCESS] = None
+    """TOML file with settings, named as the flags are. Flags and the environment win over it."""
+
+    ready_file: Annotated[Path | None, PROCESS] = None
+    """File that is written once the service is ready: JSON with the address of each server, such as
+    "grpc" and "metrics"."""
+
+    grace_seconds: Annotated[Seconds, PROCESS] = 30.0
+    """Time that calls in progress get to finish after SIGTERM."""

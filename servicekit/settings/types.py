@@ -1,0 +1,88 @@
+"""Types of settings' values, with their checks and how `--help` writes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
+from pydantic_settings import NoDecode
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]]+):([0-9]{1,5})")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns "HOST:PORT" or "[V6]:PORT" as (host, port). Raises ValueError."""
+    match = _ADDRESS.fullmatch(address)
+    if not match or int(match[2]) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return match[1].strip("[]"), int(match[2])
+
+
+def check_endpoint(value: str) -> str:
+    """Returns the address of a receiver of spans, "" for none. Raises ValueError."""
+    found = urlsplit(value)
+    if value and not (found.scheme in ("http", "https") and found.hostname and found.port):
+        raise ValueError(f"{value!r} is not http(s)://HOST:PORT")
+    return value
+
+
+def split_commas(*texts: str) -> tuple[str, ...]:
+    """Returns the parts of texts that are separated by commas."""
+    parts = (part.strip() for text in texts for part in text.split(","))
+    return tuple(part for part in parts if part)
+
+
+def _split_list(value: object) -> object:
+    if isinstance(value, str):
+        return split_commas(value)
+    return split_commas(*map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def _check_address(value: str) -> str:
+    split_address(value)
+    return value
+
+
+def _check_optional_address(value: str) -> str:
+    return _check_address(value) if value else value
+
+
+def _check_addresses(value: str) -> str:
+    for address in split_commas(value):
+        split_address(address)
+    return value
+
+
+def lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The settings that `--help` and the documents show together."""
+
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metavar:
+    """How the values of a type are written in `--help`."""
+
+    text: str
+
+
+Address = Annotated[str, AfterValidator(_check_address), Metavar("HOST:PORT")]
+OptionalAddress = Annotated[str, AfterValidator(_check_optional_address), Metavar("HOST:PORT")]
+Addresses = Annotated[str, AfterValidator(_check_addresses), Metavar("HOST:PORT,...")]
+Endpoint = Annotated[str, AfterValidator(check_endpoint), Metavar("URL")]
+Folder = Annotated[Path, Metavar("DIR")]
+Bytes = Annotated[ByteSize, Field(gt=0)]
+OptionalBytes = Annotated[ByteSize, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0), Metavar("SECONDS")]
+PositiveSeconds = Annotated[float, Field(gt=0), Metavar("SECONDS")]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_list), Metavar("NAME,...")]
+Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_list), Metavar("DIR,...")]
