@@ -7,7 +7,9 @@ placement     Reserves memory for loads, by eviction or by draining.
 prefetch      Loads adapters before a request needs them, within a share of the bandwidth.
 popularity    Counts how often each adapter was requested lately.
 tiers         The host tier and the arena: images, copies between them, pending changes.
-slots         The images in one memory: rows, pins, users, eviction.
+slots         The images in one memory: rows, extents, pins, users.
+resident      One image in a memory.
+eviction      Which images leave a memory for another one, in which order, and why.
 extents       The allocator of a flat memory.
 arena         The tensor that holds every resident adapter, and the table that finds them.
 layout        The weights of this model that LoRA may change, and their groups.

@@ -14,7 +14,7 @@ import torch
 
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.adapters.slots import Resident
+from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import HostCopy, ResidencyChange, TableClear
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableRow

@@ -8,7 +8,7 @@ import torch
 
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.slots import Shape
+from inference_svc.adapters.resident import Shape
 from inference_svc.errors import CorruptImage
 from inference_svc.model.geometry import ModelGeometry
 from kernels.lora import LoraGroup

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from inference_svc.adapters.pull import PullJob
-from inference_svc.adapters.slots import Resident
+from inference_svc.adapters.resident import Resident
 from servicekit.telemetry.histogram import IDLE_BOUNDS_S, WAIT_BOUNDS_S, Histogram
 from servicekit.telemetry.spans import CANCELLED, OpenSpan, Span, SpanContext
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.placement import Placement
@@ -24,7 +25,8 @@ from inference_svc.adapters.pull import (
     SilentSources,
 )
 from inference_svc.adapters.pull_threads import Puller
-from inference_svc.adapters.slots import EvictionReason, Resident, inadmissible_reason
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import inadmissible_reason
 from inference_svc.adapters.tiers import MemoryTiers
 from inference_svc.errors import AdapterUnusable
 from servicekit.errors import ServiceError

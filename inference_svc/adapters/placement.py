@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.pull import ImageSink
 from inference_svc.adapters.pull_threads import Puller
-from inference_svc.adapters.slots import EvictionReason, Resident, Slots
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import MemoryTiers
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_states import Load, Loads
 from inference_svc.adapters.placement import Placement
 from inference_svc.adapters.popularity import Popularity
-from inference_svc.adapters.slots import EvictionReason, Resident
+from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import MemoryTiers
 
 SHARE = 0.25

@@ -1,4 +1,4 @@
-"""Which images lie in one memory: rows, extents, pins, users, least-recently-used eviction.
+"""Which images lie in one memory: rows, extents, pins and users, in the order of their last use.
 
 Plain bookkeeping without tensors. The arena has one `Slots` whose rows are the table's; the host
 tier has another.
@@ -6,53 +6,16 @@ tier has another.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from inference_svc.adapters.extents import Extent, ExtentAllocator, round_up
+from inference_svc.adapters.eviction import EvictionReason, can_evict, drain_order, eviction_order
+from inference_svc.adapters.extents import ExtentAllocator, round_up
 from inference_svc.adapters.image_source import ImageHeader
+from inference_svc.adapters.resident import Resident, Shape, target_cuts
 from inference_svc.errors import NoRoom
-
-
-class EvictionReason(enum.Enum):
-    """Why an image was evicted: for one that a request waits for (AGED: for too long), for one that
-    is prefetched, or by an operator."""
-
-    REQUEST = "request"
-    AGED = "aged"
-    PREFETCH = "prefetch"
-    UNLOAD = "unload"
-
-
-@dataclass(eq=False, slots=True)
-class Resident:
-    """One image in this memory, `ready` once its bytes are complete and verified.
-
-    `users` counts the running sequences (or copies) that read it.
-    """
-
-    header: ImageHeader
-    slot: int
-    extents: tuple[Extent, ...]
-    rank: int
-    ready: bool = False
-    users: int = 0
-    pinned: bool = False
-    draining: bool = False
-    last_used_time_s: float = 0.0
-    load_seconds: float = 0.0
-
-    @property
-    def digest(self) -> str:
-        return self.header.digest
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(extent.num_bytes for extent in self.extents)
 
 
 class Reservation(NamedTuple):
@@ -60,29 +23,6 @@ class Reservation(NamedTuple):
 
     resident: Resident
     evicted: list[Resident]
-
-
-def target_cuts(header: ImageHeader) -> list[int]:
-    """Returns the image offsets at which a target starts, where an image may be cut."""
-    cuts: list[int] = []
-    previous = -1
-    for segment in header.segments:
-        if segment.target != previous:
-            cuts.append(segment.offset)
-            previous = segment.target
-    return cuts
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """An image to an allocator: its size, and where it may be cut."""
-
-    num_bytes: int
-    cuts: tuple[int, ...] = (0,)
-
-    @classmethod
-    def of(cls, header: ImageHeader) -> Shape:
-        return cls(header.total_bytes, tuple(target_cuts(header)))
 
 
 class Slots:
@@ -157,7 +97,8 @@ class Slots:
         """
         assert header.digest not in self._by_digest, "reserved twice"
         cuts = target_cuts(header)
-        victims = self._victims(header.total_bytes, cuts, keep, waited_for)
+        evictable = eviction_order(self._by_digest.values(), keep, waited_for)
+        victims = self._until_fits(header.total_bytes, cuts, evictable)
         if victims is None:
             return None
         for victim in victims:
@@ -170,24 +111,9 @@ class Slots:
         return Reservation(resident, victims)
 
     def choose_drained(self, header: ImageHeader, keep: Collection[str]) -> list[Resident] | None:
-        """Returns the images to drain for this one, those with few users first; None if that does
-        not suffice."""
-        idle_first = sorted(self._by_digest.values(), key=lambda resident: resident.users)
-        planned = [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
+        """Returns the images to drain for this one; None if that does not suffice."""
+        planned = drain_order(self._by_digest.values(), keep)
         return self._until_fits(header.total_bytes, target_cuts(header), planned)
-
-    def _victims(
-        self, num_bytes: int, cuts: list[int], keep: Collection[str], waited_for: Collection[str]
-    ) -> list[Resident] | None:
-        """Returns the images whose eviction makes room; None if no eviction does. Lazy: of
-        thousands of images only the first ones are examined."""
-        evictable = (
-            resident
-            for is_waited_for in (False, True)
-            for resident in self._by_digest.values()
-            if (resident.digest in waited_for) == is_waited_for and self.can_evict(resident, keep)
-        )
-        return self._until_fits(num_bytes, cuts, evictable)
 
     def _until_fits(
         self, num_bytes: int, cuts: list[int], evictable: Iterable[Resident]
@@ -212,12 +138,7 @@ class Slots:
         largest_bytes = max((r.num_bytes for r in self._by_digest.values()), default=0)
         if len(self) < self.max_images and self.extents.free_bytes >= largest_bytes:
             return None
-        return {r.digest for r in self._by_digest.values() if self.can_evict(r, keep)}
-
-    def can_evict(self, resident: Resident, keep: Collection[str]) -> bool:
-        if resident.pinned or resident.users or not resident.ready:
-            return False
-        return resident.digest not in keep
+        return {r.digest for r in self._by_digest.values() if can_evict(r, keep)}
 
     def remove(self, digest: str) -> Resident:
         """Frees the image's row and bytes; nothing may be using it."""

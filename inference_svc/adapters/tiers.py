@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
-from inference_svc.adapters.slots import EvictionReason, Reservation, Resident, Slots
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Reservation, Slots
 from kernels.host_memory import allocate_host
 
 log = logging.getLogger(__name__)

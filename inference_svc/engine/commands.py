@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from inference_svc.adapters.residency import Residency
-from inference_svc.adapters.slots import Resident
+from inference_svc.adapters.resident import Resident
 from inference_svc.engine.messages import Call, Command, Reply
 from inference_svc.engine.profiler import StepProfiler
 from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter

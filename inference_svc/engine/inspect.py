@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from inference_svc.adapters.load_states import Load
 from inference_svc.adapters.residency import Residency
-from inference_svc.adapters.slots import Resident, Slots
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
 from inference_svc.core import Sequence
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.status_types import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.residency import Residency
-from inference_svc.adapters.slots import EvictionReason, Slots
+from inference_svc.adapters.slots import Slots
 from inference_svc.engine.memory_budget import Budget
 from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler

@@ -7,12 +7,11 @@ middleware   counts and traces requests, adds the load
 disconnect   cancels work whose client has disconnected
 errors       errors as responses in OpenAI's format
 request      request bodies and headers, and the fields of the generating routes
-generate     the flow of the generating routes: read, generate, respond
+generate     the flow of the generating routes: read a request, start it, respond
 completions  /v1/completions: body and format
 chat         /v1/chat/completions: body and format
-choices      finish reasons, usage and slices of a response's choices
-response     a full response, encoded while it is generated
-sse          a response of server-sent events
+response     their responses, full or as events: choices, usage, chunks
+sse          sends server-sent events
 models       /v1/models
 adapters     /v1/load_lora_adapter and /v1/unload_lora_adapter
 """

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from inference_svc.api.generate_call import MAX_LOGPROBS
-from inference_svc.api.http.choices import FINISH_REASONS
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import Body, GenerationBody
-from inference_svc.api.http.response import Choice
+from inference_svc.api.http.response import FINISH_REASONS, Choice
 from inference_svc.core import SamplingParams, TokenLogprobs
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.text.pieces import Pieces

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +12,6 @@ from starlette.types import Message
 
 from inference_svc.api.generate_call import GenerateCall, checked_sampling
 from inference_svc.api.generate_stream import GenerateStream
-from inference_svc.api.http.choices import in_slices, to_usage
 from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.models import adapter_of, label_of
@@ -27,8 +23,13 @@ from inference_svc.api.http.request import (
     read_body,
     request_id_of,
 )
-from inference_svc.api.http.response import NO_USAGE, Choice, ChoiceFormatter, FullResponse
-from inference_svc.api.http.sse import DONE, EventStream, to_event, to_json
+from inference_svc.api.http.response import (
+    ChoiceFormatter,
+    FullResponse,
+    encode_events,
+    encode_full,
+)
+from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import SamplingParams
 from inference_svc.text.pieces import Pieces
@@ -82,16 +83,6 @@ class IncomingRequest(Generic[B]):
         return await self._request.receive()
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest(Generic[B]):
-    """A request that is ready to run. Every object of its response begins with `head`, except for
-    the object's type."""
-
-    body: B
-    stream: GenerateStream
-    head: dict[str, Any]
-
-
 class GenerateRoute(Generic[B]):
     def __init__(self, service: Service, pieces: Pieces, endpoint: Endpoint[B]) -> None:
         self._service = service
@@ -106,59 +97,26 @@ class GenerateRoute(Generic[B]):
                 incoming.receive_after_body, self._service.generate(caller, incoming)
             )
         assert incoming.body is not None, "generate has read it"
-        prepared = PreparedRequest(incoming.body, stream, self._head(stream))
-        headers = {REQUEST_ID_HEADER: incoming.request_id}
-        if prepared.body.stream:
-            return EventStream(self._events(prepared), self._endpoint.names, headers)
-        parts = await cancel_on_disconnect(request.receive, self._full_response(prepared))
+        body, headers = incoming.body, {REQUEST_ID_HEADER: incoming.request_id}
+        formatters = [
+            self._endpoint.formatter(index, body, self._pieces)
+            for index in range(len(stream.requests))
+        ]
+        if body.stream:
+            head = self._head(stream, self._endpoint.chunk_object)
+            events = encode_events(stream, formatters, head, body.includes_usage)
+            return EventStream(events, self._endpoint.names, headers)
+        head = self._head(stream, self._endpoint.object)
+        parts = await cancel_on_disconnect(request.receive, encode_full(stream, formatters, head))
         return FullResponse(parts, headers)
 
-    def _head(self, stream: GenerateStream) -> dict[str, Any]:
+    def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
+        """Returns what every object of the response begins with."""
         binding = stream.binding
         return {
+            "object": object_type,
             "id": f"{self._endpoint.id_prefix}-{stream.call.request_id}",
             "created": int(time.time()),
             "model": label_of(binding, stream.principal, self._service.facts),
             "system_fingerprint": None if binding is None else binding.digest,
         }
-
-    async def _full_response(self, prepared: PreparedRequest[B]) -> list[bytes]:
-        """Returns JSON in parts."""
-        choices = [Choice(formatter) for formatter in self._formatters(prepared)]
-        async with aclosing(in_slices(prepared.stream)) as deltas:
-            async for index, delta in deltas:
-                choices[index].add(delta)
-        num_choices = prepared.stream.call.num_choices
-        usage = to_usage([choice.usage for choice in choices], num_choices)
-        facts = {**prepared.head, "object": self._endpoint.object, "usage": usage}
-        parts = [to_json(facts)[:-1].encode() + b',"choices":[']
-        for choice in choices:
-            parts += (choice.to_json(), b",")
-            await asyncio.sleep(0)
-        parts[-1] = b"]}"
-        return parts
-
-    async def _events(self, prepared: PreparedRequest[B]) -> AsyncGenerator[bytes, None]:
-        head = {**prepared.head, "object": self._endpoint.chunk_object}
-        includes_usage = prepared.body.includes_usage
-        # Everything around the choice is the same in every event: encoded once.
-        before = f'data: {to_json(head)[:-1]},"choices":['
-        after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
-        formatters = self._formatters(prepared)
-        usages = [NO_USAGE] * len(formatters)
-        async with aclosing(in_slices(prepared.stream)) as deltas:
-            async for index, delta in deltas:
-                usages[index] = delta.usage or usages[index]
-                chunk = formatters[index].chunk(delta)
-                if chunk is not None:
-                    yield f"{before}{to_json(chunk)}{after}".encode()
-        if includes_usage:
-            usage = to_usage(usages, prepared.stream.call.num_choices)
-            yield to_event({**head, "choices": [], "usage": usage})
-        yield DONE
-
-    def _formatters(self, prepared: PreparedRequest[B]) -> list[ChoiceFormatter]:
-        return [
-            self._endpoint.formatter(index, prepared.body, self._pieces)
-            for index in range(len(prepared.stream.requests))
-        ]

@@ -1,4 +1,4 @@
-"""A response in one JSON object: encoded while its deltas come, and sent as it is read.
+"""Responses of the generating routes: choices, usage and events, encoded while deltas come.
 
 Logprobs can be megabytes. Encoding them all at the end, or sending them at once, would block every
 other request of this event loop.
@@ -7,19 +7,31 @@ other request of this event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.http.sse import to_json
+from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import FinishReason, TokenLogprobs
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
 
 PART_BYTES = 64 << 10
 """Sent before other requests may run."""
+
+FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+}
+
+SLICE_TOKENS = 32
+"""Tokens with logprobs that are formatted before other requests may run."""
 
 NO_USAGE = Usage(0, 0, 0)
 
@@ -73,6 +85,88 @@ class Choice:
         lists += [b'"%s":null' % name.encode() for name in self._formatter.logprob_constants]
         logprobs = b"{%s}" % b",".join(lists) if self._logprobs else b"null"
         return b'%s,"logprobs":%s}' % (to_json(self._formatter.full(self)).encode()[:-1], logprobs)
+
+
+async def encode_full(
+    stream: GenerateStream, formatters: Sequence[ChoiceFormatter], head: Mapping[str, Any]
+) -> list[bytes]:
+    """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter."""
+    choices = [Choice(formatter) for formatter in formatters]
+    async with aclosing(in_slices(stream)) as deltas:
+        async for index, delta in deltas:
+            choices[index].add(delta)
+    usage = to_usage([choice.usage for choice in choices], stream.call.num_choices)
+    parts = [to_json({**head, "usage": usage})[:-1].encode() + b',"choices":[']
+    for choice in choices:
+        parts += (choice.to_json(), b",")
+        await asyncio.sleep(0)
+    parts[-1] = b"]}"
+    return parts
+
+
+async def encode_events(
+    stream: GenerateStream,
+    formatters: Sequence[ChoiceFormatter],
+    head: Mapping[str, Any],
+    includes_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    """Yields server-sent events, each with `head` and a chunk of one choice; with `includes_usage`,
+    a last one with the usage."""
+    # Everything around the choice is the same in every event: encoded once.
+    before = f'data: {to_json(head)[:-1]},"choices":['
+    after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
+    usages = [NO_USAGE] * len(formatters)
+    async with aclosing(in_slices(stream)) as deltas:
+        async for index, delta in deltas:
+            usages[index] = delta.usage or usages[index]
+            chunk = formatters[index].chunk(delta)
+            if chunk is not None:
+                yield f"{before}{to_json(chunk)}{after}".encode()
+    if includes_usage:
+        usage = to_usage(usages, stream.call.num_choices)
+        yield to_event({**head, "choices": [], "usage": usage})
+    yield DONE
+
+
+def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
+    """Sums the usage of all choices in order, `per_prompt` of each prompt, which counts once."""
+    firsts = usages[::per_prompt]
+    prompt_tokens = sum(usage.prompt_tokens for usage in firsts)
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    cached_tokens = sum(usage.cached_prompt_tokens for usage in firsts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+async def in_slices(stream: GenerateStream) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yields the stream's deltas in slices, and lets the event loop run others between SLICE_TOKENS
+    tokens with logprobs. To be closed like the deltas."""
+    num_tokens = 0
+    async with aclosing(stream.deltas()) as deltas:
+        async for index, delta in deltas:
+            for each in _slices(delta):
+                num_tokens += len(each.logprobs)
+                if num_tokens > SLICE_TOKENS:
+                    num_tokens = len(each.logprobs)
+                    await asyncio.sleep(0)
+                yield index, each
+
+
+def _slices(delta: Delta) -> Iterator[Delta]:
+    """Splits a delta by its logprobs, which take long to format: what a slow reader has not read
+    grows without a bound. The text is in the last slice."""
+    num_tokens = len(delta.logprobs)
+    last = max(num_tokens - 1, 0) // SLICE_TOKENS * SLICE_TOKENS
+    for start in range(0, last, SLICE_TOKENS):
+        part = slice(start, start + SLICE_TOKENS)
+        yield Delta(delta.token_ids[part], logprobs=delta.logprobs[part])
+    if last:
+        delta = replace(delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:])
+    yield delta
 
 
 class FullResponse(Response):

@@ -19,7 +19,8 @@ from inference_svc.adapters.image_source import (
     Segment,
 )
 from inference_svc.adapters.layout import LayoutTarget, ModelLayout
-from inference_svc.adapters.slots import Resident, Slots
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 
 LAYOUT_ID = "sha256:layout"

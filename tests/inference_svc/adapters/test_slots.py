@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.slots import EvictionReason, Resident, Shape, Slots
+from inference_svc.adapters.resident import Shape
+from inference_svc.adapters.slots import Slots
 from inference_svc.errors import NoRoom
 
 KIB = 1024
@@ -165,24 +165,3 @@ def test_usage_figures() -> None:
     assert slots.reserve(header("d", 10), reason=EvictionReason.AGED) is not None
     assert slots.evictions == {EvictionReason.AGED: 1}
     assert (slots.extents.largest_free_bytes, slots.extents.num_free_ranges) == (2 * KIB, 1)
-
-
-class Counting(Slots):
-    """Counts the images that are examined."""
-
-    num_examined = 0
-
-    def can_evict(self, resident: Resident, keep: Collection[str]) -> bool:
-        self.num_examined += 1
-        return super().can_evict(resident, keep)
-
-
-def test_eviction_examines_few_images() -> None:
-    num_images = 2_000
-    slots = Counting(num_images * 2 * KIB, num_images)
-    for number in range(num_images):
-        ready(slots, f"d{number}", 2)
-    assert slots.num_examined == 0
-    assert slots.reserve(header("large", 5), waited_for={"d1"}) is not None
-    assert [d for d in ("d0", "d1", "d2", "d3", "d4") if d not in slots] == ["d0", "d2", "d3"]
-    assert slots.num_examined == 3

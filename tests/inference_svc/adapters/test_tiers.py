@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.load_metrics import LoadTimes
-from inference_svc.adapters.slots import EvictionReason, Slots
+from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import (
     HostCopy,
     HostTier,

@@ -11,7 +11,8 @@ from contextlib import suppress
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullJob, PullOpened
 from inference_svc.adapters.residency import build_residency
-from inference_svc.adapters.slots import Shape, Slots
+from inference_svc.adapters.resident import Shape
+from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier
 from inference_svc.core import Request, SampledToken, SamplingParams, Sequence, SequenceState
 from inference_svc.engine.pages import PagePool

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_svc.adapters.slots import EvictionReason
+from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.api.http.errors import ERROR_STATUSES, PROTOCOL_CODES
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.status_types import EngineStatus, ResidentAdapter, TierStatus

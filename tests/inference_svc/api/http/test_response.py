@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from inference_svc.api.http.chat import ChatFormatter
-from inference_svc.api.http.choices import SLICE_TOKENS
-from inference_svc.api.http.response import PART_BYTES, FullResponse
+from inference_svc.api.http.response import PART_BYTES, SLICE_TOKENS, FullResponse
 from inference_svc.core import TokenLogprobs
 from tests.inference_svc.api.http.conftest import Front
 from tests.support.wait import until_async
@@ -95,7 +94,7 @@ def test_large_response_does_not_block_the_event_loop(
 
 
 def test_backlog_of_a_slow_reader_is_sent_in_slices(serve_http, monkeypatch: Any) -> None:
-    monkeypatch.setattr("inference_svc.api.http.choices.SLICE_TOKENS", 4)
+    monkeypatch.setattr("inference_svc.api.http.response.SLICE_TOKENS", 4)
 
     async def body(front: Front) -> None:
         # All its tokens arrive at once, as if they had not been read.

@@ -1,0 +1,43 @@
+"""Which images leave a memory for another one: what may be evicted, in which order, and why."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Iterator
+
+from inference_svc.adapters.resident import Resident
+
+
+class EvictionReason(enum.Enum):
+    """Why an image was evicted: for one that a request waits for (AGED: for too long), for one that
+    is prefetched, or by an operator."""
+
+    REQUEST = "request"
+    AGED = "aged"
+    PREFETCH = "prefetch"
+    UNLOAD = "unload"
+
+
+def can_evict(resident: Resident, keep: Collection[str]) -> bool:
+    """Returns whether nothing uses, pins or writes the image, and it is none of `keep`."""
+    if resident.pinned or resident.users or not resident.ready:
+        return False
+    return resident.digest not in keep
+
+
+def eviction_order(
+    residents: Collection[Resident], keep: Collection[str], waited_for: Collection[str]
+) -> Iterator[Resident]:
+    """Yields what may be evicted of `residents`, which come in the order of their last use: the
+    least recently used first, but those that requests wait for after all others. Lazy: of thousands
+    of images only the first ones are examined."""
+    for is_waited_for in (False, True):
+        for resident in residents:
+            if (resident.digest in waited_for) == is_waited_for and can_evict(resident, keep):
+                yield resident
+
+
+def drain_order(residents: Iterable[Resident], keep: Collection[str]) -> list[Resident]:
+    """Returns what may be drained: in use or not, those with few users first."""
+    idle_first = sorted(residents, key=lambda resident: resident.users)
+    return [r for r in idle_first if r.ready and not r.pinned and r.digest not in keep]
