@@ -48,8 +48,8 @@ from adapter_store.images.worker_pool import WorkerPool
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.registrar import Registrar
 from adapter_store.registration.tenant_policy import StorePolicyFile, open_policy
+from adapter_store.replication.lease_renewal import Leases
 from adapter_store.replication.pin_refresh import PinRefresher
-from adapter_store.replication.work_leases import Leases
 from adapter_store.service import StoreService
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource

@@ -11,7 +11,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import ImageKey
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.shared_tier import SharedTier
-from adapter_store.replication.work_leases import Leases
+from adapter_store.replication.lease_renewal import Leases
 
 logger = logging.getLogger(__name__)
 

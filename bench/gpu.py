@@ -26,8 +26,8 @@ from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
-from inference_svc.adapters.resident import (Resident)
-from inference_svc.adapters.slots import (Slots)
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.cuda_graphs import CudaRecorder

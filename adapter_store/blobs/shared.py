@@ -26,7 +26,7 @@ from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import CorruptData, SourceUnavailable
-from adapter_store.replication.work_leases import Leases
+from adapter_store.replication.lease_renewal import Leases
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.file import ImageStream
 from adapter_store.images.plan import COMPILER_REVISION, ImagePlan
-from adapter_store.replication.work_leases import Leases
+from adapter_store.replication.lease_renewal import Leases
 
 logger = logging.getLogger(__name__)
 

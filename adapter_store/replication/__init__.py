@@ -1,5 +1,5 @@
 """What replicas that share a catalog do together.
 
-pin_refresh  updates this replica's pins after changes that other replicas made
-work_leases  this replica's leases in the catalog, renewed while the process lives
+pin_refresh    updates this replica's pins after changes that other replicas made
+lease_renewal  this replica's leases in the catalog, renewed while the process lives
 """

@@ -22,7 +22,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.inference.v1 import inference_pb2
 from servicekit.telemetry.histogram import IDLE_BOUNDS_S
 from tests.deploy.rules import rules
-from tests.servicekit.kinds import GENERAL, kinds_of
+from tests.servicekit.error_kinds import GENERAL, kinds_of
 
 Known = dict[str, set[str]]
 """By label."""

@@ -9,7 +9,7 @@ import pytest
 
 from loadout._rpc import calls
 from tests.adapter_store.service import access_calls as of_store
-from tests.servicekit.kinds import kinds_of
+from tests.servicekit.error_kinds import kinds_of
 from tests.system import test_access_table as of_inference
 from tools.api_docs import PATH, compile_protos, render
 from tools.api_facts import SERVICES, Service, exact_reasons, meanings, roles_of

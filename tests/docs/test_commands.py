@@ -42,8 +42,8 @@ COMMANDS = {each.command.split()[1]: each for each in SERVICES.values()}
 CHECKED_ELSEWHERE = {
     "kubectl": "tests/deploy/test_docs.py and test_references.py",
     "docker": "tests/deploy/test_compose.py and test_images.py",
-    "pg_dump": "tests/adapter_store/service/test_drills.py",
-    "pg_restore": "tests/adapter_store/service/test_drills.py",
+    "pg_dump": "tests/adapter_store/service/test_backup_drills.py",
+    "pg_restore": "tests/adapter_store/service/test_backup_drills.py",
     "git": "",
 }
 """Programs that need what this machine may not have, and where their use is checked."""

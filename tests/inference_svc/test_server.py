@@ -24,7 +24,7 @@ from tests.inference_svc.serving import (
     error_of,
     subjects,
 )
-from tests.servicekit.kinds import GENERAL, kinds_of
+from tests.servicekit.error_kinds import GENERAL, kinds_of
 from tests.support.wait import until_async
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tests.soak.calls import Calls, Lost, Refused
-from tests.soak.contents import Content
+from tests.soak.expected_images import Content
 from tests.soak.model import Promises
 from tests.soak.replicas import BURIAL_S, Life, Roster
 

@@ -12,7 +12,7 @@ import grpc
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
-from tests.soak.contents import Content, layout_message
+from tests.soak.expected_images import Content, layout_message
 from tests.soak.model import Labels, NameState, Version
 
 CALL_S = 120.0

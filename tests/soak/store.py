@@ -28,12 +28,12 @@ from adapter_store.config import StoreSettings
 from adapter_store.core import ImageKey
 from tests.soak.callers import Caller
 from tests.soak.calls import Calls
-from tests.soak.contents import make_contents
-from tests.soak.ground import Ground, SqliteGround
+from tests.soak.expected_images import make_contents
 from tests.soak.leftovers import check_accounts, wait_until_clean
 from tests.soak.model import check_history
 from tests.soak.replicas import Replica, Roster
 from tests.soak.shared_ground import SharedGround
+from tests.soak.storage import Ground, SqliteGround
 from tests.soak.watcher import Watcher
 
 NUM_CALLERS = 5

@@ -22,7 +22,7 @@ from tests.deploy.manifests import ROOT
 from tests.deploy.rules import matchers, metric, rules, selectors
 from tests.system.dashboards import FOLDER, Dashboard
 from tools.metric_docs import PATH as PAGE
-from tools.mixed_load import MixedLoad
+from tools.mixed_load.load import MixedLoad
 from tools.prometheus import Job, Prometheus, Series
 from tools.prometheus_package import programs
 from tools.prometheus_rule import rule_files

@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.dashboards.__main__ import render
 from tools.dashboards.drawing import Answers, draw
 from tools.dashboards.reading import Json, everything, expand, panels
-from tools.mixed_load import MixedLoad
+from tools.mixed_load.load import MixedLoad
 from tools.prometheus import Prometheus, Series
 
 ROOT = Path(__file__).parents[2]

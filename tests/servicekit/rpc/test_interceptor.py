@@ -21,7 +21,7 @@ from servicekit.rpc import call_context
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
-from tests.servicekit.kinds import GENERAL, kinds_of
+from tests.servicekit.error_kinds import GENERAL, kinds_of
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
 """Of methods; `writing` is a unary_stream whose handler writes its responses itself."""

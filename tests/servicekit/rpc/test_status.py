@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 
 from servicekit import errors
 from servicekit.rpc.status import CODES, INTERNAL_MESSAGE, code_for, to_status
-from tests.servicekit.kinds import GENERAL
+from tests.servicekit.error_kinds import GENERAL
 
 
 class Mine(errors.NotFound):

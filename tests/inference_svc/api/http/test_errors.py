@@ -18,7 +18,7 @@ from inference_svc.api.http.request import MAX_BODY_BYTES, Body
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tests.inference_svc.api.http.conftest import Front
 from tests.inference_svc.serving import digest_of
-from tests.servicekit.kinds import kinds_of
+from tests.servicekit.error_kinds import kinds_of
 from tests.support.wait import until_async
 
 RETRIED = {408, 409, 429, *range(500, 600)}

@@ -15,7 +15,7 @@ from loadout.errors import (
     LoadoutError,
     NotFound,
 )
-from tools.load_role import HTTP_TIMEOUT_S, Role, expect, refused
+from tools.mixed_load.base_role import HTTP_TIMEOUT_S, Role, expect, refused
 
 BASE_MODEL = "loadout-demo"
 MISFIT = "misfit"

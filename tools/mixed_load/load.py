@@ -22,8 +22,8 @@ from loadout import Client
 from loadout.demo.adapters import MODEL
 from loadout.demo.system import System, SystemSettings
 from loadout.retry import RetryPolicy
-from tools.load_role import Role, Scene
-from tools.load_roles import BASE_MODEL, MISFIT, Caller, Operator, Trainer
+from tools.mixed_load.base_role import Role, Scene
+from tools.mixed_load.roles import BASE_MODEL, MISFIT, Caller, Operator, Trainer
 from tools.prometheus import Job
 
 NUM_ADAPTERS = 32
