@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from loadout.cli.connection import Connection, connects, replicas_of
 from loadout.cli.output import CommandFailed, new_table, print_json, table_console, to_json
 from loadout.cli.top_overview import idle_s
 from loadout.client import Client
-from loadout.errors import FailedPrecondition, NotFound
+from loadout.errors import FailedPrecondition, LoadoutError, NotFound
 from loadout.types import Adapter, ResidentAdapter
 
 LOAD_EXAMPLES = """\b
@@ -99,10 +100,14 @@ def load(
     Returns when they are resident. Needs the role operator.
     """
     found = []
-    for replica, client in _clients(inference, connection, every_replica=every_replica):
-        for each in ref:
-            found.append((replica, client.load(each, pin=pin, timeout_s=timeout)))
-    _print_residents(found, as_json=as_json)
+    at = Replicas(inference, connection, every_replica=every_replica)
+    for replica, client in at:
+        with at.noting_failure(replica):
+            for each in ref:
+                found.append((replica, client.load(each, pin=pin, timeout_s=timeout)))
+    if found:
+        _print_residents(found, as_json=as_json)
+    at.raise_failures()
 
 
 @connects
@@ -129,28 +134,28 @@ def unload(
         raise CommandFailed("--all of several replicas needs --every-replica")
     freed: list[dict[str, Any]] = []
     kept: list[str] = []
-    for replica, client in _clients(inference, connection, every_replica=every_replica):
-        targets = [(each, each) for each in ref or ()]
-        if every:
-            targets = [(_name(each), each.digest) for each in client.residents() if not each.pinned]
-        for name, target in targets:
-            try:
-                num_bytes = client.unload(target, timeout_s=timeout)
-            except (NotFound, FailedPrecondition) as error:
-                if not every:
-                    raise
-                kept.append(f"{name}: {error}")  # it was evicted, or is loading
-            else:
-                freed.append({"replica": replica, "ref": name, "freed_bytes": num_bytes})
+    at = Replicas(inference, connection, every_replica=every_replica)
+    for replica, client in at:
+        with at.noting_failure(replica):
+            for name, target in [(each, each) for each in ref or ()] or _evictable(client):
+                try:
+                    num_bytes = client.unload(target, timeout_s=timeout)
+                except (NotFound, FailedPrecondition) as error:
+                    if not every:
+                        raise
+                    kept.append(f"{name}: {error}")  # it was evicted, or is loading
+                else:
+                    freed.append({"replica": replica, "ref": name, "freed_bytes": num_bytes})
     if as_json:
         print_json(freed)
     else:
         for row in freed:
             typer.echo(f"{row['ref']} unloaded, {decimal(row['freed_bytes'])} freed")
-        if every and not freed:
+        if every and not freed and not at.failures:
             typer.echo("nothing to unload")
     for line in kept:
         typer.echo(line, err=True)
+    at.raise_failures()
 
 
 @connects
@@ -205,25 +210,54 @@ def residents(
 
     Those on the device come first. Needs the role operator.
     """
-    found = [
-        (replica, resident)
-        for replica, client in _clients(inference, connection, every_replica=every_replica)
-        for resident in client.residents(limit)
-    ]
-    _print_residents(found, as_json=as_json)
+    found: list[tuple[str, ResidentAdapter]] = []
+    at = Replicas(inference, connection, every_replica=every_replica)
+    for replica, client in at:
+        with at.noting_failure(replica):
+            found += [(replica, resident) for resident in client.residents(limit)]
+    if found or not at.failures:
+        _print_residents(found, as_json=as_json)
+    at.raise_failures()
 
 
-def _clients(
-    inference: str, connection: Connection, *, every_replica: bool
-) -> Iterator[tuple[str, Client]]:
-    """Yields an address and a client for it, which is closed afterwards."""
-    if not every_replica:
-        with connection.client(inference=inference) as client:
-            yield inference, client
-        return
-    for replica in replicas_of(inference):
-        with connection.replica_client(replica) as client:
-            yield replica.address, client
+class Replicas:
+    """The replicas that a command goes to, and at which of them it failed."""
+
+    def __init__(self, inference: str, connection: Connection, *, every_replica: bool) -> None:
+        self._inference = inference
+        self._connection = connection
+        self._is_every = every_replica
+        self.failures: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Client]]:
+        """Yields an address and a client for it, which is closed afterwards."""
+        if not self._is_every:
+            with self._connection.client(inference=self._inference) as client:
+                yield self._inference, client
+            return
+        for replica in replicas_of(self._inference):
+            with self._connection.replica_client(replica) as client:
+                yield replica.address, client
+
+    @contextmanager
+    def noting_failure(self, replica: str) -> Iterator[None]:
+        """Lets the command go on at the other replicas when one of several fails."""
+        try:
+            yield
+        except LoadoutError as error:
+            if not self._is_every:
+                raise
+            self.failures.append(f"{replica}: {error}")
+
+    def raise_failures(self) -> None:
+        """Raises CommandFailed naming replicas that failed. Call it once the rest is printed."""
+        if self.failures:
+            raise CommandFailed("\n".join(self.failures))
+
+
+def _evictable(client: Client) -> list[tuple[str, str]]:
+    """Returns name and digest of what is resident and not pinned."""
+    return [(_name(each), each.digest) for each in client.residents() if not each.pinned]
 
 
 def _change_pins(
@@ -236,24 +270,27 @@ def _change_pins(
     as_json: bool,
 ) -> None:
     inference, store, where = places
+    at = Replicas(inference, connection, every_replica=every_replica)
     on_servers: list[tuple[str, ResidentAdapter]] = []
     in_store: list[Adapter] = []
     if where is not Where.STORE:
-        for replica, client in _clients(inference, connection, every_replica=every_replica):
+        for replica, client in at:
             change: Callable[[str], ResidentAdapter]
             change = client.pin_resident if pinned else client.unpin_resident
-            on_servers += [(replica, change(ref)) for ref in refs]
+            with at.noting_failure(replica):
+                on_servers += [(replica, change(ref)) for ref in refs]
     if where is not Where.INFERENCE:
         with connection.client(store=store) as client:
             in_store = [client.pin(ref) if pinned else client.unpin(ref) for ref in refs]
     if as_json:
         print_json({"inference": _rows(on_servers), "store": in_store})
-        return
-    verb = "pinned" if pinned else "unpinned"
-    for replica, resident in on_servers:
-        typer.echo(f"{_name(resident)} {verb} on the device of {replica}")
-    for adapter in in_store:
-        typer.echo(f"{adapter.ref} {verb} in the memory of the store")
+    else:
+        verb = "pinned" if pinned else "unpinned"
+        for replica, resident in on_servers:
+            typer.echo(f"{_name(resident)} {verb} on the device of {replica}")
+        for adapter in in_store:
+            typer.echo(f"{adapter.ref} {verb} in the memory of the store")
+    at.raise_failures()
 
 
 def _rows(found: list[tuple[str, ResidentAdapter]]) -> list[dict[str, Any]]:

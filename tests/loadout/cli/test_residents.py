@@ -141,3 +141,26 @@ def test_every_replica(run):
     for each in replicas:
         assert len(each.service.requests["UnloadAdapter"]) == 1
         each.kill()
+
+
+@pytest.mark.parametrize("command", ["load", "pin", "residents", "unload"])
+def test_a_replica_that_fails_stops_no_other(run, fail, command):
+    replicas = [FakeReplica(), FakeReplica()]
+    broken, whole = replicas
+    methods = ["LoadAdapter", "PinAdapter", "ListResidentAdapters", "UnloadAdapter"]
+    for method in methods:
+        broken.service.on(
+            method, fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_ROOM", message="full")
+        )
+    whole.service.on("PinAdapter", pb.PinAdapterResponse(adapter=resident("a", pinned=True)))
+    whole.service.on(
+        "ListResidentAdapters", pb.ListResidentAdaptersResponse(adapters=[resident("a")])
+    )
+    addresses = ",".join(each.address for each in replicas)
+    ref = [] if command == "residents" else ["a"]
+    code, out, err = run(command, *ref, "--every-replica", "--inference", addresses)
+    assert code == 1
+    assert err == f"loadout: {broken.address}: full\n"
+    assert "a" in out
+    for each in replicas:
+        each.kill()
