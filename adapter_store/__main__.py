@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
+from servicekit import collector
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
@@ -60,6 +61,7 @@ def _print_digest(arguments: list[str]) -> int:
 
 
 def _run(settings: StoreSettings) -> int:
+    collector.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.app import serve
 
@@ -68,6 +70,8 @@ def _run(settings: StoreSettings) -> int:
         asyncio.run(serve(settings))
     except (ServiceError, OSError) as error:
         return _fail(error, 1)
+    finally:
+        collector.resume()
     return 0
 
 

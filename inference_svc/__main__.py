@@ -9,6 +9,7 @@ import sys
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
+from servicekit import collector
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
@@ -40,6 +41,7 @@ def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    collector.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from inference_svc.app import serve
 
@@ -48,6 +50,8 @@ def _run(settings: InferenceSettings) -> int:
     except (UnsupportedModel, EngineFailed, InvalidSetting, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         return _fail(error, 1)
+    finally:
+        collector.resume()
 
 
 if __name__ == "__main__":

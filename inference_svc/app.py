@@ -48,6 +48,7 @@ from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from loadout.inference.v1 import inference_pb2
 from loadout.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from servicekit import collector
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
@@ -96,6 +97,7 @@ async def serve(config: InferenceSettings) -> int:
             text = await asyncio.to_thread(Tokenizer, config.model)
             engine = await asyncio.to_thread(load)
             await server.start(engine, text, _facts(config, geometry))
+            collector.resume()
             return await server.run(stop)
         finally:
             await server.close()

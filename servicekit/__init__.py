@@ -1,6 +1,7 @@
 """What any of our gRPC services is made of. Knows neither service, and imports no torch.
 
 auth       callers, their rights, and the audit of their changes
+collector  Python's garbage collector around a service's start
 errors     what can go wrong: the general kinds, which services derive their own from
 refs       what names an adapter: `[tenant/]name[@version]` or a digest
 rpc        serving gRPC

@@ -34,7 +34,8 @@ END_S = 30.0
 """How long a child may take to end; one that hangs is killed."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from inference_svc.engine.process_main import main; main()"
+    "import sys; sys.path[:] = {path!r}; from servicekit import collector; collector.pause(); "
+    "from inference_svc.engine.process_main import main; main()"
 )
 
 

@@ -24,6 +24,7 @@ from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
+from servicekit import collector
 from servicekit.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ def main() -> None:
     except (EOFError, OSError):
         # The parent is dead: nothing is left to answer, and memory and device are needed.
         os._exit(1)
+    # What is kept needs no walk through it at the interpreter's end.
+    collector.resume()
 
 
 class Child:
@@ -125,6 +128,7 @@ class Child:
             self._send(_portable(error))
             return
         self._engine.start(self._send)
+        collector.resume()
         self._send(Ready(self._engine.layout, self._engine.geometry))
 
     def _send(self, frame: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,32 @@ def tokenizer_bytes(model_dir: Path) -> int:
     return IMPORT_BYTES
 
 
+def _config(model_dir: Path) -> Any:
+    """Returns the fields of config.json that AutoTokenizer chooses a class by, if
+    tokenizer_config.json names one. Otherwise None: it then chooses by the model's own class of
+    configuration, whose import takes seconds and loads what transformers' models compute with."""
+    from transformers import PreTrainedConfig
+
+    named = _read_json(model_dir / "tokenizer_config.json")
+    fields = _read_json(model_dir / "config.json")
+    if "tokenizer_class" not in named or "auto_map" in named or "model_type" not in fields:
+        return None
+    config = PreTrainedConfig(name_or_path=str(model_dir))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if name in fields:
+            setattr(config, name, fields[name])
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Returns {} for what AutoTokenizer has to find fault with."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, thread-safe.
 
@@ -41,7 +68,11 @@ class Tokenizer:
 
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(model_dir), local_files_only=True, trust_remote_code=False, use_fast=True
+                str(model_dir),
+                config=_config(model_dir),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_fast=True,
             )
         except Exception as error:
             raise UnsupportedModel(f"no tokenizer loads from {model_dir}: {error}") from error

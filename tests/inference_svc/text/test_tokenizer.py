@@ -1,4 +1,5 @@
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers as hf
+from transformers import AutoTokenizer
 
 from inference_svc.errors import UnsupportedModel
 from inference_svc.text.prompt import ChatMessage
@@ -56,6 +58,30 @@ def test_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "named", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Nowhere", None]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "nowhere", None])
+def test_class_is_what_hugging_face_chooses(
+    tmp_path: Path, named: str | None, model_type: str | None
+) -> None:
+    """Without the class of the model's configuration, whose import takes seconds."""
+    save_tokenizer(byte_level(), tmp_path, CHAT_TEMPLATE)
+    for name, field, value in (
+        ("tokenizer_config.json", "tokenizer_class", named),
+        ("config.json", "model_type", model_type),
+    ):
+        path = tmp_path / name
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(fields | {field: value} if value else {}))
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    ours = Tokenizer(tmp_path)._hf
+    assert type(ours) is type(theirs)
+    text = "the lazy dog 日本 <s>"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.chat_template == theirs.chat_template
+
+
 def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     backend = byte_level()
     plain = backend.encode("the lazy dog").ids
@@ -89,6 +115,7 @@ from inference_svc.host.memory import resident_bytes
 from inference_svc.text.tokenizer import Tokenizer
 before = resident_bytes()
 tokenizer = Tokenizer(Path(sys.argv[1]))
+assert "transformers.activations" not in sys.modules, "what its models compute with"
 print(resident_bytes() - before)
 """
 
@@ -103,6 +130,7 @@ def test_memory_is_estimated_before_loading(tmp_path: Path) -> None:
     vocabulary = {word: index for index, word in enumerate(words)}
     backend = hf.Tokenizer(hf.models.BPE(vocab=vocabulary, merges=merges))
     save_tokenizer(backend, tmp_path, CHAT_TEMPLATE)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True
     )
