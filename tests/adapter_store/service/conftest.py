@@ -21,9 +21,12 @@ from adapter_store.config import StoreSettings
 from adapter_store.core import Layout
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
+from servicekit.rpc import interceptor
 from tests.support.wait import TIMEOUT_S, until
 
 DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
+QUIET_S = 0.02
+"""How long a store that stops waits for further calls: its tests have ended theirs by then."""
 KINDS = {"linear": pb.TARGET_KIND_LINEAR, "embedding": pb.TARGET_KIND_EMBEDDING}
 
 
@@ -210,6 +213,8 @@ class Served:
 @contextmanager
 def serving(folder):
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(interceptor, "QUIET_SECONDS", QUIET_S)
 
         def start(**settings) -> Served:
             values = {
