@@ -126,10 +126,10 @@ def _run_until_interrupted(settings: SystemSettings, work_dir: Path, *, is_demo:
             with Client(store=system.addresses.store) as client:
                 sources = work_dir / "sources"
                 register_all(client, sources, system.addresses.s3_url, lambda job: None)
-        typer.echo(_what_runs(system.addresses, work_dir))
-        typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
-        typer.echo("Ctrl-C stops it")
         try:
+            typer.echo(_what_runs(system.addresses, work_dir))
+            typer.echo("\n".join(["try:", *_commands(system.addresses, is_demo=is_demo)]))
+            typer.echo("Ctrl-C stops it")
             system.watch()
         except KeyboardInterrupt:
             Console(stderr=True).print("stopping")

@@ -20,11 +20,16 @@ from loadout.prometheus import scrape
 
 NUM_REQUESTS = 200
 NUM_IN_FLIGHT = 32
+MEMORY_FLAGS = ("--kv-memory", "128MiB", "--adapter-memory", "64MiB")
+"""Enough for every request at once, and less than half of what a service takes by default: all of
+it is written at the start, which takes a second."""
 
 
 def demo_settings(folder: Path) -> SystemSettings:
     """Returns settings for the demo's model with an S3 server; `folder` is a source root."""
-    return SystemSettings(MODEL, BASE_MODEL, s3=True, source_roots=(folder,))
+    return SystemSettings(
+        MODEL, BASE_MODEL, s3=True, source_roots=(folder,), inference_flags=MEMORY_FLAGS
+    )
 
 
 def run(

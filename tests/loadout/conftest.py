@@ -225,10 +225,11 @@ def chunks() -> list[inference_pb.GenerateResponse]:
 
 @pytest.fixture(scope="module")
 def start_up() -> Iterator[Callable[..., Up]]:
-    """`start_up(*arguments, cwd=DIR)`: `loadout up` in a process of its own, ended afterwards."""
+    """`start_up(*arguments, cwd=DIR)`: `loadout up` in a process of its own, ended afterwards.
+    Further arguments are those of `Up`."""
     with ExitStack() as stack:
 
-        def start(*arguments: str, cwd: Path) -> Up:
-            return stack.enter_context(Up(arguments, cwd))
+        def start(*arguments: str, **further: Any) -> Up:
+            return stack.enter_context(Up(arguments, **further))
 
         yield start

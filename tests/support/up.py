@@ -11,10 +11,16 @@ from typing import Self
 
 
 class Up:
-    """A running `loadout up`: its addresses, and its commands to try."""
+    """A running `loadout up`: its addresses, and its commands to try. `program`: what is given to
+    python in place of the command line's own module."""
 
-    def __init__(self, arguments: tuple[str, ...], cwd: Path) -> None:
-        command = [sys.executable, "-u", "-m", "loadout.cli", "up", *arguments]
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        cwd: Path,
+        program: tuple[str, ...] = ("-m", "loadout.cli"),
+    ) -> None:
+        command = [sys.executable, "-u", *program, "up", *arguments]
         self.popen = subprocess.Popen(
             command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -115,9 +115,10 @@ def test_chat_asks_the_last_user_message(tokenizer):
     )
 
 
+@pytest.mark.parametrize("num_words", [20, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("job", jobs.JOBS, ids=lambda job: job.name)
-def test_exact_match_on_held_out_words(model, tokenizer, job):
-    words = jobs.held_out(job, 40, seed=1)
+def test_exact_match_on_held_out_words(model, tokenizer, job, num_words):
+    words = jobs.held_out(job, num_words, seed=1)
     assert train.exact_match(model, tokenizer, job, words) >= 0.95
 
 

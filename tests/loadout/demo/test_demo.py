@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from loadout import Client, errors
 from loadout.demo.adapters import ADAPTERS
 from loadout.demo.jobs import ADAPTER_JOBS, JOBS
+from loadout.demo.run import MEMORY_FLAGS
 from loadout.types import EventKind
 
 pytestmark = pytest.mark.slow
@@ -25,42 +27,39 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def test_demo_with_fewer_requests(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the demo leaves behind is what `loadout up` then begins with."""
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def demo(folder):
     before = children()
-    command = [
-        sys.executable,
-        "-m",
-        "loadout.cli",
-        "demo",
-        "--requests",
-        "180",
-        "--work-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(job.title in done.stdout for job in JOBS)
-    rates = next(line for line in done.stdout.splitlines() if line.startswith("hit rates: "))
-    assert "no lookups" not in rates.replace("store disk no lookups", "")
-    assert "all services exited with 0" in done.stdout
+    done = run_demo("--requests", "90", "--work-dir", str(folder / "work"))
     assert children() == before
+    return done
 
 
+def run_demo(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loadout.cli", "demo", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_demo_with_fewer_requests(demo):
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert all(job.title in demo.stdout for job in JOBS)
+    rates = next(line for line in demo.stdout.splitlines() if line.startswith("hit rates: "))
+    assert "no lookups" not in rates.replace("store disk no lookups", "")
+    assert "all services exited with 0" in demo.stdout
+
+
+@pytest.mark.long
 def test_demo_says_which_part_died(tmp_path):
     """Something that is not a folder lies where the store keeps its data."""
     (tmp_path / "store").write_text("in the way")
     before = children()
-    command = [
-        sys.executable,
-        "-m",
-        "loadout.cli",
-        "demo",
-        "--requests",
-        "9",
-        "--work-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_demo("--requests", "9", "--work-dir", str(tmp_path))
     assert done.returncode == 1
     assert "loadout: store ended with exit code" in done.stderr
     assert f"the end of {tmp_path}/store.log" in done.stderr
@@ -77,10 +76,11 @@ def run_command(words: list[str], cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory, start_up):
-    """One system for all tests that leave it as it was."""
+def up(folder, demo, start_up):
+    """One system for all tests that leave it as it was, on the work dir of one before it."""
     flags = ("--http", "127.0.0.1:0", "--store-flags", "--no-compile-ahead --log-level WARNING")
-    return start_up("--work-dir", "work", *flags, cwd=tmp_path_factory.mktemp("up"))
+    memory = ("--serve-flags", shlex.join(MEMORY_FLAGS))
+    return start_up("--work-dir", "work", *flags, *memory, cwd=folder)
 
 
 @pytest.fixture
@@ -101,6 +101,11 @@ def test_up_prints_commands_that_work(up, tmp_path):
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["choices"][0]["text"] == "tuodaol"
+
+
+def test_adapters_outlast_a_system(client):
+    """Those that an earlier one on the same work dir registered are not registered again."""
+    assert {adapter.version for adapter in client.list("tenant=default")} == {1}
 
 
 def test_client_against_the_real_services(client):
@@ -153,6 +158,7 @@ def test_errors_of_the_real_services(client):
         client.get("nobody@1")
 
 
+@pytest.mark.long
 def test_up_again_on_the_same_work_dir(tmp_path, start_up):
     first = start_up("--work-dir", "work", cwd=tmp_path)
     parts = {child.pid for child in psutil.Process(first.popen.pid).children()}
@@ -163,6 +169,7 @@ def test_up_again_on_the_same_work_dir(tmp_path, start_up):
         assert {adapter.version for adapter in client.list()} == {1}
 
 
+@pytest.mark.long
 def test_up_ends_when_a_part_dies(tmp_path, start_up):
     up = start_up("--work-dir", "work", cwd=tmp_path)
     parts = psutil.Process(up.popen.pid).children()
