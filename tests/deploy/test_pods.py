@@ -75,9 +75,11 @@ def check_life(pods: list[Pod]) -> None:
         assert pod.probe("readiness").returncode == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.processes
 def test_dev(run):
+    """What test_production shows of the other overlay, without tokens and TLS."""
     manifests = overlay("dev")
     store = run(manifests, "adapter-store", {}, SMALL_STORE)
     store.wait_ready()

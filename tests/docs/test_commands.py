@@ -18,6 +18,7 @@ import typer.main
 
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
+from loadout.cli.__main__ import main
 from loadout.cli.app import app
 from loadout.health.__main__ import parse_arguments
 from servicekit.settings.load import parse_flags
@@ -263,8 +264,14 @@ CLIENT_COMMANDS = [
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("command", CLIENT_COMMANDS, ids=str)
-def test_client_command_runs(up: Up, checkout: Path, command: Command) -> None:
-    run(up, shlex.join(command.words), checkout)
+def test_client_command_runs(
+    up: Up, checkout: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in up.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(checkout)
+    _, *arguments = (at(up, word) for word in command.words)
+    assert main(arguments) == 0
 
 
 @pytest.mark.slow

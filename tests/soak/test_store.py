@@ -19,7 +19,7 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(("catalog", "kills"), [("sqlite", 10), ("postgresql", 4), *LONG])
+@pytest.mark.parametrize(("catalog", "kills"), [("sqlite", 4), ("postgresql", 2), *LONG])
 def test_a_killed_store_keeps_its_promises(catalog, kills) -> None:
     # In a process of its own: the soak forks, and this one has threads.
     done = subprocess.run(

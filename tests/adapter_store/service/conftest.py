@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
+import torch
 
 from adapter_store.app import RunningStore, running_store
 from adapter_store.config import StoreSettings
@@ -299,6 +300,14 @@ def spawn(tmp_path):
         if process.process.poll() is None:
             process.process.kill()
         process.process.communicate()
+
+
+@pytest.fixture
+def own_threads():
+    """A store that starts takes torch's threads away from this process."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-import torch
 
 from adapter_store.__main__ import _run as run_process
 from adapter_store.config import StoreSettings
@@ -177,14 +176,6 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
         assert secret not in everything, secret
     for line in log.splitlines():
         json.loads(line)
-
-
-@pytest.fixture
-def own_threads():
-    """A store that starts takes torch's threads away from this process."""
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.usefixtures("own_threads")

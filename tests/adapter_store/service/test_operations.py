@@ -16,7 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from adapter_store.__main__ import _run as run_process
 from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import until
 
@@ -161,10 +163,12 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
     assert "call failed" not in messages
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
+    """The command itself; tests/soak/test_store.py kills forks of it, and asks for more."""
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
     digests = {open_checkpoint(folder).digest for folder in folders}
     answered: dict[str, tuple[str, int]] = {}
@@ -224,21 +228,29 @@ def test_kill_9_while_registering_leaves_the_catalog_intact(
     assert process.end(signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.processes
-def test_start_failure_is_one_line(spawn, tmp_path):
+@pytest.mark.usefixtures("own_threads")
+def test_start_failure_is_one_line(tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        process = spawn("--listen", address)
-        _, log = process.process.communicate(timeout=60)
-        assert process.process.returncode == 1
-        assert log.splitlines()[-1] == f"error: cannot listen on {address}"
-        assert "Traceback" not in log
-    assert not process.ready_file.exists()
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    process = spawn("--data-dir", str(blocked))
-    _, log = process.process.communicate(timeout=60)
-    assert (process.process.returncode, "Traceback" in log) == (1, False)
-    assert os.fspath(blocked) in log
+        problems = [
+            ({"listen": address}, f"error: cannot listen on {address}"),
+            ({"data_dir": blocked}, os.fspath(blocked)),
+        ]
+        for settings, expected in problems:
+            ready_file = tmp_path / "ready.json"
+            values = {
+                "listen": "127.0.0.1:0",
+                "metrics_listen": "127.0.0.1:0",
+                "data_dir": tmp_path / "data",
+                "ready_file": ready_file,
+                **settings,
+            }
+            assert run_process(StoreSettings(**values)) == 1
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("error: ")
+            assert expected in line
+            assert not ready_file.exists()

@@ -9,34 +9,46 @@ import sys
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.cli.__main__ import main
 from loadout.inference.v1 import inference_pb2 as pb
 
-pytestmark = pytest.mark.processes
+BASH = {"_LOADOUT_COMPLETE": "complete_bash"}
 
 
 @pytest.fixture
-def complete(store_server, inference_server):
-    """Completes a line in bash."""
+def complete(store_server, inference_server, capfd):
+    """Completes a line in bash: in this process, by what the command does for the shell."""
 
     def complete(line: str, **environment: str) -> list[str]:
-        words = line.split(" ")
-        variables = {
-            **os.environ,
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        servers = {
             "LOADOUT_STORE": store_server.address,
             "LOADOUT_INFERENCE": inference_server.address,
-            "_LOADOUT_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(words) - 1),
-            **environment,
         }
-        command = [sys.executable, "-m", "loadout.cli"]
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert "Traceback" not in done.stderr
-        return done.stdout.split()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**BASH, **words, **servers, **environment}.items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit):
+                main([])
+        found = capfd.readouterr()
+        assert found.err == ""
+        return found.out.split()
 
     return complete
+
+
+@pytest.mark.processes
+def test_the_shell_is_answered():
+    words = {"COMP_WORDS": "loadout un", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadout.cli"],
+        env={**os.environ, **BASH, **words},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout.split(), done.stderr) == (["unload", "unpin"], "")
 
 
 def test_commands(complete):
@@ -66,6 +78,7 @@ def test_a_store_that_does_not_answer_completes_nothing(complete):
     assert complete("loadout delete fr", LOADOUT_STORE="127.0.0.1:1") == []
 
 
+@pytest.mark.processes
 def test_the_script_for_the_shell():
     command = [sys.executable, "-m", "loadout.cli", "--show-completion"]
     environment = {**os.environ, "SHELL": "/bin/bash"}
