@@ -31,7 +31,10 @@ def pages() -> list[Path]:
 
 
 def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
-    """`text` with its links to files that are no pages led elsewhere, or taken out."""
+    """Returns `text` with its links to files that are no pages led elsewhere, or taken out.
+
+    Raises ValueError for a link to a file that is not in the repository.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         label, target = match.groups()
@@ -41,8 +44,10 @@ def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
         path = Path(os.path.normpath(page.parent / name))
         if path in known or path.suffix in PICTURES:
             return match.group(0)
-        if (ROOT / path / "README.md").exists() and path / "README.md" in known:
+        if path / "README.md" in known:
             return f"[{label}]({name.rstrip('/')}/README.md)"
+        if not (ROOT / path).exists():
+            raise ValueError(f"{page}: link to {target}, which does not exist")
         return f"[{label}]({repository.rstrip('/')}/{path})" if repository else label
 
     return LINK.sub(replaced, text)

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,25 +17,44 @@ from pathlib import Path
 
 import pytest
 import typer.main
+import yaml
 
 from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
+from loadout import Client
 from loadout.cli.__main__ import main
 from loadout.cli.app import app
+from loadout.demo.adapters import ADAPTERS
 from loadout.health.__main__ import parse_arguments
 from servicekit.settings.load import parse_flags
 from servicekit.settings.service import ServiceSettings
 from tests.support.up import Up
+from tools.cli_docs import MARKER, PATH
 
 ROOT = Path(__file__).parents[2]
+REFERENCE = PATH.read_text().partition(MARKER)[2]
+"""Its examples are those of --help, which tests/loadout/cli/test_commands.py parses."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md")),
     *sorted(path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
 ]
+FENCE = re.compile(r"^ *```(.*)$", re.MULTILINE)
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FUNCTION = re.compile(r"^(\w+)\(\) \{ (.*?) \"\$@\".*\}$", re.MULTILINE)
 """A function of a block, and what it hands its arguments on to."""
 SHELLS = {"sh", "bash", "shell", "console"}
+LANGUAGES = {
+    "sh": "commands: understood here, and run",
+    "console": "commands after a prompt, with what they print",
+    "python": "tests/system/test_python_examples.py, and README's here",
+    "yaml": "parsed here, and applied by tests/deploy",
+    "toml": "parsed here",
+    "promql": "tests/docs/test_docs_names.py",
+    "mermaid": "a picture",
+    "text": "what something prints, or is laid out as",
+}
+"""The languages of blocks, and what checks them."""
 
 SERVICES: dict[str, type[ServiceSettings]] = {
     each.module: each for each in (StoreSettings, InferenceSettings)
@@ -46,6 +67,8 @@ CHECKED_ELSEWHERE = {
     "pg_dump": "tests/adapter_store/service/test_backup_drills.py",
     "pg_restore": "tests/adapter_store/service/test_backup_drills.py",
     "git": "",
+    "npm": "tests/loadout/test_node_example.py",
+    "node": "tests/loadout/test_node_example.py",
 }
 """Programs that need what this machine may not have, and where their use is checked."""
 TOOLS = {".", "cat", "cd", "cp", "curl", "grep", "mkdir", "printf", "sed", "umask"}
@@ -156,7 +179,7 @@ def understand_loadout(arguments: list[str]) -> None:
 
 def understand_module(arguments: list[str]) -> None:
     if arguments[:1] != ["-m"]:
-        assert arguments[0] == "-", "a program from standard input"
+        assert arguments[0] == "-" or (ROOT / arguments[0]).is_file(), "or from standard input"
         return
     module, rest = arguments[1], arguments[2:]
     if module in SERVICES:
@@ -211,6 +234,8 @@ def up(checkout: Path) -> Iterator[Up]:
     text = "\n".join(readme_blocks("sh"))
     [command] = [line for line in text.splitlines() if line.startswith("loadout up")]
     with Up(tuple(shlex.split(command)[2:]), cwd=checkout) as system:
+        with Client(store=system.addresses["store"]) as client:
+            client.register("shout", ADAPTERS / "upper")  # which pages call so
         yield system
 
 
@@ -256,9 +281,27 @@ def test_readme_runs(up: Up, checkout: Path) -> None:
         assert "HELLO" in run(up, f"python -c {shlex.quote(text)}", checkout)
 
 
+SECURITY = "docs/security.md"
 CLIENT_COMMANDS = [
-    each for each in dict.fromkeys(ALL) if is_client(each) and each.page != "README.md"
+    each
+    for each in dict.fromkeys(ALL)
+    if is_client(each) and each.page not in ("README.md", SECURITY)
 ]
+
+
+@pytest.mark.processes
+def test_signing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a store that trusts the key: tests/loadout/test_signing.py registers with one."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "french").symlink_to(ADAPTERS / "upper")
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for command in (each for each in ALL if each.page == SECURITY):
+        name = command.words[1]
+        if command.words[0] == "loadout" and name in ("keygen", "sign"):
+            assert main(list(command.words[1:])) == 0
+            ran.append(name)
+    assert ran == ["keygen", "sign"]
 
 
 @pytest.mark.slow
@@ -285,7 +328,22 @@ def test_sizing_runs(up: Up, checkout: Path) -> None:
 def test_no_command_hides() -> None:
     """Shell has one name, transcripts start with a prompt, and nothing is left to be filled in."""
     for page in PAGES:
+        opened = FENCE.findall(page.read_text())[::2]
+        assert [language for language in opened if language not in LANGUAGES] == [], page
         for language, text in blocks(page):
-            assert language not in SHELLS - {"sh", "console"}, page
             assert language != "console" or text.startswith("$ "), page
+            hides = language == "text" and re.match(r"\$ |loadout |python |make ", text)
+            assert not hides or text in REFERENCE, page
         assert not re.search("@[A-Z]+@", page.read_text()), page
+
+
+def test_other_blocks_parse() -> None:
+    for page in PAGES:
+        for language, text in blocks(page):
+            text = textwrap.dedent(text)
+            if language == "python":
+                compile(text, str(page), "exec")
+            elif language == "yaml":
+                assert all(yaml.safe_load_all(text)), page
+            elif language == "toml":
+                assert tomllib.loads(text), page

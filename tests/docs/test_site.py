@@ -44,6 +44,15 @@ def test_every_page_is_in_the_navigation() -> None:
     assert missing == []
 
 
+def test_a_link_to_no_file_is_an_error() -> None:
+    page = Path("docs/routing.md")
+    known = {page, Path("docs/http.md")}
+    linked = "[errors](http.md#errors), [settings](../mkdocs.yml)"
+    assert docs_site.with_links(page, linked, known, "") == "[errors](http.md#errors), settings"
+    with pytest.raises(ValueError, match=r"docs/routing\.md: link to \.\./http\.md"):
+        docs_site.with_links(page, "[errors](../http.md#errors)", known, "")
+
+
 def test_links_lead_to_pages_and_headings(site: Path) -> None:
     pages = {path.resolve(): read(path) for path in site.rglob("*.html")}
     broken = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from loadout.demo.adapters import ADAPTERS, MODEL
 from loadout.demo.jobs import ADAPTER_JOBS, BASE_MODEL
 from loadout.demo.system import FREE_PORT, Addresses, System, SystemSettings
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "python"
 ALL = {path.name for path in EXAMPLES.glob("*.py")}
 
 
@@ -106,3 +108,22 @@ def test_watch(start: Callable[..., subprocess.Popen[str]], addresses: Addresses
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+PAGES = {"docs/http.md": "french@1 LOADOUT", "docs/routing.md": "BONJOUR"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_block_of_a_page(addresses: Addresses, page: str) -> None:
+    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    block = block.replace("127.0.0.1:8000", addresses.http)
+    block = re.sub(r"inference-0:\d+[^\"]*", addresses.inference, block)
+    with Client(store=addresses.store) as client:
+        client.register("french", ADAPTERS / "upper")
+    command = [sys.executable, "-c", block]
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert PAGES[page] in done.stdout
