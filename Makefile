@@ -20,6 +20,9 @@ demo: $(VENV)/.installed-demo
 up: $(VENV)/.installed-demo
 	$(BIN)/loadout up
 
+# Kept, whatever the environment says: each of hundreds of processes would compile our modules anew.
+export PYTHONDONTWRITEBYTECODE =
+
 PYTEST = $(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
+from adapter_store.catalog import follower
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import DataType, Layout, Target, TargetKind
 from loadout.demo.process import Process
 from tests.support.postgres import PostgresServer
@@ -24,17 +27,40 @@ settings.load_profile("adapter_store")
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A real server, for all tests of a session that ask for it."""
-    with PostgresServer() as server:
+    """A real server, for all tests of a session that ask for it. Catalogs over it close quickly."""
+    with PostgresServer() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follower, "STOP_SECONDS", 0.02)
         yield server
 
 
-@pytest.fixture
-def catalog_dsn(postgres: PostgresServer) -> Iterator[str]:
-    """An empty database for one test."""
+@pytest.fixture(scope="session")
+def migrated_dsn(postgres: PostgresServer) -> str:
+    """The database of an empty catalog, to be copied: migrations take longer than most tests."""
     dsn = postgres.create_database()
+    Catalog(dsn, event_retention=1).close()
+    return dsn
+
+
+@pytest.fixture
+def catalog_dsn(postgres: PostgresServer, migrated_dsn: str) -> Iterator[str]:
+    """An empty catalog's database for one test."""
+    dsn = postgres.create_database(copy_of=migrated_dsn)
     yield dsn
     postgres.drop_database(dsn)
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of an empty catalog, to be copied."""
+    path = tmp_path_factory.mktemp("catalog") / "catalog.sqlite3"
+    Catalog(path, event_retention=1).close()
+    return path
+
+
+@pytest.fixture
+def catalog_file(migrated_file: Path, tmp_path: Path) -> Path:
+    """An empty catalog's file for one test."""
+    return Path(shutil.copyfile(migrated_file, tmp_path / "catalog.sqlite3"))
 
 
 @pytest.fixture(scope="session")

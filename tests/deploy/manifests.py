@@ -37,7 +37,7 @@ def kustomize(folder: Path) -> list[Object]:
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+    return [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
 
 
 @dataclass(frozen=True)

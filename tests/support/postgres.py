@@ -69,17 +69,18 @@ class PostgresServer:
         """Ends every connection."""
         self._run("pg_ctl", "stop", "-D", self._data, "-m", "immediate")
 
-    def create_database(self) -> str:
-        """The address of a new empty database, as SQLAlchemy reads it."""
+    def create_database(self, copy_of: str = "") -> str:
+        """The address of a new database, as SQLAlchemy reads it: empty, or a copy of one that
+        nobody is connected to."""
         name = f"test{next(self._numbers)}"
+        template = _name_of(copy_of) if copy_of else "template1"
         with self.connect() as connection:
-            connection.execute(f"CREATE DATABASE {name}")
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return f"postgresql+psycopg://postgres@/{name}?host={self._folder}"
 
     def drop_database(self, dsn: str) -> None:
-        name = dsn.partition("@/")[2].partition("?")[0]
         with self.connect() as connection:
-            connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+            connection.execute(f"DROP DATABASE IF EXISTS {_name_of(dsn)} WITH (FORCE)")
 
     def connect(self) -> psycopg.Connection:
         """To no test's database, as the superuser."""
@@ -119,3 +120,7 @@ class PostgresServer:
         except PermissionError:
             pass
         return Path(shutil.copytree(install, self._folder / "install", symlinks=True))
+
+
+def _name_of(dsn: str) -> str:
+    return dsn.partition("@/")[2].partition("?")[0]

@@ -84,11 +84,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def place(request, tmp_path) -> Place:
-    """Where a catalog lies: every test runs over both databases."""
-    if request.param == "postgres":
-        return request.getfixturevalue("catalog_dsn")
-    return tmp_path / "catalog.sqlite3"
+def place(request) -> Place:
+    """Where an empty catalog lies: every test runs over both databases."""
+    return request.getfixturevalue("catalog_dsn" if request.param == "postgres" else "catalog_file")
 
 
 @pytest.fixture

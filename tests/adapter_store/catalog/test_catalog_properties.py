@@ -151,7 +151,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 OPTIONS = settings(
-    max_examples=20,
+    max_examples=10,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -160,8 +160,14 @@ CatalogMachine.TestCase.settings = OPTIONS
 TestCatalog = pytest.mark.slow(CatalogMachine.TestCase)
 
 
-def test_the_same_over_postgres(postgres):
+@pytest.mark.long
+def test_many_more():
+    run_state_machine_as_test(CatalogMachine, settings=settings(OPTIONS, max_examples=100))
+
+
+@pytest.mark.parametrize("max_examples", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_the_same_over_postgres(postgres, migrated_dsn, max_examples):
     run_state_machine_as_test(
-        lambda: CatalogMachine(postgres.create_database()),
-        settings=settings(OPTIONS, max_examples=4),
+        lambda: CatalogMachine(postgres.create_database(copy_of=migrated_dsn)),
+        settings=settings(OPTIONS, max_examples=max_examples),
     )

@@ -93,11 +93,12 @@ def test_a_follower_that_was_away_for_long_goes_on(catalog_dsn, replicas):
         heard.wait(1)
 
 
-def test_replicas_that_start_together_migrate_once(catalog_dsn):
+def test_replicas_that_start_together_migrate_once(postgres):
+    dsn = postgres.create_database()
     opened: list[Catalog] = []
 
     def start() -> None:
-        opened.append(Catalog(catalog_dsn, event_retention=10))
+        opened.append(Catalog(dsn, event_retention=10))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -107,6 +108,7 @@ def test_replicas_that_start_together_migrate_once(catalog_dsn):
     assert [catalog.revision() for catalog in opened] == [0] * 4
     for catalog in opened:
         catalog.close()
+    postgres.drop_database(dsn)
 
 
 def test_a_database_that_vanishes_without_a_word_is_noticed(replicas):

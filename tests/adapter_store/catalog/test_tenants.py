@@ -123,7 +123,7 @@ def catalogs(request, tmp_path):
         for name in ("both", "alone"):
             if request.param == "postgres":
                 server = request.getfixturevalue("postgres")
-                place = server.create_database()
+                place = server.create_database(request.getfixturevalue("migrated_dsn"))
                 stack.callback(server.drop_database, place)
             else:
                 place = tmp_path / name
