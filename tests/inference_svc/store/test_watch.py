@@ -9,6 +9,7 @@ import pytest
 
 from inference_svc.errors import AdapterNotFound, StoreUnavailable
 from inference_svc.store import client as store_client
+from inference_svc.store import watch as store_watch
 from inference_svc.store.client import CatalogClient
 from inference_svc.store.directory import Directory, Servable
 from inference_svc.store.replicas import Replicas, rank
@@ -45,7 +46,8 @@ def test_layout_is_registered_and_names_are_watched(engine: Any) -> None:
             await until_async(lambda: watched.directory.is_live)
             assert watched.layout_ids == [LAYOUT]
             assert watched.directory.layout_id == LAYOUT
-            assert store.watched_from == [5]
+            # The directory is live before the store has the call.
+            await until_async(lambda: store.watched_from == [5])
             store.emit(6, pb.EVENT_KIND_UPDATED, "default/upper")
             store.emit(8)
             await until_async(lambda: watched.directory.revision == 8)
@@ -103,11 +105,15 @@ def test_restarted_store_gets_the_layout_and_the_watch_continues(engine: Any) ->
     asyncio.run(main())
 
 
-def test_lost_history_restarts_the_watch_from_now(engine: Any) -> None:
+def test_lost_history_restarts_the_watch_from_now(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "BEHIND_SECONDS", 0.2)
+
     async def body(store: TinyStore, address: str) -> None:
-        async with Watched(address, engine.layout) as watched:
+        async with Watched(address, engine.layout):
             store.emit(5)
-            await until_async(lambda: watched.directory.is_live)
+            await until_async(lambda: store.watched_from == [5])
             store.revision, store.oldest = 50, 40
             store.events.put_nowait(None)
             await until_async(lambda: store.watched_from == [5, 5, 50])
@@ -181,8 +187,11 @@ def test_watch_continues_at_another_replica(engine: Any) -> None:
     serve_two(body)
 
 
-def test_replica_that_is_behind_does_not_reset_the_directory(engine: Any) -> None:
+def test_replica_that_is_behind_does_not_reset_the_directory(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watch waits for one that has the history."""
+    monkeypatch.setattr(store_watch, "BEHIND_SECONDS", 60.0)
 
     async def body(stores: Replicated) -> None:
         async with Watched(stores.replicas, engine.layout) as watched:
@@ -207,7 +216,7 @@ def test_replica_that_is_behind_does_not_reset_the_directory(engine: Any) -> Non
 
 
 def test_silent_watch_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(store_client, "SILENCE_SECONDS", 0.5)
 
     async def body(store: TinyStore, address: str) -> None:
         client = CatalogClient(Replicas.at(address))
