@@ -1,22 +1,22 @@
 """Loadout's Python client, the `loadout` command, and the stubs of the contract.
 
-client      Client: the blocking client, generated from aio
-aio         AsyncClient: the asyncio client
-types       what both take and return
-errors      what both raise
-retry       when a failed call is tried again
-security    token and TLS of a client
-signing     signatures of adapters
-upload      an adapter's local files, in chunks
-prometheus  reads the metrics of a service
-_rpc        how the clients call the services
-_routing    which replica of the inference service a call goes to
-cli         the `loadout` command
-demo        the demo: a small trained model, and adapters that each do one visible job
-benchmark   measures a running server as its callers see it
-health      checks a service's health: `python -m loadout.health`
-
-adapter_store and inference hold the generated stubs of the contract.
+client         Client: the blocking client, generated from aio
+aio            AsyncClient: the asyncio client
+types          what both take and return
+errors         what both raise
+retry          when a failed call is tried again
+security       token and TLS of a client
+signing        signatures of adapters
+upload         an adapter's local files, in chunks
+prometheus     reads the metrics of a service
+_rpc           how the clients call the services
+_routing       which replica of the inference service a call goes to
+cli            the `loadout` command
+demo           the demo: a small trained model, and adapters that each do one visible job
+benchmark      measures a running server as its callers see it
+health         checks a service's health: `python -m loadout.health`
+adapter_store  the stubs of the store's contract
+inference      the stubs of the inference service's contract
 """
 
 from __future__ import annotations

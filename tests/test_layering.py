@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tools.house import (
+    LAYERS,
     MAX_FILE_LINES,
     PACKAGES,
     SERVICES,
@@ -38,6 +39,10 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "loadout": {"loadout", "stubs"},
 }
+
+
+NEVER = ("tests", "tools", "bench", "fuzz", "deploy", "examples")
+"""What packages never import: it is not installed with them."""
 
 
 class Confined(NamedTuple):
@@ -89,6 +94,8 @@ CONFINED = (
 )
 
 FLAT = {
+    "kernels": "__init__ host_memory triton_launchers",
+    "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store_status debug "
     "garbage_collector",
     "inference_svc": "__init__ __main__ app config core errors debug",
@@ -97,7 +104,7 @@ FLAT = {
 """What may lie at a package's root; all else has a folder."""
 
 READ_ENVIRONMENT = re.compile(
-    r"(.*\.)?(__main__|config)|servicekit\.settings\.(load|secrets)|loadout\.(cli|demo|benchmark)\..*"
+    r".*\.__main__|(adapter_store|inference_svc|loadout\.cli)\.config|servicekit\.settings\.(load|secrets)|loadout\.(cli|demo|benchmark)\..*"
 )
 CUDA_PLACES = (
     "kernels",
@@ -128,7 +135,7 @@ def test_packages_import_only_what_they_may() -> None:
     def kind(imported: str) -> str | None:
         if STUBS.match(imported):
             return "stubs"
-        return next((each for each in PACKAGES if is_under(imported, [each])), None)
+        return next((each for each in (*PACKAGES, *NEVER) if is_under(imported, [each])), None)
 
     check(
         "packages",
@@ -143,6 +150,13 @@ def test_packages_import_only_what_they_may() -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_layers_import_downwards(service: str) -> None:
     check(f"layers of {service}", TREE.upward_imports(service))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_folder_has_a_layer(service: str) -> None:
+    layers = set(re.findall(r"\w+", LAYERS[service]))
+    parts = {name.split(".")[1] for name in TREE.under(service) if "." in name}
+    check(f"layers of {service}", layers ^ parts)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -174,11 +188,14 @@ def test_environment_and_arguments_are_read_in_settings_only() -> None:
     def found() -> Iterator[str]:
         for name, path in TREE.paths.items():
             for node in ast.walk(parsed(path)):
+                used = set()
                 if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                    used = f"{node.value.id}.{node.attr}"
-                    reads = used in {"os.environ", "os.getenv", "sys.argv"}
-                    if reads and not READ_ENVIRONMENT.fullmatch(name):
-                        yield name
+                    used = {f"{node.value.id}.{node.attr}"}
+                elif isinstance(node, ast.ImportFrom):
+                    used = {f"{node.module}.{alias.name}" for alias in node.names}
+                reads = {"os.environ", "os.environb", "os.getenv", "sys.argv"} & used
+                if reads and not READ_ENVIRONMENT.fullmatch(name):
+                    yield name
 
     check("environment", found())
 
@@ -294,16 +311,18 @@ def test_files_and_functions_stay_short() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_map_their_modules(package: str) -> None:
-    """Where a reader stands: each `__init__` says what its modules are."""
+    """Where a reader stands: each `__init__` has a line for each module, `name  what it is`."""
 
     def found() -> Iterator[str]:
         for name, path in TREE.under(package).items():
-            if path.name != "__init__.py" or name.endswith(".versions"):  # revisions are numbered
-                continue
-            words = set(re.findall(r"\w+", ast.get_docstring(parsed(path)) or ""))
-            inner = {each.removeprefix(name + ".").split(".")[0] for each in TREE.under(name)}
-            unnamed = {each for each in inner if not each.startswith("__")} - words
-            yield from (f"{name}: {each}" for each in unnamed - {name.split(".")[0]})
+            if path.name != "__init__.py" or re.search(r"\.(versions|v1)$", name):
+                continue  # revisions are numbered, and stubs generated
+            text = ast.get_docstring(parsed(path)) or ""
+            mapped = set(re.findall(r"^(\w+)(?: {2,}|$)", text, re.MULTILINE))
+            inner = set(TREE.under(name)) - {name}
+            modules = {each.removeprefix(name + ".").split(".")[0] for each in inner}
+            yield from (f"{name}: {each} is not mapped" for each in modules - mapped)
+            yield from (f"{name}: {each} is no module" for each in mapped - modules)
 
     check(f"maps of {package}", found())
 
@@ -343,7 +362,10 @@ def test_services_do_not_repeat_each_other() -> None:
     check("shared lines", (f"{one} ~ {other}" for one, other in pairs))
 
 
-def test_docstrings_are_sentences() -> None:
-    """They begin with a verb or name their subject."""
+def test_what_can_be_counted() -> None:
+    """Docstrings begin with a verb or name their subject; a README is read in one go."""
     house = measure(ROOT)
     assert house.fragment_docstrings < 20
+    assert house.shared_lines <= 60
+    assert house.readme_lines <= 150
+    assert house.readme_longest_line <= 120

@@ -1,1 +1,4 @@
-"""The adapter store's contract, one package per version: v1."""
+"""The adapter store's contract.
+
+v1  the stubs that protoc generates, compatible within the version
+"""

@@ -1,1 +1,4 @@
-"""The inference service's contract, one package per version: v1."""
+"""The inference service's contract.
+
+v1  the stubs that protoc generates, compatible within the version
+"""

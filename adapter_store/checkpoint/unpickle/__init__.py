@@ -4,7 +4,7 @@ A pickle is a program. So it is run by torch's restricted reader (weights_only),
 has no secrets in its environment and is limited in memory, CPU time, wall-clock time and the size
 of its output; and the resulting file is then checked like any other.
 
-    __main__  the program of the child process
+__main__  the program of the child process
 """
 
 from __future__ import annotations
