@@ -87,7 +87,8 @@ def random_model(geometry: ModelGeometry) -> Transformer:
     num_bytes = 2 * head.num_bytes
     for layer in layers:
         num_bytes += sum(p.num_bytes for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    return Transformer(g, ModelWeights(embedding.weight, layers, norm(), head, num_bytes))
+    weights = ModelWeights(embedding.weight, layers, norm(), head, num_bytes)
+    return Transformer(g, weights, is_fused=True)
 
 
 def image_of(layout: ModelLayout, digest: str) -> ImageHeader:

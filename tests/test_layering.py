@@ -200,8 +200,8 @@ def test_environment_and_arguments_are_read_in_settings_only() -> None:
     check("environment", found())
 
 
-def test_cuda_is_named_in_few_places() -> None:
-    word = re.compile(r"cuda", re.IGNORECASE)
+def test_devices_are_told_apart_in_few_places() -> None:
+    word = re.compile(r"cuda|\.is_cpu\b", re.IGNORECASE)
 
     def found() -> Iterator[str]:
         for name, path in TREE.paths.items():

@@ -198,7 +198,7 @@ class CudaFactory:
         )
         lora = CudaLora(arena, lora_groups(layout), step.block, max_tokens, max_rows)
         record = CudaRecorder() if config.cuda_graphs else None
-        transformer = Transformer(geometry, weights)
+        transformer = Transformer(geometry, weights, is_fused=True)
         backend = CudaBackend(transformer, kv_cache, step, lora, max_rows, record)
         backend.warm_up()
         return backend

@@ -75,7 +75,10 @@ class _Limits:
 class _Draws:
     """Rows that are drawn: what of them stays the same from step to step."""
 
-    def __init__(self, rows: list[tuple[int, Sequence]], device: torch.device) -> None:
+    def __init__(
+        self, rows: list[tuple[int, Sequence]], device: torch.device, *, has_device_memory: bool
+    ) -> None:
+        self._has_device_memory = has_device_memory
         self.rows = torch.tensor([row for row, _ in rows], device=device)
         self._sequences = [sequence for _, sequence in rows]
         params = [sequence.request.sampling for sequence in self._sequences]
@@ -87,7 +90,7 @@ class _Draws:
         """This step's number of each row: fp64 [N, 1]."""
         positions = np.array([len(s.token_ids) for s in self._sequences], np.uint64)
         drawn = torch.from_numpy(uniforms(self._seeds, positions)).unsqueeze(1)
-        if not self.rows.is_cpu:
+        if self._has_device_memory:
             # From memory that is not pinned the copy would wait for the step.
             drawn = drawn.pin_memory()
         return drawn.to(self.rows.device, non_blocking=True)
@@ -96,73 +99,77 @@ class _Draws:
 class _Rows:
     """The sampling parameters of a batch, as tensors. Steps of the same sequences share them."""
 
-    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+    def __init__(
+        self, sequences: list[Sequence], device: torch.device, *, has_device_memory: bool
+    ) -> None:
+        def draws(rows: list[tuple[int, Sequence]]) -> _Draws | None:
+            return _Draws(rows, device, has_device_memory=has_device_memory) if rows else None
+
         self.sequences = list(sequences)
         rows = [(row, s, s.request.sampling) for row, s in enumerate(sequences)]
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
         self.with_logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
         drawn = [(row, s, _is_cut(p)) for row, s, p in rows if p.temperature > 0]
-        uncut = [(row, s) for row, s, is_cut in drawn if not is_cut]
-        cut = [(row, s) for row, s, is_cut in drawn if is_cut]
-        self.uncut = _Draws(uncut, device) if uncut else None
-        self.cut = _Draws(cut, device) if cut else None
+        self.uncut = draws([(row, s) for row, s, is_cut in drawn if not is_cut])
+        self.cut = draws([(row, s) for row, s, is_cut in drawn if is_cut])
 
 
 class Sampler:
-    """`eos_token_ids` may not be chosen before `min_tokens`."""
+    """`eos_token_ids` may not be chosen before `min_tokens`. `has_device_memory`: logits lie in a
+    device's memory, not in the host's."""
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, eos_token_ids: Collection[int], *, has_device_memory: bool = False) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._has_device_memory = has_device_memory
         self._rows: _Rows | None = None
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`. May change
         the logits in place; logprobs are of the model's own distribution, before any change."""
         if self._rows is None or self._rows.sequences != sequences:
-            self._rows = _Rows(sequences, logits.device)
+            self._rows = _Rows(sequences, logits.device, has_device_memory=self._has_device_memory)
         rows = self._rows
         logprobs = [(row, logits[row].log_softmax(-1), count) for row, count in rows.with_logprobs]
         if rows.limited:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
-        chosen = _choose(logits, rows)
+        chosen = self._choose(logits, rows)
         sampled = [SampledToken(token) for token in chosen]
         for row, values, count in logprobs:
             sampled[row] = SampledToken(chosen[row], _token_logprobs(values, chosen[row], count))
         return sampled
 
+    def _choose(self, logits: Tensor, rows: _Rows) -> list[int]:
+        token_ids = self._argmax(logits)
+        if rows.uncut is not None:
+            chunk_rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+            if self._has_device_memory:
+                chunk_rows = len(rows.uncut.rows)
+            token_ids[rows.uncut.rows] = _draw_uncut(logits, rows.uncut, chunk_rows)
+        if rows.cut is not None:
+            token_ids[rows.cut.rows] = _draw_cut(logits, rows.cut)
+        chosen: list[int] = token_ids.tolist()
+        return chosen
 
-def _choose(logits: Tensor, rows: _Rows) -> list[int]:
-    token_ids = _argmax(logits)
-    if rows.uncut is not None:
-        token_ids[rows.uncut.rows] = _draw_uncut(logits, rows.uncut)
-    if rows.cut is not None:
-        token_ids[rows.cut.rows] = _draw_cut(logits, rows.cut)
-    chosen: list[int] = token_ids.tolist()
-    return chosen
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    if logits.is_cpu:  # NumPy's is vectorised: an eighth of the time of torch's on two cores
+    def _argmax(self, logits: Tensor) -> Tensor:
+        if self._has_device_memory:
+            return logits.argmax(dim=-1)
+        # NumPy's is vectorised: an eighth of the time of torch's on two cores.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
 
 
 def _is_cut(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
-def _draw_uncut(logits: Tensor, draws: _Draws) -> Tensor:
-    """Returns token ids [N] of rows that draw from the full vocabulary."""
-    size = len(draws.rows)
-    if logits.is_cpu:
-        size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+def _draw_uncut(logits: Tensor, draws: _Draws, chunk_rows: int) -> Tensor:
+    """Returns token ids [N] of rows that draw from the full vocabulary, `chunk_rows` at a time."""
     chunks = zip(
-        draws.rows.split(size),
-        draws.temperatures.split(size),
-        draws.numbers().split(size),
+        draws.rows.split(chunk_rows),
+        draws.temperatures.split(chunk_rows),
+        draws.numbers().split(chunk_rows),
         strict=True,
     )
     return torch.cat([_invert((logits[r] / t).softmax(dim=-1), u) for r, t, u in chunks])

@@ -31,9 +31,15 @@ class _Step:
 
 
 class Transformer:
-    def __init__(self, geometry: ModelGeometry, weights: ModelWeights[Linear]) -> None:
+    """Computes steps operation by operation. `is_fused`: one kernel of the device rotates queries
+    and keys and writes keys and values to their cells."""
+
+    def __init__(
+        self, geometry: ModelGeometry, weights: ModelWeights[Linear], *, is_fused: bool = False
+    ) -> None:
         self.geometry = geometry
         self.weights = weights
+        self._is_fused = is_fused
         self._rotary = RotaryEmbedding(geometry.rope, geometry.head_dim, weights.embedding.device)
 
     @torch.inference_mode()
@@ -73,7 +79,7 @@ class Transformer:
     ) -> Tensor:
         """Returns q [T, num_heads, head_dim], normed and rotated; writes k and v to their cells."""
         g, cells = self.geometry, step.inputs.attention.cells
-        if not qkv.is_cpu:
+        if self._is_fused:
             rotate_and_store(
                 qkv,
                 step.kv_cache,
