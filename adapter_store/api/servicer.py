@@ -40,6 +40,7 @@ AUDITED = frozenset(
 CALL_RULES = CallRules(
     domain="adapter_store.loadout",
     polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
+    serialized=frozenset({"PullAdapter"}),
     long_lived=frozenset({"WatchAdapters"}),
     facts=("tenant", "adapter", "digest"),
     traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),

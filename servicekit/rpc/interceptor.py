@@ -53,6 +53,7 @@ class CallRules:
     their calls themselves. Each log line has the `facts`, "" until they are known; spans have
     `traced_facts`. Messages about `private` subjects are not written down. A service that does not
     `refuse_when_draining` does so itself. `trailers` are sent with every answer, given its error.
+    Handlers of `serialized` methods may write bytes, of messages that they have serialized.
     """
 
     domain: str
@@ -62,6 +63,7 @@ class CallRules:
     facts: tuple[str, ...] = ()
     traced_facts: tuple[str, ...] = ()
     private: frozenset[str] = frozenset()
+    serialized: frozenset[str] = frozenset()
     refuse_when_draining: bool = True
     trailers: Callable[[Exception | None], Trailers] = _no_trailers
 
@@ -110,9 +112,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         behaviour = getattr(handler, kind)
         serializer = handler.response_serializer
         wrap = self._wrap_unary
-        if handler.response_streaming and inspect.iscoroutinefunction(behaviour):
-            serializer = _passing_bytes(serializer)  # it yields nothing: it writes its responses
-        elif handler.response_streaming:
+        if path.rpartition("/")[2] in self._rules.serialized:
+            serializer = _passing_bytes(serializer)
+        # A coroutine yields nothing: it writes its responses.
+        if handler.response_streaming and not inspect.iscoroutinefunction(behaviour):
             wrap = self._wrap_stream
         return getattr(grpc, f"{kind}_rpc_method_handler")(
             wrap(path, behaviour),
