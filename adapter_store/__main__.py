@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from adapter_store.config import StoreSettings
-from servicekit import collector
+from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting, ServiceError
 from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
@@ -61,7 +61,7 @@ def _print_digest(arguments: list[str]) -> int:
 
 
 def _run(settings: StoreSettings) -> int:
-    collector.pause()
+    interpreter_gc.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from adapter_store.app import serve
 
@@ -71,7 +71,7 @@ def _run(settings: StoreSettings) -> int:
     except (ServiceError, OSError) as error:
         return _fail(error, 1)
     finally:
-        collector.resume()
+        interpreter_gc.resume()
     return 0
 
 

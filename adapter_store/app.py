@@ -61,7 +61,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
     add_AdapterStoreServiceServicer_to_server,
 )
-from servicekit import collector
+from servicekit import interpreter_gc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
@@ -297,7 +297,7 @@ async def serve(settings: StoreSettings) -> None:
         reload_on_sighup(settings, running.reload)
         addresses = {"grpc": running.grpc_address, "metrics": running.metrics_address}
         announce_ready(addresses, settings.ready_file)
-        collector.resume()
+        interpreter_gc.resume()
         await stop.wait()
         logger.info("draining", extra={"grace_seconds": settings.grace_seconds})
     logger.info("stopped")

@@ -9,7 +9,7 @@ import sys
 
 from inference_svc.config import InferenceSettings
 from inference_svc.errors import EngineFailed, UnsupportedModel
-from servicekit import collector
+from servicekit import interpreter_gc
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 from servicekit.telemetry.logs import configure_logging
@@ -41,7 +41,7 @@ def _run(settings: InferenceSettings) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         # Read once, when torch loads; the engine's process inherits it.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-    collector.pause()
+    interpreter_gc.pause()
     # Importing torch takes seconds: after the settings are known to be good.
     from inference_svc.app import serve
 
@@ -51,7 +51,7 @@ def _run(settings: InferenceSettings) -> int:
         logging.getLogger(__name__).debug("start failed", exc_info=True)
         return _fail(error, 1)
     finally:
-        collector.resume()
+        interpreter_gc.resume()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from inference_svc.text.prompt import Encoder, PromptEncoder
 from inference_svc.text.tokenizer import Tokenizer, tokenizer_bytes
 from loadout.inference.v1 import inference_pb2
 from loadout.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from servicekit import collector
+from servicekit import interpreter_gc
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
@@ -71,7 +71,7 @@ from servicekit.telemetry.tracing import open_tracing
 if TYPE_CHECKING:
     from inference_svc.api.http.server import HttpServer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 SERVICE_NAME = "loadout-inference"
@@ -97,7 +97,7 @@ async def serve(config: InferenceSettings) -> int:
             text = await asyncio.to_thread(Tokenizer, config.model)
             engine = await asyncio.to_thread(load)
             await server.start(engine, text, _facts(config, geometry))
-            collector.resume()
+            interpreter_gc.resume()
             return await server.run(stop)
         finally:
             await server.close()
@@ -284,7 +284,7 @@ class InferenceServer:
         await self._grpc.announce_end()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
-            log.info("draining", extra={"grace_seconds": grace_seconds})
+            logger.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
             await self._async_engine.drain(grace_seconds)
             # In addition to requests: operators' calls, and calls whose adapter is being resolved.
@@ -294,7 +294,7 @@ class InferenceServer:
                 drains.append(self._http.drain(left_seconds))
             await asyncio.gather(*drains)
         if failed.is_set():
-            log.error("the engine failed: ending")
+            logger.error("the engine failed: ending")
         return int(failed.is_set())
 
     async def close(self) -> None:
@@ -356,7 +356,7 @@ class InferenceServer:
         if self._http is not None:
             addresses["http"] = self.http_address
         if self._config.log_prompts:
-            log.warning("log_prompts is on: callers' prompts are written into this log")
+            logger.warning("log_prompts is on: callers' prompts are written into this log")
         announce_ready(addresses, self._config.ready_file)
 
 

@@ -1,10 +1,10 @@
 """What any of our gRPC services is made of. Knows neither service, and imports no torch.
 
-auth       callers, their rights, and the audit of their changes
-collector  Python's garbage collector around a service's start
-errors     what can go wrong: the general kinds, which services derive their own from
-refs       what names an adapter: `[tenant/]name[@version]` or a digest
-rpc        serving gRPC
-settings   how settings are declared, read and shown, and those that all services have
-telemetry  logs, redaction, traces, metrics, recent errors and the debug bundle
+auth            callers, their rights, and the audit of their changes
+errors          what can go wrong: the general kinds, which services derive their own from
+interpreter_gc  Python's garbage collector around a service's start
+refs            what names an adapter: `[tenant/]name[@version]` or a digest
+rpc             serving gRPC
+settings        how settings are declared, read and shown, and those that all services have
+telemetry       logs, redaction, traces, metrics, recent errors and the debug bundle
 """

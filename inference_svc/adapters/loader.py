@@ -31,7 +31,7 @@ from inference_svc.adapters.tiers import MemoryTiers
 from inference_svc.errors import AdapterUnusable
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Loader:
@@ -261,7 +261,7 @@ class Loader:
         self.prefetcher.on_failed(digest, now_s, is_cancelled=error is None)
         if error is not None:
             facts = {"digest": digest, "reason": error.reason, "why": error.message}
-            log.warning("adapter cannot be loaded", extra=facts)
+            logger.warning("adapter cannot be loaded", extra=facts)
             self.counters.pulls_failed += 1
             self._failures.append((digest, error))
         elif self.waiters[digest]:

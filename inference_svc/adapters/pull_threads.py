@@ -39,7 +39,7 @@ from inference_svc.adapters.pull import (
 from inference_svc.errors import CorruptImage, StoreUnavailable
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 PARK_AFTER_S = 0.05
@@ -121,7 +121,7 @@ class Puller:
             for job in list(self._active):
                 if job.end_silent_stream(SILENCE_S):
                     facts = {"digest": job.digest, "seconds": SILENCE_S}
-                    log.warning("pull: source is silent", extra=facts)
+                    logger.warning("pull: source is silent", extra=facts)
 
     def _pull(self, job: PullJob) -> PullDone | PullFailed | None:
         """Works on a job until it ends; returns None if it is parked."""
@@ -144,7 +144,7 @@ class Puller:
                 job.wait_before_retry(delay_s)
             except CorruptImage as error:
                 facts = {"digest": job.digest, "why": error.message}
-                log.warning("pull: bytes that fail their hash", extra=facts)
+                logger.warning("pull: bytes that fail their hash", extra=facts)
                 job.progress.avoid_source()
                 job.progress.num_corrupt += 1
                 if job.progress.num_corrupt >= MAX_CORRUPT:
@@ -152,7 +152,7 @@ class Puller:
             except ServiceError as error:
                 return PullFailed(job, error)
             except Exception as error:  # a bug here must not strand the requests that wait
-                log.exception("pull failed", extra={"digest": job.digest})
+                logger.exception("pull failed", extra={"digest": job.digest})
                 return PullFailed(job, ServiceError(f"pull failed: {error!r}"))
         return PullFailed(job, None)
 

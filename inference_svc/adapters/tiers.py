@@ -20,7 +20,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Reservation, Slots
 from kernels.host_memory import allocate_host
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_HOST_IMAGES = 1 << 16
 STEP_COPY_BYTES = 24 << 20
@@ -170,7 +170,7 @@ class MemoryTiers:
         reservation = self.device.reserve(header, keep, waited_for, reason)
         if reservation is not None:
             for evicted in reservation.evicted:
-                log.debug("evicted", extra={"digest": evicted.digest})
+                logger.debug("evicted", extra={"digest": evicted.digest})
                 self._times.observe_device_eviction(evicted)
                 self._changes.append(TableClear(evicted.slot))
                 self._ready.append(evicted.digest)

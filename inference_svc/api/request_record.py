@@ -23,7 +23,7 @@ from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans
 
-log = logging.getLogger("inference_svc.requests")
+logger = logging.getLogger("inference_svc.requests")
 
 MAX_ID_CHARS = 256
 MAX_NAME_CHARS = 200
@@ -162,14 +162,14 @@ class RequestLog:
         if end is not None:
             self._metrics.count_request(end)
         _close_trace(record, status, error)
-        if not log.isEnabledFor(logging.INFO):
+        if not logger.isEnabledFor(logging.INFO):
             return
         facts = record.facts() | {"status": status}
         if isinstance(error, ServiceError):
             facts["reason"] = error.reason
         if self._log_prompts:
             facts["prompt"] = _prompt_text(record.prompt)
-        log.info("request finished", extra=facts)
+        logger.info("request finished", extra=facts)
 
 
 def _close_trace(record: RequestRecord, status: str, error: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Compute = Callable[[], Tensor]
 
@@ -75,7 +75,7 @@ class CapturedSteps:
         for size in reversed(self._sizes):
             for with_lora in (True, False):
                 self._find(size, with_lora)
-        log.info(
+        logger.info(
             "recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - started_s
         )
 

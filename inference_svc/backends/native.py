@@ -48,7 +48,7 @@ from kernels.host_memory import Slab
 from kernels.linear import PackedLinear, linear_op
 from kernels.native.library import Library, NativeOp, Program, load
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 16
 """Tenants choose what their adapters change, so that the number must be limited."""
@@ -281,7 +281,9 @@ class NativeFactory:
         if not config.native_kernels or torch.device(config.device).type != "cpu":
             return False
         if config.dtype not in ("float32", "bfloat16"):
-            log.warning("the native kernels do not compute %s: the torch path serves", config.dtype)
+            logger.warning(
+                "the native kernels do not compute %s: the torch path serves", config.dtype
+            )
             return False
         return load() is not None
 

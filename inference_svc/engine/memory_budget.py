@@ -13,7 +13,7 @@ from inference_svc.config import EngineConfig
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -79,7 +79,7 @@ def check_budgets(config: EngineConfig, geometry: ModelGeometry, backend: Backen
     budgets = plan_budgets(config, needs, memory)
     for budget in budgets:
         budget.check()
-        log.info("memory of the %s:\n%s", budget.place, budget)
+        logger.info("memory of the %s:\n%s", budget.place, budget)
     return budgets[0]
 
 

@@ -28,14 +28,14 @@ from inference_svc.engine.process_main import Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 END_S = 30.0
 """How long a child may take to end; one that hangs is killed."""
 # This process's path, so that the child imports the same modules, and none from the working folder.
 _PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from servicekit import collector; collector.pause(); "
-    "from inference_svc.engine.process_main import main; main()"
+    "import sys; sys.path[:] = {path!r}; from servicekit import interpreter_gc; "
+    "interpreter_gc.pause(); from inference_svc.engine.process_main import main; main()"
 )
 
 
@@ -121,7 +121,7 @@ class EngineProcess:
         with contextlib.suppress(OSError):  # it has ended by itself
             # Closing alone would not wake the reader.
             self._socket.shutdown(socket.SHUT_RDWR)
-        log.debug("the engine's process %s", self._wait_for_end())
+        logger.debug("the engine's process %s", self._wait_for_end())
         for thread in (self._reader, self._writer):
             if thread.ident is not None:
                 thread.join()
@@ -152,7 +152,7 @@ class EngineProcess:
             except OSError:
                 return  # the reader finds out why
             except Exception:  # lost messages would leave their senders waiting for ever
-                log.exception("messages to the engine cannot be sent")
+                logger.exception("messages to the engine cannot be sent")
                 self._process.kill()
                 return
             if any(isinstance(message, Stop) for message in messages):
@@ -170,9 +170,9 @@ class EngineProcess:
         except (EOFError, OSError):
             pass
         except Exception:
-            log.exception("messages from the engine cannot be read")
+            logger.exception("messages from the engine cannot be read")
             self._process.kill()
         if not self._is_stopping:
             self._failed = True
-            log.error("the engine's process %s", self._wait_for_end())
+            logger.error("the engine's process %s", self._wait_for_end())
             self._on_outputs(StepOutputs(failure=EngineFailed("the engine failed")))

@@ -24,10 +24,10 @@ from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel
 from inference_svc.model.geometry import ModelGeometry
-from servicekit import collector
+from servicekit import interpreter_gc
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 SWITCH_S = 5e-4
@@ -81,7 +81,7 @@ def main() -> None:
         # The parent is dead: nothing is left to answer, and memory and device are needed.
         os._exit(1)
     # What is kept needs no walk through it at the interpreter's end.
-    collector.resume()
+    interpreter_gc.resume()
 
 
 class Child:
@@ -128,7 +128,7 @@ class Child:
             self._send(_portable(error))
             return
         self._engine.start(self._send)
-        collector.resume()
+        interpreter_gc.resume()
         self._send(Ready(self._engine.layout, self._engine.geometry))
 
     def _send(self, frame: object) -> None:
@@ -143,11 +143,11 @@ class Child:
 def _portable(error: Exception) -> Exception:
     """Returns the error, or one with the same message that pickles."""
     if not isinstance(error, ServiceError | UnsupportedModel | ValueError | OSError):
-        log.error("the engine cannot be built", exc_info=error)
+        logger.error("the engine cannot be built", exc_info=error)
     try:
         if type(pickle.loads(encode(error))) is type(error):
             return error
     except Exception:
-        log.debug("%r does not pickle", error)
+        logger.debug("%r does not pickle", error)
     kind = ValueError if isinstance(error, ValueError) else RuntimeError
     return kind(str(error))

@@ -25,7 +25,7 @@ from inference_svc.engine.messages import Call, Reply, StepTrace
 from inference_svc.errors import NoRoom, NoSteps, ProfileRunning
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 """How often an idle engine checks whether a trace is written."""
@@ -184,7 +184,9 @@ class StepProfiler:
             with self._make():
                 pass
         except Exception:
-            log.exception("the profiler does not start")  # the trace will fail with the same error
+            logger.exception(
+                "the profiler does not start"
+            )  # the trace will fail with the same error
 
     @property
     def _is_warming(self) -> bool:
@@ -205,7 +207,7 @@ class StepProfiler:
         return profiler
 
     def _fail(self, tracing: _Tracing, error: Exception) -> None:
-        log.error("steps cannot be traced", exc_info=error)
+        logger.error("steps cannot be traced", exc_info=error)
         self.marks.is_on = False
         tracing.profiler = None
         tracing.answer = Reply(tracing.call_id, error=error)
@@ -235,7 +237,7 @@ def _write_trace(tracing: _Tracing, profiler: profile) -> None:
         tracing.answer = Reply(tracing.call_id, StepTrace(path, tracing.num_done))
     except Exception as error:
         if not (tracing.is_abandoned or isinstance(error, ServiceError)):
-            log.exception("the trace cannot be written")
+            logger.exception("the trace cannot be written")
         tracing.answer = Reply(tracing.call_id, error=error)
     if tracing.folder is not None:
         _remove_folder(tracing.folder)

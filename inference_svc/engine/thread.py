@@ -21,7 +21,7 @@ from inference_svc.errors import EngineFailed
 from inference_svc.model.geometry import ModelGeometry
 from servicekit.errors import Draining
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """The longest wait of an idle engine; longer ones overflow the clock."""
@@ -89,7 +89,7 @@ class EngineThread:
             error: Exception = Draining("the server is shutting down")
             self._on_outputs(engine.end_all(error))
         except Exception:
-            log.exception("the engine failed")
+            logger.exception("the engine failed")
             self._failed = True
             error = EngineFailed("the engine failed")
             self._on_outputs(engine.give_up(error))

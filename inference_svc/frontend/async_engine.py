@@ -37,7 +37,7 @@ from inference_svc.text.detokenizer import Decoder
 from servicekit.errors import Draining
 from servicekit.telemetry import spans
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EngineHandle(Protocol):
@@ -220,7 +220,7 @@ class AsyncEngine:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         if self._generations:
-            log.warning("the grace is over", extra={"requests": len(self._generations)})
+            logger.warning("the grace is over", extra={"requests": len(self._generations)})
         for engine_id, generation in list(self._generations.items()):
             self._engine.send(Cancel(engine_id))
             generation.fail(Draining("the server is shutting down", retry_after_s=1.0))

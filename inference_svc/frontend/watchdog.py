@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 HANG_SECONDS = 120.0
@@ -24,10 +24,10 @@ async def watch_engine(
         checking = asyncio.ensure_future(check())
         try:
             if not (await asyncio.wait({checking}, timeout=HANG_SECONDS))[0]:
-                log.error("the engine does not answer", extra={"seconds": HANG_SECONDS})
+                logger.error("the engine does not answer", extra={"seconds": HANG_SECONDS})
                 await on_change(False)
                 await checking
-                log.warning("the engine answers again")
+                logger.warning("the engine answers again")
                 await on_change(True)
             await checking
         except ServiceError:

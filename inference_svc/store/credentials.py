@@ -15,7 +15,7 @@ from inference_svc.config import InferenceSettings
 from servicekit.errors import PermissionDenied
 from servicekit.settings.types import split_address
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -46,9 +46,9 @@ class TokenFile:
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._token = _read_token(self._path)
-                log.info("reread the store's token")
+                logger.info("reread the store's token")
         except (OSError, ValueError) as error:
-            log.debug("keeping the store's previous token: %s", error)
+            logger.debug("keeping the store's previous token: %s", error)
         return self._token
 
     def _read_stamp(self) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from inference_svc.store.replicas import Endpoint, Replicas
 from servicekit.settings.types import split_address
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 RESOLVE_SECONDS = 5.0
 """About as long as the addresses of pods are cached in a cluster."""
@@ -95,7 +95,7 @@ class ReplicaMonitor:
             except (OSError, ValueError) as error:  # ValueError: not a valid host name
                 # The previous addresses are better than none.
                 if not is_failing:
-                    log.warning("the store's name does not resolve: %s", error)
+                    logger.warning("the store's name does not resolve: %s", error)
                 is_failing = True
             await asyncio.sleep(RESOLVE_SECONDS)
 
@@ -103,7 +103,7 @@ class ReplicaMonitor:
         before = {endpoint.address for endpoint in self._replicas.endpoints}
         now = {endpoint.address for endpoint in found}
         if before != now:
-            log.info("the store is at %s", ", ".join(sorted(now)))
+            logger.info("the store is at %s", ", ".join(sorted(now)))
             self._replicas.replace(found)
 
     async def _probe_one(self, endpoint: Endpoint) -> None:
@@ -111,7 +111,7 @@ class ReplicaMonitor:
         try:
             is_healthy = await self._probe(endpoint)
         except Exception:  # one failed probe must not end the monitor
-            log.exception("probing the store at %s failed", endpoint.address)
+            logger.exception("probing the store at %s failed", endpoint.address)
         if is_healthy:
-            log.info("the store at %s is healthy again", endpoint.address)
+            logger.info("the store at %s is healthy again", endpoint.address)
         self._replicas.report_probe(endpoint.address, is_healthy)

@@ -18,7 +18,7 @@ from inference_svc.store.replicas import Replicas
 from inference_svc.store.types import HistoryGone, NameEvent, WatchedCatalog
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 1.0
 BEHIND_SECONDS = 2.0
@@ -82,7 +82,7 @@ class CatalogWatch:
                 self._log_outage(error)
             except Exception:
                 # The base model is served whatever happens to the store.
-                log.exception("the connection to the store failed")
+                logger.exception("the connection to the store failed")
             finally:
                 self._directory.watch_lost()
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
@@ -92,7 +92,7 @@ class CatalogWatch:
         """Logs once per outage."""
         if not self._is_down:
             notes = " ".join(getattr(error, "__notes__", ()))
-            log.warning("no connection to the store: %s %s", error, notes)
+            logger.warning("no connection to the store: %s %s", error, notes)
         self._is_down = True
 
     async def _connect(self) -> AsyncIterator[NameEvent]:
@@ -100,7 +100,7 @@ class CatalogWatch:
         session = await self._catalog.connect(self._avoid)
         layout_id = await session.register_layout(self._layout)
         if layout_id != self._directory.layout_id:
-            log.info("the store accepted layout %s", layout_id)
+            logger.info("the store accepted layout %s", layout_id)
             self._directory.layout_id = layout_id
             self._on_layout(layout_id)
         revision = await session.get_revision()
@@ -126,4 +126,4 @@ class CatalogWatch:
             raise StoreUnavailable(
                 f"{source} is at revision {revision}, behind {self._directory.revision}"
             )
-        log.warning("the store went back to revision %d: its history is another", revision)
+        logger.warning("the store went back to revision %d: its history is another", revision)

@@ -20,7 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
@@ -106,7 +106,7 @@ def ensure(variant: str) -> Path | None:
                 _forget_old(variant, path)
         return path
     except OSError as error:
-        log.info("the native kernels go to a private folder: %s", error)
+        logger.info("the native kernels go to a private folder: %s", error)
     folder = Path(tempfile.mkdtemp(prefix="loadout-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / path.name
@@ -133,7 +133,7 @@ def _compile(compiler: str, variant: str, path: Path) -> None:
         except OSError:
             finished.unlink(missing_ok=True)
             raise
-    log.info("compiled the native kernels for %s", variant)
+    logger.info("compiled the native kernels for %s", variant)
 
 
 def _run(command: list[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.native.build import CompileFailed, ensure, runnable_variants
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _COUNTER_BYTES = 64
 
@@ -135,5 +135,5 @@ def load(variant: str | None = None) -> Library | None:
         except (CompileFailed, OSError) as error:
             reasons.append(f"{each}: {error}")
     why = "; ".join(reasons) or "none are for this processor"
-    log.warning("no native kernels, the torch path serves: %s", why)
+    logger.warning("no native kernels, the torch path serves: %s", why)
     return None

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, TraceIdRati
 
 from servicekit.telemetry.spans import Headers, OpenSpan, Span, SpanContext, caller_of, new_id
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 """Bounds how long closing waits for the receiver to take the last spans."""
@@ -94,7 +94,7 @@ class OtlpTracing:
         try:
             self._record(span)
         except Exception:  # a bug here must not end the work that it reports
-            log.exception("a span was lost")
+            logger.exception("a span was lost")
 
     def _record(self, span: Span) -> None:
         parent = Context()
@@ -126,7 +126,7 @@ class OtlpTracing:
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            log.warning("the last spans could not be sent in time")
+            logger.warning("the last spans could not be sent in time")
             self._exporter.shutdown(timeout_millis=0)
 
     def _refreshed_offset_ns(self) -> int:

@@ -16,7 +16,7 @@ from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import INTERNAL, Names, error_object, set_disconnected, set_error
 from servicekit.errors import ServiceError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # One encoder: `json.dumps` would make one for every token.
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -71,7 +71,7 @@ class EventStream(Response):
     def _error_event(self, error: Exception) -> bytes:
         status, content = error_object(error, self._names)
         if status is INTERNAL and not isinstance(error, ServiceError):
-            log.error("a stream failed", exc_info=error)
+            logger.error("a stream failed", exc_info=error)
         return to_event(content)
 
 

@@ -1,7 +1,7 @@
 import gc
 import weakref
 
-from servicekit import collector
+from servicekit import interpreter_gc
 
 
 class Circle:
@@ -10,11 +10,11 @@ class Circle:
 
 
 def test_what_a_start_made_is_kept_and_later_garbage_is_not() -> None:
-    collector.pause()
+    interpreter_gc.pause()
     try:
         assert not gc.isenabled()
         start = weakref.ref(Circle())
-        collector.resume()
+        interpreter_gc.resume()
         assert gc.isenabled()
         later = weakref.ref(Circle())
         gc.collect()
