@@ -223,7 +223,8 @@ def _lock_folder(folder: Path) -> int:
     except OSError as exc:
         os.close(fd)
         raise FailedPrecondition(
-            f"data_dir: another store is using {folder}", subject="data_dir"
+            f"data_dir: another store is using {folder}: stop it, or choose another folder",
+            subject="data_dir",
         ) from exc
     return fd
 

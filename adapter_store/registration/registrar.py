@@ -280,11 +280,14 @@ def _new_version(
     base_model = request.base_model or checkpoint.base_model
     if not base_model:
         raise InvalidArgument(
-            "base_model: name it, adapter_config.json does not", subject="base_model"
+            "base_model: give the name of its base model (loadout register --base-model NAME): "
+            "adapter_config.json has none",
+            subject="base_model",
         )
     if not request.base_model and names_local_path(base_model):
         raise InvalidArgument(
-            f"base_model: name it, adapter_config.json has a local path: {base_model[:160]!r}",
+            "base_model: give the name of its base model (loadout register --base-model NAME): "
+            f"adapter_config.json has a local path, {base_model[:160]!r}",
             subject="base_model",
         )
     if request.expected_digest and checkpoint.digest != request.expected_digest:
