@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from loadout.cli import options
 from loadout.cli.completion import adapter_names, resident_names
-from loadout.cli.connection import Connection, connects, replicas_of
+from loadout.cli.connection import Connection, connects, only_replica, replicas_of
 from loadout.cli.output import CommandFailed, new_table, print_json, table_console, to_json
 from loadout.cli.top_overview import idle_s
 from loadout.client import Client
@@ -82,6 +82,8 @@ EveryReplica = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Timeout of each adapter.")]
 TIMEOUT_S = 300.0
+ROUTED = "the adapter's replica"
+"""Stands for the replica of several that the adapter's requests go to."""
 
 
 @connects
@@ -200,7 +202,9 @@ def unpin(
 @connects
 def residents(
     limit: Annotated[int, typer.Option(min=0, help="Most adapters to list. 0: all.")] = 0,
-    every_replica: EveryReplica = False,
+    every_replica: Annotated[
+        bool, typer.Option("--every-replica", help="List those of every replica.")
+    ] = False,
     as_json: options.Json = False,
     inference: options.Inference = options.DEFAULT_INFERENCE,
     *,
@@ -211,6 +215,8 @@ def residents(
     Those on the device come first. Needs the role operator.
     """
     found: list[tuple[str, ResidentAdapter]] = []
+    if not every_replica:
+        only_replica(inference)
     at = Replicas(inference, connection, every_replica=every_replica)
     for replica, client in at:
         with at.noting_failure(replica):
@@ -230,12 +236,15 @@ class Replicas:
         self.failures: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[str, Client]]:
-        """Yields an address and a client for it, which is closed afterwards."""
+        """Yields an address and a client for it, which is closed afterwards. Without every replica
+        the client chooses by the adapter: of several the address is ROUTED."""
+        replicas = replicas_of(self._inference)
         if not self._is_every:
+            address = replicas[0].address if len(replicas) == 1 else ROUTED
             with self._connection.client(inference=self._inference) as client:
-                yield self._inference, client
+                yield address, client
             return
-        for replica in replicas_of(self._inference):
+        for replica in replicas:
             with self._connection.replica_client(replica) as client:
                 yield replica.address, client
 

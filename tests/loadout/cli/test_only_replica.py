@@ -10,7 +10,7 @@ from loadout._routing import addresses
 from loadout.cli.__main__ import main
 from loadout.cli.connection import only_replica
 
-COMMANDS = [["top", "--once"], ["profile"]]
+COMMANDS = [["top", "--once"], ["profile"], ["residents"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
