@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -14,23 +11,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support import forked_store
+
 START_S = 120.0
 BURIAL_S = 120.0
-
-# Importing takes seconds, and would be most of the time between two kills: one process imports,
-# and every life of the store is a fork of it.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["adapter_store.app"])
-
-
-def run_store(arguments: list[str], log: Path) -> None:
-    """What a process of the store does: the command's own main, its output in a file."""
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from adapter_store.__main__ import main
-
-    sys.exit(main(arguments))
 
 
 class Life:
@@ -68,8 +52,7 @@ class Replica:
         self._num_lives += 1
         settings = self.settings | {"ready_file": self._ready_file}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-        self._process = _processes.Process(target=run_store, args=(flags, self.log), daemon=True)
-        self._process.start()
+        self._process = forked_store.start(flags, self.log)
 
     def wait_ready(self) -> Life:
         """Raises AssertionError with the end of its log if the store cannot start."""

@@ -1,6 +1,6 @@
 """The crash test: a store killed with -9 at random moments must have kept every promise.
 
-    python -m tests.soak.store --kills 200 [--catalog sqlite|postgresql] [--seed N]
+    python -m tests.soak.store --kills 200 [--catalog sqlite postgresql] [--seed N]
 
 Over SQLite it is one store; over PostgreSQL two replicas that share an S3 bucket, of which one is
 killed at a time. Callers register, upload, delete, roll back and pull meanwhile. After each
@@ -181,18 +181,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
-    parser.add_argument("--catalog", choices=sorted(GROUNDS), default="sqlite")
+    parser.add_argument("--catalog", choices=sorted(GROUNDS), nargs="+", default=["sqlite"])
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    start = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="loadout-soak-") as folder,
-        GROUNDS[options.catalog]() as ground,
-    ):
-        result = Soak(ground, Path(folder), options.seed).run(options.kills)
-    print(
-        f"{options.catalog}: {result}, in {time.monotonic() - start:.0f} s: every promise was kept"
-    )
+    for catalog in options.catalog:
+        start = time.monotonic()
+        with (
+            tempfile.TemporaryDirectory(prefix="loadout-soak-") as folder,
+            GROUNDS[catalog]() as ground,
+        ):
+            result = Soak(ground, Path(folder), options.seed).run(options.kills)
+        seconds = time.monotonic() - start
+        print(f"{catalog}: {result}, in {seconds:.0f} s: every promise was kept", flush=True)
     return 0
 
 

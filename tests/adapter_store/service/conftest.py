@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +21,7 @@ from adapter_store.core import Layout
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.rpc import interceptor
+from tests.support import forked_store
 from tests.support.wait import TIMEOUT_S, until
 
 DTYPES = {"F32": pb.DATA_TYPE_FLOAT32, "F16": pb.DATA_TYPE_FLOAT16, "BF16": pb.DATA_TYPE_BFLOAT16}
@@ -254,36 +253,34 @@ def serve_shared(shared_folder):
 
 
 class Process:
-    """`python -m adapter_store` as an operator starts it."""
+    """The store as a process with the flags of an operator. `log` is all that it writes."""
 
     def __init__(self, tmp_path, *arguments: str, **environment: str) -> None:
         self.ready_file = tmp_path / "ready.json"
         self.ready_file.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "adapter_store",
-                *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
-                *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
-                *("--ready-file", str(self.ready_file), "--log-format", "json"),
-                *arguments,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
+        self.log = tmp_path / "store.log"
+        self.log.unlink(missing_ok=True)
+        flags = [
+            *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+            *("--data-dir", str(tmp_path / "data"), "--source-roots", str(tmp_path)),
+            *("--ready-file", str(self.ready_file), "--log-format", "json"),
+        ]
+        self.process = forked_store.start([*flags, *arguments], self.log, environment)
 
     def wait_until_ready(self) -> dict[str, str]:
-        until(lambda: self.ready_file.exists() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.stderr.read()
+        until(lambda: self.ready_file.exists() or not self.process.is_alive())
+        assert self.process.is_alive(), self.log.read_text()
         return json.loads(self.ready_file.read_text())
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
 
     def end(self, number: int) -> tuple[int, str]:
         """Signals, waits; gives the exit status and the log."""
-        self.process.send_signal(number)
-        _, log = self.process.communicate(timeout=TIMEOUT_S)
-        return self.process.returncode, log
+        self.signal(number)
+        self.process.join(TIMEOUT_S)
+        assert not self.process.is_alive()
+        return self.process.exitcode, self.log.read_text()
 
 
 @pytest.fixture
@@ -297,9 +294,9 @@ def spawn(tmp_path):
 
     yield start
     for process in made:
-        if process.process.poll() is None:
-            process.process.kill()
-        process.process.communicate()
+        process.process.kill()
+        process.process.join()
+        process.process.close()
 
 
 @pytest.fixture

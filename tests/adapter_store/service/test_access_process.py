@@ -64,7 +64,7 @@ def test_sighup_reads_the_policy_and_opens_the_audit_file_anew(
     def reload(*parts: str) -> dict[str, object]:
         num_before = len(audit_lines(audit)) if audit.exists() else 0
         write_policy(tmp_path, *parts)
-        process.process.send_signal(signal.SIGHUP)
+        process.signal(signal.SIGHUP)
         until(lambda: audit.exists() and len(audit_lines(audit)) > num_before)
         return audit_lines(audit)[-1]
 
@@ -165,7 +165,7 @@ def test_no_log_holds_a_token_or_a_credential(spawn, connect, make_adapter, tmp_
     s3 = pb.RegisterAdapterRequest(name="two", source_uri="s3://bucket/prefix")
     assert code_of(lambda: known.stub.RegisterAdapter(s3, timeout=2)) != "OK"
     write_policy(tmp_path, ROOT, '[tokens.x]\nsha256 = "token-by-mistake"')
-    process.process.send_signal(signal.SIGHUP)
+    process.signal(signal.SIGHUP)
     until(lambda: "ReloadPolicy" in audit.read_text())
     status, log = process.end(signal.SIGTERM)
     assert status == 0

@@ -206,7 +206,7 @@ def test_kill_9_while_registering_leaves_the_catalog_intact(
         for thread in threads:
             thread.join()
         killer.join()
-        process.process.wait()
+        process.process.join()
     process = spawn()
     client = connect(process.wait_until_ready()["grpc"])
     adapters = list(client.stub.ListAdapters(pb.ListAdaptersRequest()).adapters)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +16,7 @@ import pytest
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.prometheus import scrape
 from tests.adapter_store.service.conftest import Client
+from tests.support import forked_store
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -71,27 +68,25 @@ class Replica:
     def start(self) -> None:
         ready = self.folder / "ready.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "adapter_store", *self._arguments]
-        command += ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
-        command += [f"--data-dir={self.folder / 'data'}", f"--ready-file={ready}"]
-        with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **AWS}
-            )
-        until(lambda: ready.exists() or self.process.poll() is not None, START_SECONDS)
-        assert self.process.poll() is None, self.log()
+        flags = ["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]
+        flags += [f"--data-dir={self.folder / 'data'}", f"--ready-file={ready}"]
+        self.process = forked_store.start([*self._arguments, *flags], self.folder / "log", AWS)
+        until(lambda: ready.exists() or not self.process.is_alive(), START_SECONDS)
+        assert self.process.is_alive(), self.log()
         self.client = Client(json.loads(ready.read_text())["grpc"])
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(WAIT_SECONDS)
+        self.process.kill()
+        self.process.join(WAIT_SECONDS)
         self.client.close()
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            assert self.process.wait(WAIT_SECONDS) == 0, self.log()
         self.client.close()
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(WAIT_SECONDS)
+            assert self.process.exitcode == 0, self.log()
+        self.process.close()
 
     def log(self) -> str:
         return (self.folder / "log").read_text()[-4000:]
