@@ -163,12 +163,10 @@ def test_sigterm_under_load_answers_every_call_and_exits_0(
     assert "call failed" not in messages
 
 
-@pytest.mark.long
 @pytest.mark.processes
 def test_kill_9_while_registering_leaves_the_catalog_intact(
     spawn, connect, make_adapter, make_layout, tmp_path
 ):
-    """The command itself; tests/soak/test_store.py kills forks of it, and asks for more."""
     folders = [make_adapter(folder=f"f{i}", seed=i) for i in range(8)]
     digests = {open_checkpoint(folder).digest for folder in folders}
     answered: dict[str, tuple[str, int]] = {}
