@@ -44,7 +44,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The choice of tokens; validated where it is made, in `convert`.
+    """The choice of tokens, as `api.generate_call.checked_sampling` validates it.
 
     `stop` strings are matched on text by the frontend; the engine never handles text.
     """
