@@ -286,8 +286,7 @@ def test_kernels_does_not_disturb_transformers() -> None:
     """`transformers` probes for a package of the name `kernels`; ours must not be taken for it."""
     run(
         """
-import transformers
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 import kernels
 assert not is_kernels_available()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import botocore.loaders
+import botocore.session
 import pytest
 import torch
 from hypothesis import settings
@@ -70,7 +72,11 @@ def s3_endpoint(tmp_path_factory) -> Iterator[str]:
     command = [sys.executable, "-m", "loadout.demo.s3", str(folder / "ready.json")]
     process = Process("s3", command, folder, folder / "ready.json")
     try:
-        yield process.wait_ready(120)["url"]
+        with pytest.MonkeyPatch.context() as patch:
+            # Each client would read the descriptions of S3 anew, a megabyte of JSON.
+            loader = botocore.loaders.create_loader()
+            patch.setattr(botocore.session, "create_loader", lambda *_: loader)
+            yield process.wait_ready(120)["url"]
     finally:
         process.stop(30)
 

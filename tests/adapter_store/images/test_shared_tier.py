@@ -126,7 +126,8 @@ def test_unreleased_claim_expires_while_its_replica_lives(parts, monkeypatch):
         assert time.monotonic() < deadline
 
 
-def test_waiting_for_a_claim_has_an_end(parts):
+def test_waiting_for_a_claim_has_an_end(parts, monkeypatch):
+    monkeypatch.setattr(shared_tier, "WAIT_SECONDS", 0.2)
     assert parts.tier().claim(KEY, wait=False) is not None
     assert parts.tier().claim(KEY, wait=True) is None
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inference_svc.adapters.extents import GRANULE_BYTES, Extent, ExtentAllocator
 
@@ -73,7 +80,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert made.largest_free_bytes == self.allocator.largest_free_bytes
 
 
+AllocatorMachine.TestCase.settings = settings(max_examples=40, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
+
+
+@pytest.mark.long
+def test_many_more() -> None:
+    run_state_machine_as_test(AllocatorMachine, settings=settings(max_examples=400, deadline=None))
 
 
 def test_cuts_only_where_allowed() -> None:

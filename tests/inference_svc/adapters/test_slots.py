@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader, Segment
@@ -95,7 +101,13 @@ class SlotsMachine(RuleBasedStateMachine):
         assert self.slots.admits(header("largest", 6))
 
 
+SlotsMachine.TestCase.settings = settings(max_examples=40, deadline=None)
 TestSlots = SlotsMachine.TestCase
+
+
+@pytest.mark.long
+def test_many_more() -> None:
+    run_state_machine_as_test(SlotsMachine, settings=settings(max_examples=400, deadline=None))
 
 
 def ready(slots: Slots, digest: str, kib: int) -> None:

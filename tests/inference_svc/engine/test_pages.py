@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from inference_svc.engine.pages import PagePool, page_key, root_key
 
@@ -52,7 +59,13 @@ class PagesMachine(RuleBasedStateMachine):
         self.pool.check_integrity(self.holders)
 
 
+PagesMachine.TestCase.settings = settings(max_examples=40, deadline=None)
 TestPages = PagesMachine.TestCase
+
+
+@pytest.mark.long
+def test_many_more() -> None:
+    run_state_machine_as_test(PagesMachine, settings=settings(max_examples=400, deadline=None))
 
 
 def test_unkeyed_pages_are_reused_before_prefix_ends() -> None:

@@ -26,23 +26,27 @@ actions = st.one_of(
 
 
 @pytest.mark.parametrize("host_kib", [0, 10, 32], ids=["arena", "small-host", "host"])
-@settings(max_examples=60, deadline=None)
-@given(st.lists(actions, max_size=40), st.sampled_from([3, 64]))
-def test_every_request_ends(host_kib: int, asked: list[tuple], num_pages: int) -> None:
-    world = World(host_kib, num_pages=num_pages)
-    for action, *arguments in asked:
-        getattr(world, action)(*arguments)
-        world.check()
-    for _ in range(400):
-        if not world.live and not world.loads:
-            break
-        world.step()
-    assert not world.live, "requests that wait for ever"
-    assert not world.loads
-    for _ in range(20):
-        world.step()
-    assert world.scheduler.pages.num_used == 0
-    assert all(resident.users == 0 for resident in world.residency.device.residents())
+@pytest.mark.parametrize("max_examples", [15, pytest.param(200, marks=pytest.mark.long)])
+def test_every_request_ends(host_kib: int, max_examples: int) -> None:
+    @settings(max_examples=max_examples, deadline=None)
+    @given(st.lists(actions, max_size=40), st.sampled_from([3, 64]))
+    def ends(asked: list[tuple], num_pages: int) -> None:
+        world = World(host_kib, num_pages=num_pages)
+        for action, *arguments in asked:
+            getattr(world, action)(*arguments)
+            world.check()
+        for _ in range(400):
+            if not world.live and not world.loads:
+                break
+            world.step()
+        assert not world.live, "requests that wait for ever"
+        assert not world.loads
+        for _ in range(20):
+            world.step()
+        assert world.scheduler.pages.num_used == 0
+        assert all(resident.users == 0 for resident in world.residency.device.residents())
+
+    ends()
 
 
 def test_cancel_that_reorders_the_queue() -> None:

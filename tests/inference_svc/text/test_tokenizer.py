@@ -124,7 +124,7 @@ print(resident_bytes() - before)
 def test_memory_is_estimated_before_loading(tmp_path: Path) -> None:
     letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     short = list(itertools.product(letters[:30], letters[:30]))
-    long = itertools.product(["".join(pair) for pair in short[:200]], repeat=2)
+    long = itertools.product(["".join(pair) for pair in short[:100]], repeat=2)
     merges = [*short, *long]
     words = [*letters, *("".join(pair) for pair in merges)]
     vocabulary = {word: index for index, word in enumerate(words)}
