@@ -281,18 +281,17 @@ for name in {sorted(wanted)!r}:
     )
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_kernels_does_not_disturb_transformers() -> None:
-    """`transformers` probes for a package of the name `kernels`; ours must not be taken for it."""
-    run(
-        """
-from transformers import LlamaForCausalLM
-from transformers.utils import is_kernels_available
-import kernels
-assert not is_kernels_available()
-assert not hasattr(kernels, "__version__")
-"""
-    )
+    """`transformers` probes for a package of the name `kernels`; ours must not be taken for it.
+    Its models are imported beside ours by the tests of `inference_svc.model`."""
+    from transformers import LlamaForCausalLM  # noqa: F401
+    from transformers.utils import is_kernels_available
+
+    import kernels
+
+    assert not is_kernels_available()
+    assert not hasattr(kernels, "__version__")
 
 
 def test_files_and_functions_stay_short() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from inference_svc.adapters.load_metrics import LoadCounters, LoadTimes
 from inference_svc.adapters.load_states import Loads, LoadState
@@ -41,6 +41,7 @@ class Residency:
         waiters: Counter[str],
         counters: LoadCounters,
         times: LoadTimes,
+        clock: Callable[[], float],
     ) -> None:
         self.tiers = tiers
         self.device, self.host = tiers.device, tiers.host
@@ -51,6 +52,7 @@ class Residency:
         self.waiters = waiters
         self.counters = counters
         self.times = times
+        self._clock = clock
 
     # Requests.
 
@@ -214,7 +216,7 @@ class Residency:
     def _evict(self, digest: str) -> None:
         self.tiers.evict(digest)
         if self.waiters[digest]:
-            self.loader.ensure_loading(digest, time.monotonic())
+            self.loader.ensure_loading(digest, self._clock())
 
 
 def build_residency(
@@ -226,8 +228,9 @@ def build_residency(
     max_rank: int,
     stall_s: float,
     policy: PrefetchPolicy | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Residency:
-    """Makes a residency of these memories.
+    """Makes a residency of these memories. `clock` is that of the times it is given.
 
     `device` accounts for the arena. Without a `host` tier (CPU) pulls write into the arena, whose
     bytes `pull_memory` then is. Nothing is prefetched without a `policy`.
@@ -249,4 +252,4 @@ def build_residency(
         max_rank=max_rank,
         stall_s=stall_s,
     )
-    return Residency(tiers, loads, drains, prefetcher, loader, waiters, counters, times)
+    return Residency(tiers, loads, drains, prefetcher, loader, waiters, counters, times, clock)

@@ -27,13 +27,14 @@ def cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def worker(cache, start_worker, monkeypatch):
+@pytest.fixture(scope="module")
+def worker(cache, start_worker):
     """A process that has the cache, and no compiler."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    return start_worker(OPERATIONS, interpret=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        patch.setenv("PATH", "")
+        patch.delenv("CC", raising=False)
+        return start_worker(OPERATIONS, interpret=False)
 
 
 def test_every_launch_has_its_module(worker):

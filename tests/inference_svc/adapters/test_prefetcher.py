@@ -59,7 +59,14 @@ class World:
         self.prefetch = PrefetchPolicy()
         puller = cast(Puller, self.puller)
         self.residency = build_residency(
-            slots, host, memory, puller, max_rank=64, stall_s=60.0, policy=self.prefetch
+            slots,
+            host,
+            memory,
+            puller,
+            max_rank=64,
+            stall_s=60.0,
+            policy=self.prefetch,
+            clock=lambda: self.now_s,
         )
         self.residency.set_layout("layout")
 

@@ -83,12 +83,20 @@ class World:
             host.step_copy_bytes = 4 * KIB  # so that some copies wait for another step
         slots = Slots(10 * KIB, 3, Shape.of(header("d")))
         memory = memoryview(bytearray(16 * KIB))
-        self.residency = build_residency(slots, host, memory, self.puller, max_rank=64, stall_s=1e9)
+        self.now_s = 0.0
+        self.residency = build_residency(
+            slots,
+            host,
+            memory,
+            self.puller,
+            max_rank=64,
+            stall_s=1e9,
+            clock=lambda: self.now_s,
+        )
         self.residency.set_layout("layout")
         limits = Limits(2, 16, 16, 32, ageing_s)
         self.scheduler = Scheduler(limits, PagePool(num_pages, 4), self.residency)
         self.settler = Settler(self.scheduler, frozenset(), max_model_len=64)
-        self.now_s = 0.0
         self.live: dict[str, Sequence] = {}
         self.loads: list[str] = []
         self.copying: list[str] = []
