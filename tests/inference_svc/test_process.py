@@ -1,5 +1,6 @@
 """`python -m inference_svc` as its parents see it: a process with a tiny model, no store."""
 
+import gc
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference_svc import __main__ as service
 from inference_svc.metrics.engine import ANSWER_SECONDS
 from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
+from servicekit import collector
 from tests.support.native import native_library
 from tests.support.wait import until
 
@@ -80,13 +84,21 @@ class Process:
         return psutil.Process(self.popen.pid).children()
 
 
+@contextmanager
+def running(model: Path, folder: Path, engine: str) -> Iterator[Process]:
+    process = Process(model, folder, engine)
+    try:
+        yield process
+    finally:
+        process.popen.kill()
+        process.popen.communicate()
+
+
 @pytest.fixture
 def process(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
     """With its engine in a process of its own, or in what the test asks for."""
-    process = Process(model, tmp_path, getattr(request, "param", "process"))
-    yield process
-    process.popen.kill()
-    process.popen.communicate()
+    with running(model, tmp_path, getattr(request, "param", "process")) as process:
+        yield process
 
 
 @pytest.mark.parametrize("process", ["process", "thread"], indirect=True)
@@ -110,29 +122,6 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
     assert not any(child.is_running() for child in children)
-
-
-def test_sigterm_lets_streams_over_http_end(process: Process) -> None:
-    client = openai.OpenAI(
-        base_url=f"http://{process.http_address}/v1", api_key="none", max_retries=0
-    )
-    fields: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "stream": True}
-    with client:
-        streams = [
-            client.completions.create(
-                model="tiny", prompt=f"the dog {i}", extra_body={"ignore_eos": True}, **fields
-            )
-            for i in range(8)
-        ]
-        for stream in streams:
-            next(stream)
-        process.popen.send_signal(signal.SIGTERM)
-        for stream in streams:
-            *_, last = stream
-            assert last.choices[0].finish_reason == "length"
-    _, stderr = process.popen.communicate(timeout=START_SECONDS)
-    assert process.popen.returncode == 0
-    assert "Traceback" not in stderr
 
 
 def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process: Process) -> None:
@@ -159,36 +148,16 @@ def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process:
     assert "was ended by SIGKILL" in stderr
 
 
-def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(process: Process) -> None:
-    """Nothing else would show it: its counts stand still, and it is as it last said."""
-
-    def scrape() -> tuple[float, float]:
-        """How old what it shows is, and when routers are told that it was so."""
-        found = read_metrics(process.metrics_address)
-        return found.one("loadout_inference_snapshot_age_seconds"), found.one(REQUESTS_INFO)
-
-    (engine,) = process.children
-    age_s, time_s = scrape()
-    assert age_s < ANSWER_SECONDS
-    assert time_s == pytest.approx(time.time(), abs=30)
-    engine.suspend()
-    with ThreadPoolExecutor(4) as scrapers:
-        for age_s, later_s in scrapers.map(lambda _: scrape(), range(4)):
-            assert age_s + 0.1 >= ANSWER_SECONDS
-            assert later_s == time_s
-    engine.resume()
-    until(lambda: scrape()[0] < ANSWER_SECONDS)
-    assert scrape()[1] > time_s + 1
-
-
 def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Process) -> None:
     params = pb.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     ends: list[grpc.StatusCode] = []
+    answered = threading.Semaphore(0)
 
     def call_until_refused(stub: pb_grpc.InferenceServiceStub) -> None:
         try:
             while True:
                 list(stub.Generate(pb.GenerateRequest(text="the dog", sampling=params)))
+                answered.release()
         except grpc.RpcError as error:
             ends.append(error.code())
 
@@ -197,7 +166,8 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
         threads = [threading.Thread(target=call_until_refused, args=(stub,)) for _ in range(6)]
         for thread in threads:
             thread.start()
-        time.sleep(1.0)
+        for _ in range(60):
+            assert answered.acquire(timeout=START_SECONDS)
         process.popen.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join(START_SECONDS)
@@ -221,14 +191,17 @@ def test_who_calls_again_and_again_while_it_ends_is_told_unavailable(process: Pr
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line(
-    model: Path, args: list[str], message: str
+    model: Path, args: list[str], message: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    done = subprocess.run(
-        command(model, *args), capture_output=True, text=True, check=False, timeout=START_SECONDS
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith(message)
-    assert "Traceback" not in done.stderr
+    """In this process, whose log, collector and environment stay. How it looks as a process of its
+    own, the next two tests show."""
+    monkeypatch.setattr(service, "configure_logging", lambda *settings: None)
+    monkeypatch.setattr(collector, "resume", gc.enable)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert service.main(command(model, *args)[3:]) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith(message)
+    assert "Traceback" not in said
 
 
 def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(model: Path) -> None:
@@ -259,18 +232,70 @@ def test_a_memory_limit_that_does_not_suffice_shows_the_arithmetic(model: Path) 
     assert int(tokenizer.split()[1].replace(",", "")) == tokenizer_bytes(model)
 
 
-def test_every_byte_of_both_processes_is_somewhere(process: Process) -> None:
-    with grpc.insecure_channel(process.address) as channel:
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """For tests that leave it as it was, and for the one that ends it."""
+    with running(model, tmp_path_factory.mktemp("shared"), "process") as process:
+        yield process
+
+
+def test_every_byte_of_both_processes_is_somewhere(shared: Process) -> None:
+    with grpc.insecure_channel(shared.address) as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         info = stub.GetServerInfo(pb.GetServerInfoRequest())
     memory = {use.name: use.capacity_bytes for use in info.memory}
     areas = {"weights", "kv_pages", "arena", "workspace", "host_tier", "process"}
     assert memory.keys() == areas | {"frontend"}
     assert memory["frontend"] > 100 << 20, "torch and gRPC are loaded there as well"
-    resident_bytes = psutil.Process(process.popen.pid).memory_info().rss
+    resident_bytes = psutil.Process(shared.popen.pid).memory_info().rss
     assert abs(memory["frontend"] - resident_bytes) < 8 << 20
-    (engine,) = process.children
+    (engine,) = shared.children
     in_engine = sum(num_bytes for name, num_bytes in memory.items() if name != "frontend")
     assert abs(in_engine - engine.memory_info().rss) < 8 << 20
     assert info.limits.memory_bytes > sum(memory.values())
     assert info.kernels == f"native {native_library().variant}"
+
+
+def test_an_engine_that_hangs_is_told_by_its_age_and_trusted_no_more(shared: Process) -> None:
+    """Nothing else would show it: its counts stand still, and it is as it last said."""
+
+    def scrape() -> tuple[float, float]:
+        """How old what it shows is, and when routers are told that it was so."""
+        found = read_metrics(shared.metrics_address)
+        return found.one("loadout_inference_snapshot_age_seconds"), found.one(REQUESTS_INFO)
+
+    (engine,) = shared.children
+    age_s, time_s = scrape()
+    assert age_s < ANSWER_SECONDS
+    assert time_s == pytest.approx(time.time(), abs=30)
+    engine.suspend()
+    with ThreadPoolExecutor(4) as scrapers:
+        for age_s, later_s in scrapers.map(lambda _: scrape(), range(4)):
+            assert age_s + 0.1 >= ANSWER_SECONDS
+            assert later_s == time_s
+    engine.resume()
+    until(lambda: scrape()[0] < ANSWER_SECONDS)
+    assert scrape()[1] > time_s + 1
+
+
+def test_sigterm_lets_streams_over_http_end(shared: Process) -> None:
+    client = openai.OpenAI(
+        base_url=f"http://{shared.http_address}/v1", api_key="none", max_retries=0
+    )
+    fields: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "stream": True}
+    with client:
+        streams = [
+            client.completions.create(
+                model="tiny", prompt=f"the dog {i}", extra_body={"ignore_eos": True}, **fields
+            )
+            for i in range(8)
+        ]
+        for stream in streams:
+            next(stream)
+        shared.popen.send_signal(signal.SIGTERM)
+        for stream in streams:
+            *_, last = stream
+            assert last.choices[0].finish_reason == "length"
+    _, stderr = shared.popen.communicate(timeout=START_SECONDS)
+    assert shared.popen.returncode == 0
+    assert "Traceback" not in stderr

@@ -44,9 +44,11 @@ class Replicated:
         self._numbers: dict[str, int] = {}
 
     def start(self) -> None:
-        # One after the other: the first makes the catalog's tables.
-        for number in range(3):
-            self.start_store(number)
+        # The first alone: it makes the catalog's tables.
+        self.start_store(0)
+        started = [self._begin_store(number, "127.0.0.1:0") for number in (1, 2)]
+        for number, process in enumerate(started, 1):
+            self._await_store(number, process)
         ready = self._folder / "inference.json"
         command = [
             *(sys.executable, "-m", "inference_svc", "--model", str(self.zoo.model_dir)),
@@ -61,6 +63,9 @@ class Replicated:
         self.client = Client(inference=found["grpc"], store=next(iter(self.stores)))
 
     def start_store(self, number: int, listen: str = "127.0.0.1:0") -> None:
+        self._await_store(number, self._begin_store(number, listen))
+
+    def _begin_store(self, number: int, listen: str) -> Process:
         name = f"store-{number}"
         ready = self._folder / f"{name}.json"
         command = [
@@ -68,7 +73,9 @@ class Replicated:
             *("--metrics-listen", "127.0.0.1:0", "--data-dir", str(self._folder / name)),
             *("--ready-file", str(ready), *self._flags),
         ]
-        process = Process(name, command, self._folder, ready)
+        return Process(name, command, self._folder, ready)
+
+    def _await_store(self, number: int, process: Process) -> None:
         address = process.wait_ready(READY_S)["grpc"]
         self.stores[address], self._numbers[address] = process, number
 

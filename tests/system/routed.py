@@ -27,7 +27,7 @@ from tests.system.zoo import Zoo
 MAX_LORAS = 32
 """Of each replica, as in W4."""
 NUM_CALLERS = 4
-NUM_WARM, NUM_COUNTED = 200, 500
+NUM_WARM, NUM_COUNTED = 150, 250
 PROMPT = [ord(char) for char in "a prompt"]
 
 

@@ -6,16 +6,28 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from loadout import Client, errors
 from tests.support.wait import until
 from tests.system.services import GRACE_S, Services
+from tests.system.zoo import Zoo
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [ord(char) for char in "some prompt"]
+
+
+@pytest.fixture(scope="module")
+def system(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Services]:
+    """For the tests in their order: each leaves it whole, but the last, which ends it."""
+    with Services(zoos("llama"), tmp_path_factory.mktemp("faults")) as made:
+        yield made
 
 
 def complete(services: Services, adapter: str, tokens: int = 8) -> list[int]:
@@ -31,10 +43,10 @@ def register_all(services: Services) -> dict[str, str]:
     }
 
 
-def test_the_store_is_killed_while_adapters_are_pulled(own_services: Services) -> None:
+def test_the_store_is_killed_while_adapters_are_pulled(system: Services) -> None:
     """Resident adapters and the base go on; others end UNAVAILABLE in time, or succeed if the
     store is back; after the restart the catalog is whole."""
-    services = own_services
+    services = system
     digests = register_all(services)
     zoo = services.zoo
     for name in ("r1", "r16"):
@@ -73,59 +85,11 @@ def test_the_store_is_killed_while_adapters_are_pulled(own_services: Services) -
             except (errors.Unavailable, errors.StreamLost):
                 assert time.monotonic() < deadline, "never recovered"
                 time.sleep(0.2)
-    services.check_exit_codes()
 
 
-def test_a_pull_succeeds_if_the_store_is_back_in_time(own_services: Services) -> None:
-    """The name was known; the adapter's bytes were not here yet."""
-    services = own_services
-    services.inference.stop(GRACE_S)
-    services.inference_flags = ("--adapter-wait-seconds", "60")
-    services.start_inference()
-    with Client(services.inference_address, services.store_address) as client:
-        client.register("r16", services.source("r16"))
-        client.complete(PROMPT, adapter="r16", max_tokens=1, **GREEDY)
-        client.unload("r16")
-        services.kill_store()
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(client.complete, PROMPT, adapter="r16", max_tokens=8, **GREEDY)
-            time.sleep(0.5)
-            assert not waiting.done()
-            services.start_store()
-            assert list(waiting.result().token_ids) == services.zoo.greedy("r16", PROMPT, 8)
-    services.check_exit_codes()
-
-
-def test_sigterm_finishes_what_was_accepted(own_services: Services) -> None:
-    """Under load every accepted request ends properly, later ones are refused, exit 0."""
-    services = own_services
-    register_all(services)
-    expected = services.zoo.greedy("r16", PROMPT, 120)
-    started = threading.Barrier(13)
-    outcomes: list[object] = []
-
-    def run(index: int) -> None:
-        chunks = iter(services.client.generate(PROMPT, adapter="r16", max_tokens=120, **GREEDY))
-        tokens = list(next(chunks).token_ids)
-        started.wait(60)
-        outcomes.append(tokens + [token for chunk in chunks for token in chunk.token_ids])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(12)]
-    for thread in threads:
-        thread.start()
-    started.wait(60)
-    os.kill(services.inference.pid, signal.SIGTERM)
-    for thread in threads:
-        thread.join(60)
-    assert outcomes == [expected] * 12
-    assert services.inference.stop(GRACE_S) == 0
-    with pytest.raises((errors.Unavailable, errors.StreamLost)):
-        services.client.complete(PROMPT, max_tokens=1, timeout_s=5.0)
-
-
-def test_sigterm_of_the_store_under_load(own_services: Services) -> None:
+def test_sigterm_of_the_store_under_load(system: Services) -> None:
     """Registrations in progress end properly: what was answered is there after a restart."""
-    services = own_services
+    services = system
     answered: dict[str, str] = {}
     stop = threading.Event()
 
@@ -153,4 +117,51 @@ def test_sigterm_of_the_store_under_load(own_services: Services) -> None:
     with Client(store=services.store_address) as client:
         found = {a.name.split("/")[1]: a.digest for a in client.list()}
     assert answered.items() <= found.items()
+
+
+def test_sigterm_finishes_what_was_accepted(system: Services) -> None:
+    """Under load every accepted request ends properly, later ones are refused, exit 0."""
+    services = system
+    register_all(services)
+    expected = services.zoo.greedy("r16", PROMPT, 120)
+    started = threading.Barrier(13)
+    outcomes: list[object] = []
+
+    def run(index: int) -> None:
+        chunks = iter(services.client.generate(PROMPT, adapter="r16", max_tokens=120, **GREEDY))
+        tokens = list(next(chunks).token_ids)
+        started.wait(60)
+        outcomes.append(tokens + [token for chunk in chunks for token in chunk.token_ids])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    started.wait(60)
+    os.kill(services.inference.pid, signal.SIGTERM)
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == [expected] * 12
+    assert services.inference.stop(GRACE_S) == 0
+    with pytest.raises((errors.Unavailable, errors.StreamLost)):
+        services.client.complete(PROMPT, max_tokens=1, timeout_s=5.0)
     services.check_exit_codes()
+
+
+def test_a_pull_succeeds_if_the_store_is_back_in_time(
+    zoos: Callable[[str], Zoo], tmp_path: Path
+) -> None:
+    """The name was known; the adapter's bytes were not here yet."""
+    patient = ("--adapter-wait-seconds", "60")
+    with Services(zoos("llama"), tmp_path, inference_flags=patient) as services:
+        client = services.client
+        client.register("r16", services.source("r16"))
+        client.complete(PROMPT, adapter="r16", max_tokens=1, **GREEDY)
+        client.unload("r16")
+        services.kill_store()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(client.complete, PROMPT, adapter="r16", max_tokens=8, **GREEDY)
+            time.sleep(0.5)
+            assert not waiting.done()
+            services.start_store()
+            assert list(waiting.result().token_ids) == services.zoo.greedy("r16", PROMPT, 8)
+        services.check_exit_codes()

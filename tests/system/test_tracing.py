@@ -6,15 +6,16 @@ import http.client
 import itertools
 import json
 import threading
-import time
 import urllib.request
 from typing import Any
 
 import pytest
 
 from loadout.errors import DeadlineExceeded, NotFound
+from loadout.prometheus import scrape
 from tests.adapter_store.service.guarded import token_of
 from tests.support.otlp import Received, Trace
+from tests.support.wait import until
 from tests.system.observed import Observed
 from tests.system.secretive import HELD, LOOK_SECRET, fail_with
 
@@ -280,6 +281,11 @@ def _services(system: Observed, trace_id: str) -> set[str]:
     return {span.service for span in system.receiver.spans if span.trace_id == trace_id}
 
 
+def _num_waiting(system: Observed) -> float:
+    metrics = scrape(system.inference_metrics)
+    return metrics.one("loadout_inference_requests_waiting_for_adapter")
+
+
 def test_two_requests_wait_for_one_load(traced: Observed) -> None:
     unload(traced, "r16")
     ids: list[str] = []
@@ -291,9 +297,10 @@ def test_two_requests_wait_for_one_load(traced: Observed) -> None:
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     with traced.frozen_store():
-        for thread in threads:
+        for num_waiting, thread in enumerate(threads, 1):
             thread.start()
-            time.sleep(0.15)
+            # The first is in the queue, and its load has begun, before the second comes.
+            until(lambda wanted=num_waiting: _num_waiting(traced) == wanted)
     for thread in threads:
         thread.join()
     first = traced.receiver.trace(ids[0], COLD)
