@@ -27,7 +27,7 @@ from inference_svc.text.tokenizer import tokenizer_bytes
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from loadout.prometheus import scrape as read_metrics
-from servicekit import collector
+from servicekit import interpreter_gc
 from tests.support.native import native_library
 from tests.support.wait import until
 
@@ -196,7 +196,7 @@ def test_a_start_that_fails_says_why_in_one_line(
     """In this process, whose log, collector and environment stay. How it looks as a process of its
     own, the next two tests show."""
     monkeypatch.setattr(service, "configure_logging", lambda *settings: None)
-    monkeypatch.setattr(collector, "resume", gc.enable)
+    monkeypatch.setattr(interpreter_gc, "resume", gc.enable)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert service.main(command(model, *args)[3:]) == 1
     said = capsys.readouterr().err.strip().splitlines()
