@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import stat
 import tomllib
 
@@ -14,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from loadout import types
 from loadout._rpc.calls import signature_message
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.cli import signing
 from loadout.cli.__main__ import main
 from loadout.errors import InvalidArgument
 from loadout.signing import SigningKey, format_signature, parse_signature
@@ -85,7 +87,9 @@ def test_keygen_prints_a_table_of_the_policy(tmp_path, capfd) -> None:
 
 
 @pytest.mark.processes
-def test_a_folder_is_signed_by_its_digest(tmp_path, capfd) -> None:
+def test_a_folder_is_signed_by_its_digest(tmp_path, capfd, monkeypatch) -> None:
+    # Both commands ask the store's own program, which takes seconds to start: once is enough.
+    monkeypatch.setattr(signing, "compute_digest", functools.cache(signing.compute_digest))
     key = SigningKey.create(tmp_path / "k.pem")
     assert main(["digest", ADAPTER]) == 0
     digest = capfd.readouterr().out.strip()
