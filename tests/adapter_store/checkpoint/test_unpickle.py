@@ -53,7 +53,10 @@ def as_bin(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long), torch.float8_e5m2],
+)
 def test_its_digest_is_that_of_the_same_weights_in_safetensors(make_adapter, dtype):
     folder = make_adapter(dtype=dtype)
     digest = open_checkpoint(folder).digest
@@ -303,7 +306,7 @@ def test_contents_that_are_no_weights(tmp_path, case):
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("length", [10, 200, -1])
+@pytest.mark.parametrize("length", [pytest.param(10, marks=pytest.mark.long), 200, -1])
 def test_a_damaged_file_is_a_named_refusal(make_adapter, tmp_path, length):
     folder = as_bin(make_adapter())
     content = (folder / BIN).read_bytes()[:length]

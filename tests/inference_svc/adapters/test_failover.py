@@ -65,6 +65,7 @@ def load_all(loop: Loop, digests: list[str]) -> None:
         loop.residency.unload(digest)
 
 
+@pytest.mark.slow
 def test_dead_replica_moves_only_its_share(stores: ReplicaSet, layout: ModelLayout) -> None:
     for digest in DIGESTS:
         stores.add(digest)

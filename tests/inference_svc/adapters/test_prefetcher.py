@@ -328,4 +328,4 @@ def make_case(machine: Any, max_examples: int) -> Any:
 
 
 TestArena = make_case(Traffic, 60)
-TestHostTier = make_case(TrafficWithHostTier, 12)
+TestHostTier = pytest.mark.slow(make_case(TrafficWithHostTier, 12))

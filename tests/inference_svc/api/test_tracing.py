@@ -33,6 +33,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_silent_receiver_delays_nobody(
     serve: Any, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

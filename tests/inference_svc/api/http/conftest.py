@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -56,13 +57,18 @@ def traced(receiver: Receiver) -> dict[str, Any]:
 
 
 @pytest.fixture
-def serve_http(serve: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `serve`, for a coroutine function of a Front."""
+def serve_http(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Like `serve`, for a coroutine function of a Front. uvicorn, which ends by looking ten times a
+    second whether its connections are closed, looks more often."""
+    quick = SimpleNamespace(**{**vars(asyncio), "sleep": lambda delay: asyncio.sleep(delay / 10)})
+    monkeypatch.setattr("uvicorn.server.asyncio", quick)
 
     def run(body: Callable[[Front], Awaitable[Any]], **options: Any) -> Any:
         async def main(running: Running) -> Any:
             address = running.server.http_address
-            async with httpx2.AsyncClient(base_url=f"http://{address}", timeout=60) as raw:
+            async with httpx2.AsyncClient(
+                base_url=f"http://{address}", timeout=60, verify=False
+            ) as raw:
                 front = Front(running, raw)
                 async with front.client:
                     return await body(front)
