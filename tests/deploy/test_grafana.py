@@ -95,6 +95,6 @@ def test_the_page_names_panels_and_files_that_there_are():
         assert f"`/d/{board['uid']}`" in page
     titles = {panel["title"] for board in boards for panel in board["panels"]}
     named = {"Share of hits by replica", "Waiting for an adapter", "Idle before eviction"}
-    named |= {"In the queue", "For an adapter", "Thrash", "Share pinned", "Fragmentation"}
+    named |= {"Queue time", "Adapter wait", "Thrash", "Share pinned", "Fragmentation"}
     assert all(name in page for name in named)
     assert named <= titles

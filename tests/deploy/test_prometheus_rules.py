@@ -70,6 +70,7 @@ def test_compose_loads_them(tmp_path):
     promtool("check", "config", config)
 
 
+@pytest.mark.processes
 def test_the_operator_gets_the_same_rules():
     assert prometheus_rule.PATH.read_text() == prometheus_rule.render(), "run `make docs`"
     [thing] = overlay("production").of_kind("PrometheusRule")
@@ -79,6 +80,7 @@ def test_the_operator_gets_the_same_rules():
     assert len(there) == len(by_name)
 
 
+@pytest.mark.processes
 def test_whoever_scrapes_drops_the_names_of_adapters():
     """They come and go without end. Routers read them from the services themselves."""
     [regex] = {rule["regex"] for rule in dropped_by_compose()}

@@ -70,7 +70,7 @@ def test_nothing_down_is_zero_and_no_target_is_nothing(tmp_path: Path) -> None:
     answers.check(query("fleet", "Replicas down"), {"{}": 0})
     answers.check(query("fleet", "Stores down"), {})
     answers.check(query("store", "Replicas down"), {})
-    answers.check(query("fleet", "Alerts that fire"), {"{}": 0})
+    answers.check(query("fleet", "Firing alerts"), {"{}": 0})
     answers.check(expand(INFERENCE.or_zero("nothing"), ALL), {"{}": 0})
     answers.check(expand(STORE.or_zero("nothing"), ALL), {})
 

@@ -26,7 +26,7 @@ def build() -> Board:
             Row("Tiers: bytes", adapters_tiers.room()),
             Row("Loads", adapters_loads.loads()),
             Row("Prefetch", adapters_loads.prefetch()),
-            Row("The store's replicas, seen from here", adapters_loads.replicas()),
+            Row("The store's replicas, as inference sees them", adapters_loads.replicas()),
         ],
     )
 
@@ -41,7 +41,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Load, p99",
-            "From wanting an adapter until requests could run with it, of those from the store.",
+            "From the first request for an adapter until it was resident, of loads from the store.",
             "s",
             INFERENCE.quantile(0.99, "load_seconds", where='source="store"'),
             limit=limits.LOAD,
@@ -53,14 +53,14 @@ def _now() -> list[Panel]:
             INFERENCE.sum("requests_waiting_for_adapter"),
         ),
         number(
-            "On their way",
-            "Adapters that are being loaded, or wait for it.",
+            "Loads in progress",
+            "Adapters that are being loaded, or wait to be.",
             "short",
             INFERENCE.sum("loads_in_progress"),
         ),
         number(
             "Evictions",
-            "Adapters that leave the device per second.",
+            "Adapters evicted from the device per second.",
             "cps",
             INFERENCE.rate("tier_evictions_total", where='tier="device"'),
         ),
@@ -134,8 +134,8 @@ def _busiest() -> list[Panel]:
         ),
         _top(
             "Wait for a load by adapter",
-            "Mean. Adapters that wait often are wanted often enough to be evicted, and too seldom "
-            "to stay: pin them, or give the arena more memory.",
+            "Mean. Adapters that wait often are requested often enough to be loaded, and too "
+            "seldom to stay: pin them, or give the arena more memory.",
             "s",
             INFERENCE.mean("adapter_load_wait_seconds", "adapter", _CHOSEN),
         ),

@@ -16,8 +16,8 @@ def _load_times() -> list[Panel]:
         percentiles(
             INFERENCE,
             "Load from the store",
-            "From wanting an adapter that was neither on the device nor in the host tier until "
-            "requests could run with it.",
+            "From the first request for an adapter that was neither on the device nor in the host "
+            "tier until it was resident.",
             "load_seconds",
             span=6,
             where='source="store"',
@@ -26,7 +26,7 @@ def _load_times() -> list[Panel]:
         percentiles(
             INFERENCE,
             "Load from the host tier",
-            "The same of adapters that only had to be copied to the device.",
+            "The same for adapters that only had to be copied to the device.",
             "load_seconds",
             span=6,
             where='source="host"',
@@ -35,7 +35,7 @@ def _load_times() -> list[Panel]:
         _phases("Phases of loads, p99", 0.99),
         distribution(
             "Loads",
-            "By how long they took. Two bands: from the host tier, and from the store.",
+            "By duration. Two bands: from the host tier, and from the store.",
             "s",
             INFERENCE.buckets("load_seconds"),
         ),
@@ -45,17 +45,17 @@ def _load_times() -> list[Panel]:
 def _pulls() -> list[Panel]:
     return [
         lines(
-            "On their way",
-            "By what comes next: a turn (others are pulled first, or the store does not know the "
-            "layout yet), the pull, room to pull to, room on the device.",
+            "Loads in progress",
+            "By what they wait for: a pull thread (or the store does not know the layout yet), the "
+            "pull, space to pull to, space on the device.",
             "short",
             Query(INFERENCE.sum("loads_in_progress", "state"), "{{state}}"),
             is_stacked=True,
         ),
         lines(
             "Pulls",
-            "Adapters pulled whole and verified, those that could not be, and streams whose bytes "
-            "failed their hash: a bad network, memory or disk.",
+            "Adapters pulled and verified, adapters that could not be pulled, and streams whose "
+            "bytes failed their hash: a bad network, memory or disk.",
             "cps",
             Query(INFERENCE.rate("pulls_total"), "pulled"),
             Query(INFERENCE.rate("pull_failures_total"), "failed"),
@@ -73,8 +73,8 @@ def _pulls() -> list[Panel]:
         ),
         lines(
             "Steps blocked by loads",
-            "Share of the time of steps that loads cost them. Over a few percent: loads disturb "
-            "requests that have nothing to do with them.",
+            "Share of step time spent on loads. Above a few percent, loads delay requests for "
+            "other adapters.",
             "percentunit",
             Query(
                 f"{INFERENCE.rate('step_blocked_by_load_seconds_sum', REPLICA)} / "
@@ -89,19 +89,19 @@ def _pulls() -> list[Panel]:
 def prefetch() -> list[Panel]:
     return [
         lines(
-            "Adapters brought ahead",
-            "Before anybody asked, and those of them that a request then found.",
+            "Prefetched adapters",
+            "Adapters loaded before any request needed them, and those that a request then used.",
             "cps",
-            Query(INFERENCE.rate("prefetch_images_total"), "brought"),
-            Query(INFERENCE.rate("prefetch_hits_total"), "found"),
+            Query(INFERENCE.rate("prefetch_images_total"), "prefetched"),
+            Query(INFERENCE.rate("prefetch_hits_total"), "used"),
             span=12,
         ),
         lines(
-            "Bytes brought ahead",
-            "And those that left before a request found them. Mostly wasted: the choice is bad, or "
-            "there is no room to choose for.",
+            "Prefetched bytes",
+            "And those that were evicted unused. Mostly wasted: the prediction is bad, or there is "
+            "no space for prefetching.",
             "binBps",
-            Query(INFERENCE.rate("prefetch_bytes_total"), "brought"),
+            Query(INFERENCE.rate("prefetch_bytes_total"), "prefetched"),
             Query(INFERENCE.rate("prefetch_wasted_bytes_total"), "wasted"),
             span=12,
         ),
@@ -112,27 +112,28 @@ def replicas() -> list[Panel]:
     return [
         lines(
             "Connected",
-            "1 while a replica's watch of the store is live. At 0 it learns of no new names.",
+            "1 while a replica's watch on the store is live. At 0 it gets no new names.",
             "short",
             Query(INFERENCE.series("store_connected"), WHICH),
             maximum=1,
         ),
         lines(
-            "Replicas asked",
-            "How many of the inference replicas ask a replica of the store; others pass it over.",
+            "Healthy replicas",
+            "For each replica of the store, the number of inference replicas that use it; the "
+            "others skip it as unhealthy.",
             "short",
             Query(INFERENCE.sum("store_replicas_healthy", "replica"), "{{replica}}"),
         ),
         lines(
             "Failovers",
-            "Pulls and questions that went on at another replica of the store.",
+            "Pulls and lookups that continued at another replica of the store.",
             "cps",
             Query(INFERENCE.rate("store_failovers_total", REPLICA), WHICH),
         ),
         lines(
             "Streams from the store",
-            "Image streams that ended, by replica and result. Whatever is neither done nor "
-            "cancelled is worth a look at that replica's log.",
+            "Image streams that ended, by replica and result. For results other than done "
+            "and cancelled, see that replica's log.",
             "cps",
             Query(INFERENCE.rate("store_pulls_total", "replica, result"), "{{replica}} {{result}}"),
             span=12,
@@ -141,7 +142,7 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Bytes from the store",
-            "By replica. Each digest is pulled from one of them, so that they should be even.",
+            "By replica. Each digest is pulled from one of them, so they should be about equal.",
             "binBps",
             Query(INFERENCE.rate("store_pulled_bytes_total", "replica"), "{{replica}}"),
             span=12,
@@ -154,7 +155,7 @@ def replicas() -> list[Panel]:
 def _phases(title: str, q: float) -> Panel:
     return lines(
         title,
-        "resolve: asking the store what a name points to; wait: for a turn and for room; pull: "
+        "resolve: name to digest, in the store; wait: for a pull thread and for space; pull: "
         "from the store; copy: from the host tier to the device.",
         "s",
         Query(INFERENCE.quantile(q, "load_phase_seconds", "phase"), "{{phase}}"),

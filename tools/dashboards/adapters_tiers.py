@@ -15,21 +15,21 @@ def lookups() -> list[Panel]:
     return [
         lines(
             "Share of hits",
-            "By tier. Whoever finds an adapter on the device does not look in the host tier.",
+            "By tier. The host tier is searched only after a miss on the device.",
             "percentunit",
             Query(share(hits, INFERENCE.rate("tier_misses_total", "tier")), "{{tier}}"),
             maximum=1,
         ),
         lines(
-            "Look-ups",
-            "Requests that found their adapter in a tier, and that did not.",
+            "Lookups",
+            "Requests that found their adapter in a tier, and requests that did not.",
             "reqps",
             Query(hits, "{{tier}} hits"),
             Query(INFERENCE.rate("tier_misses_total", "tier"), "{{tier}} misses"),
         ),
         lines(
             "Share of hits by replica",
-            "On the device. Replicas far apart: requests are not routed by adapter.",
+            "On the device. Large differences: requests are not routed by adapter.",
             "percentunit",
             Query(found_on_device(REPLICA), WHICH),
             maximum=1,
@@ -51,8 +51,8 @@ def evictions() -> list[Panel]:
         ),
         lines(
             "Evictions",
-            "For one that a request wants, for one that a request has waited for for long (aged), "
-            "for one brought ahead (prefetch), or said by an operator (unload).",
+            "By reason: for an adapter that a request needs, or has needed for a long time (aged), "
+            "for a prefetched one (prefetch), or by an operator (unload).",
             "cps",
             Query(INFERENCE.rate("tier_evictions_total", "tier, reason"), "{{tier}}: {{reason}}"),
             span=6,
@@ -60,8 +60,7 @@ def evictions() -> list[Panel]:
         ),
         lines(
             "Idle before eviction",
-            "How long what left had not been used: the tenth and the half of evictions. Short is "
-            "thrash.",
+            "Time since evicted adapters were last used, p10 and p50. Short times are thrash.",
             "s",
             *(
                 Query(
@@ -74,7 +73,7 @@ def evictions() -> list[Panel]:
         ),
         distribution(
             "Evictions by idle time",
-            "Of all tiers. Dark at the bottom: adapters leave that were just in use.",
+            "Of all tiers. Dark at the bottom: adapters are evicted that were just in use.",
             "s",
             INFERENCE.buckets("tier_evicted_idle_seconds"),
             span=6,
@@ -88,8 +87,8 @@ def room() -> list[Panel]:
     return [
         lines(
             "Bytes",
-            "That adapters take, that pinned ones of them take, and that there are, in all "
-            "replicas. A full tier is as it should be; a tier full of pinned ones is not.",
+            "Used by adapters, used by pinned adapters, and capacity, in all replicas. A full tier "
+            "is normal; a tier full of pinned adapters is not.",
             "bytes",
             Query(used, "{{tier}} used"),
             Query(INFERENCE.sum("tier_pinned_bytes", "tier"), "{{tier}} pinned"),
@@ -97,15 +96,15 @@ def room() -> list[Panel]:
         ),
         lines(
             "Adapters",
-            "That have their room in each tier, in all replicas, and names of them that routers "
-            "are told, by the routers' words for tiers.",
+            "In each tier, in all replicas, and the number of names exported for routers, by the "
+            "routers' names of the tiers (gpu, cpu).",
             "short",
             Query(INFERENCE.sum("tier_images", "tier"), "{{tier}}"),
             Query(INFERENCE.sum("residency_series", "level"), "names on {{level}}"),
         ),
         lines(
             "Share pinned",
-            "Of each tier's bytes. What is pinned never leaves, and the others share the rest.",
+            "Of each tier's bytes. Pinned adapters are never evicted; the others share the rest.",
             "percentunit",
             Query(INFERENCE.series("instance_tier:loadout_inference_tier_pinned:ratio"), _WHERE),
             limit=limits.PINNED,
@@ -113,8 +112,8 @@ def room() -> list[Panel]:
         ),
         lines(
             "Fragmentation",
-            "Of the free bytes, the share beyond the largest free range. High beside many "
-            "evictions: adapters are laid in several extents, or evict more than their size.",
+            "Share of the free bytes outside the largest free range. High together with many "
+            "evictions: adapters are split into extents, or evict more than their size.",
             "percentunit",
             Query(f"1 - {INFERENCE.series('tier_largest_free_bytes')} / {free}", _WHERE),
             span=12,
@@ -122,7 +121,7 @@ def room() -> list[Panel]:
         ),
         lines(
             "Free ranges",
-            "That the free bytes lie in.",
+            "Number of ranges that the free bytes are in.",
             "short",
             Query(INFERENCE.series("tier_free_ranges"), _WHERE),
             span=12,

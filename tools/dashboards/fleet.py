@@ -40,13 +40,13 @@ def _now() -> list[Panel]:
         ),
         number(
             "Tokens",
-            "Tokens that the engines make per second, before they are sent.",
+            "Tokens that the engines sample per second.",
             "si:tok/s",
             INFERENCE.rate("sampled_tokens_total"),
         ),
         number(
             "First token, p99",
-            "From a request's arrival. High: see Queue, and the loads of Adapters and caches.",
+            "From a request's arrival. High: see Queue, and Loads on Adapters and caches.",
             "s",
             INFERENCE.quantile(0.99, "first_token_seconds"),
         ),
@@ -66,14 +66,14 @@ def _now() -> list[Panel]:
         ),
         number(
             "Found on the device",
-            "Share of the requests for an adapter that find it resident. Low: they do not all fit.",
+            "Share of requests for an adapter that find it resident. Low: they do not all fit.",
             "percentunit",
             adapters_tiers.found_on_device(),
             links=[links.TO_CACHES],
         ),
         number(
             "Pages in use",
-            "Share of the pages for keys and values that requests hold. At 100 % requests wait and "
+            "Share of the KV cache pages that requests hold. At 100 % requests wait and "
             "are preempted.",
             "percentunit",
             f"{INFERENCE.sum('kv_pages_used')} / {INFERENCE.sum('kv_pages_capacity')}",
@@ -85,7 +85,7 @@ def _down() -> list[Panel]:
     return [
         number(
             "Replicas down",
-            "Inference services that Prometheus scrapes in vain. See Replicas below for which. No "
+            "Inference services that Prometheus cannot scrape. See Replicas below for which. No "
             "targets: none was known for a week.",
             "short",
             INFERENCE.down,
@@ -95,7 +95,7 @@ def _down() -> list[Panel]:
         ),
         number(
             "Stores down",
-            "Replicas of the adapter store that Prometheus scrapes in vain. No targets: none was "
+            "Replicas of the adapter store that Prometheus cannot scrape. No targets: none was "
             "known for a week.",
             "short",
             STORE.down,
@@ -111,8 +111,8 @@ def _traffic() -> list[Panel]:
     return [
         lines(
             "Requests that ended",
-            "Generations by how they ended. cancelled: the caller left; aborted: its deadline "
-            "passed; error: see Calls that failed.",
+            "Generations by how they ended. cancelled: the client disconnected; aborted: its "
+            "deadline passed; error: see Calls that failed.",
             "reqps",
             Query(INFERENCE.rate("requests_total", "finish_reason"), "{{finish_reason}}"),
             is_stacked=True,
@@ -136,7 +136,7 @@ def _traffic() -> list[Panel]:
         ),
         lines(
             "Calls over gRPC",
-            "By method, streams when they end.",
+            "By method; streams count when they end.",
             "reqps",
             Query(INFERENCE.rate("rpcs_total", "method"), "{{method}}"),
             span=12,
@@ -144,7 +144,7 @@ def _traffic() -> list[Panel]:
         ),
         lines(
             "Requests over HTTP",
-            "Of the HTTP front, by route and status; 499: the client left first.",
+            "By route and status; 499: the client disconnected first.",
             "reqps",
             Query(INFERENCE.rate("http_requests_total", "route, status"), "{{route}} {{status}}"),
             span=12,
@@ -157,8 +157,8 @@ def _errors() -> list[Panel]:
     return [
         lines(
             "Failed generations",
-            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
-            "DATA_LOSS, 5xx), within five minutes. One replica: drain it; all: the store, or us.",
+            "Share that failed because of the service (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "DATA_LOSS, 5xx), within five minutes. One replica: drain it; all: the store or a bug.",
             "percentunit",
             Query(INFERENCE.series(_FAILED), WHICH),
             limit=limits.FAILED_GENERATIONS,
@@ -201,20 +201,20 @@ def _latency() -> list[Panel]:
         percentiles(
             INFERENCE,
             "Whole request",
-            "From a request's arrival to its last token. Depends on how much callers ask for.",
+            "From a request's arrival to its last token. Depends on the tokens requested.",
             "request_seconds",
         ),
         percentiles(
             INFERENCE,
-            "In the queue",
+            "Queue time",
             "From a request's arrival until it first ran. High with free pages: the token budget "
             "or max-sequences is the limit; high without: pages are.",
             "queue_seconds",
         ),
         percentiles(
             INFERENCE,
-            "For an adapter",
-            "Of the time in the queue, until the adapter was resident. See Adapters and caches "
+            "Adapter wait",
+            "The part of the queue time until the adapter was resident. See Adapters and caches "
             "for which part of a load takes long.",
             "adapter_wait_seconds",
         ),

@@ -22,8 +22,8 @@ def queue() -> list[Panel]:
         ),
         lines(
             "Waiting",
-            "Requests in the queue of each replica. Grows: more arrives than is done, and "
-            "autoscaling should react.",
+            "Requests in the queue of each replica. Growing: more requests arrive than finish, "
+            "and autoscaling should react.",
             "short",
             Query(INFERENCE.sum("requests_waiting", REPLICA), WHICH),
             limit=limits.QUEUE,
@@ -31,8 +31,8 @@ def queue() -> list[Panel]:
         ),
         lines(
             "Waiting for an adapter",
-            "Of the waiting, those whose adapter is not resident. Near all of them: loads are the "
-            "limit, not the model.",
+            "Waiting requests whose adapter is not resident. If these are nearly all: loads are "
+            "the limit, not the model.",
             "short",
             Query(INFERENCE.sum("requests_waiting_for_adapter", REPLICA), WHICH),
             links=[links.TO_REPLICA],
@@ -45,23 +45,23 @@ def steps() -> list[Panel]:
         percentiles(
             INFERENCE,
             "Step",
-            "One turn of the engine, from its messages to its outputs.",
+            "One step of the engine, from reading its messages to sending its outputs.",
             "step_seconds",
             span=6,
         ),
         lines(
             "Parts of a step",
-            "Mean time of each part. On CUDA forward only launches, and sample waits for it. What "
-            "grows beside forward and sample is our own cost.",
+            "Mean time of each part. On CUDA forward launches kernels, and sample waits for "
+            "them. The other phases are overhead.",
             "s",
             Query(INFERENCE.mean("step_phase_seconds", "phase"), "{{phase}}"),
             span=6,
             is_stacked=True,
         ),
         lines(
-            "Beside the model",
-            "Mean time of a step that is not the model's computation, and that loads of adapters "
-            "cost it. The second should stay near zero.",
+            "Step overhead",
+            "Mean time of a step outside the model's computation, and mean time that it spends on "
+            "loading adapters. The second should stay near zero.",
             "s",
             Query(INFERENCE.mean("step_host_seconds"), "host"),
             Query(INFERENCE.mean("step_blocked_by_load_seconds"), "blocked by loads"),
@@ -69,7 +69,7 @@ def steps() -> list[Panel]:
         ),
         lines(
             "Steps with adapters",
-            "Share of steps in which an adapter took part. The others are the base model's alone.",
+            "Share of steps whose batch used an adapter. The others are for the base model alone.",
             "percentunit",
             Query(
                 f"{INFERENCE.rate('lora_steps_total', REPLICA)} / "
@@ -87,8 +87,8 @@ def pages() -> list[Panel]:
     return [
         lines(
             "Pages",
-            "Pages of keys and values. known is what a prefix may be found in; used at capacity "
-            "means that requests wait for pages.",
+            "KV cache pages. known: pages that a prefix can match; used at capacity means that "
+            "requests wait for pages.",
             "short",
             Query(INFERENCE.sum("kv_pages_used"), "used"),
             Query(INFERENCE.sum("kv_pages_known"), "known"),
@@ -107,9 +107,9 @@ def pages() -> list[Panel]:
             links=[links.TO_REPLICA],
         ),
         lines(
-            "Pages given up",
-            "Preemptions, and known pages given up for others: prefixes that must be computed "
-            "again when they come.",
+            "Page evictions",
+            "Preemptions, and cached pages evicted for others: their prefixes must be computed "
+            "again when they are used again.",
             "cps",
             Query(INFERENCE.rate("preemptions_total"), "preemptions"),
             Query(INFERENCE.rate("kv_page_evictions_total"), "page evictions"),
@@ -131,8 +131,7 @@ def memory() -> list[Panel]:
         ),
         lines(
             "Share of memory in use",
-            "Of what each area has. An area at 100 % is full, not necessarily in trouble: caches "
-            "are meant to be full.",
+            "By area. 100 % is not necessarily a problem: caches are meant to be full.",
             "percentunit",
             Query(f"{used} / ({INFERENCE.sum(capacity, 'area')} > 0)", "{{area}}"),
             span=6,
@@ -140,7 +139,7 @@ def memory() -> list[Panel]:
         ),
         lines(
             "Resident memory",
-            "Of the processes that listen. One that only grows will be killed for it.",
+            "Of the server processes. One that only grows will be killed when memory runs out.",
             "bytes",
             Query(INFERENCE.series("process_resident_memory_bytes"), WHICH),
             span=6,
@@ -148,7 +147,7 @@ def memory() -> list[Panel]:
         ),
         lines(
             "CPU",
-            "Cores in use by the processes that listen.",
+            "Cores in use by the server processes.",
             "short",
             Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
             span=6,
@@ -161,12 +160,12 @@ def replicas() -> list[Panel]:
     return [
         rows_by(
             "Inference replicas",
-            "What runs where. Several versions: an upgrade is under way, or got stuck. Without a "
-            "version: it does not answer.",
+            "Versions and settings by replica. Several versions: an upgrade is in progress, or "
+            "stuck. No version: the replica does not answer.",
             ["instance", "namespace", "cluster", *_ABOUT, *_BUILT_OF],
             [
                 Column("Up", f"sum by ({REPLICA}) ({INFERENCE.up})", "short"),
-                Column("Runs for", _running_seconds(), "s"),
+                Column("Uptime", _running_seconds(), "s"),
                 Column("Running", INFERENCE.sum("requests_running", REPLICA), "short"),
                 Column("Waiting", INFERENCE.sum("requests_waiting", REPLICA), "short"),
                 Column("Store", INFERENCE.sum("store_connected", REPLICA), "short"),
@@ -185,24 +184,24 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Scraped",
-            "1 while Prometheus reaches a replica. A gap is a crash, a network problem, or a "
-            "replica that was scaled away.",
+            "1 while Prometheus can scrape a replica. A gap is a crash, a network problem, or a "
+            "replica that was removed by scaling.",
             "short",
             Query(INFERENCE.up, f"{{{{job}}}} {WHICH}"),
             Query(STORE.up, f"{{{{job}}}} {WHICH}"),
             maximum=1,
         ),
         lines(
-            "Engine's last word",
-            "How long ago the engine of a replica told anything. Grows while it hangs: the replica "
-            "answers Prometheus, and nobody else.",
+            "Age of the engine's report",
+            "Time since the engine of a replica last reported. Grows while the engine hangs: the "
+            "replica answers Prometheus, but no requests.",
             "s",
             Query(INFERENCE.series("snapshot_age_seconds"), WHICH),
             limit=limits.ENGINE_SILENT,
             links=[links.TO_REPLICA],
         ),
         lines(
-            "Alerts that fire",
+            "Firing alerts",
             "By name. docs/operations/runbook.md has a paragraph on each.",
             "short",
             Query(

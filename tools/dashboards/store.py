@@ -34,52 +34,55 @@ def _now() -> list[Panel]:
     return [
         number(
             "Replicas down",
-            "Replicas that Prometheus scrapes in vain. No targets: none was known for a week.",
+            "Replicas that Prometheus cannot scrape. No targets: none was known for a week.",
             "short",
             STORE.down,
             limit=limits.ANY,
             missing="no targets",
         ),
         number(
-            "Calls", "Per second, streams when they end.", "reqps", STORE.rate("requests_total")
+            "Calls",
+            "Per second; streams count when they end.",
+            "reqps",
+            STORE.rate("requests_total"),
         ),
         number(
             "Pulls in progress",
-            "Images that are being sent, or wait for it.",
+            "Images that are being sent, or wait to be.",
             "short",
             STORE.sum("active_pulls"),
             links=[links.TO_LOADS],
         ),
         number(
             "Wait of pulls, p99",
-            "From the call to the first answer: looking up, compiling, a turn, room in memory.",
+            "From the call to the first bytes: lookup, compile, a free worker, space in memory.",
             "s",
             STORE.quantile(0.99, "pull_wait_seconds"),
             links=[links.TO_LOADS],
         ),
         number(
             "Failed calls",
-            "Of the worst replica, within five minutes, through a fault on our side.",
+            "Of the worst replica, within five minutes, because of the store.",
             "percentunit",
             f"max({STORE.series(_FAILED)})",
             limit=limits.FAILED_STORE_CALLS,
         ),
         number(
-            "Wait for room",
-            "Images that do. Lasting: memory is full of what is pinned or being sent.",
+            "Waiting for space",
+            "Images that do. If it lasts: memory is full of images that are pinned or being sent.",
             "short",
             STORE.sum("images_waiting_for_room"),
         ),
         number(
             "Failed compiles",
-            "In the chosen time: failed, and not incompatible with the base model.",
+            "In the chosen time; images that are incompatible with the base model do not count.",
             "short",
             STORE.growth("compiles_total", where='result="failed"', window="$__range"),
             limit=limits.ANY,
         ),
         number(
             "Damaged files",
-            "In the chosen time: own files that failed their hash. The disk is failing, or "
+            "In the chosen time: stored files that failed their hash. The disk is failing, or "
             "somebody writes to it.",
             "short",
             STORE.growth("damaged_files_total", window="$__range"),
@@ -92,7 +95,7 @@ def _calls() -> list[Panel]:
     return [
         lines(
             "Calls",
-            "By method, streams when they end.",
+            "By method; streams count when they end.",
             "reqps",
             Query(STORE.rate("requests_total", "method"), "{{method}}"),
             span=6,
@@ -102,7 +105,7 @@ def _calls() -> list[Panel]:
         _durations("Calls, p99", 0.99),
         lines(
             "Calls by replica",
-            "A replica without any is not asked: see Replicas asked under Adapters and caches.",
+            "A replica without calls is not used: see Healthy replicas on Adapters and caches.",
             "reqps",
             Query(STORE.rate("requests_total", REPLICA), WHICH),
             span=6,
@@ -114,7 +117,7 @@ def _errors() -> list[Panel]:
     return [
         lines(
             "Failed calls",
-            "Share that ended through a fault on our side (INTERNAL, UNKNOWN, UNAVAILABLE, "
+            "Share that failed because of the store (INTERNAL, UNKNOWN, UNAVAILABLE, "
             "DATA_LOSS), within five minutes.",
             "percentunit",
             Query(STORE.series(_FAILED), WHICH),
@@ -122,7 +125,7 @@ def _errors() -> list[Panel]:
         ),
         lines(
             "Calls that failed",
-            "By method and status code. NOT_FOUND and INVALID_ARGUMENT are the callers' doing; "
+            "By method and status code. NOT_FOUND and INVALID_ARGUMENT are errors of callers; "
             "INTERNAL and DATA_LOSS are not.",
             "reqps",
             Query(
@@ -145,7 +148,7 @@ def _registrations() -> list[Panel]:
     return [
         lines(
             "Registrations",
-            "And uploads, by result: ok, or the reason of the error.",
+            "Registrations and uploads, by result: ok, or the error's reason.",
             "cps",
             Query(STORE.rate("registrations_total", "result"), "{{result}}"),
             is_stacked=True,

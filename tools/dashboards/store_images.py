@@ -25,13 +25,13 @@ def pulls() -> list[Panel]:
         percentiles(
             STORE,
             "Wait of pulls",
-            "From the call to the first answer: looking up, compiling, a turn, room in memory.",
+            "From the call to the first bytes: lookup, compile, a free worker, space in memory.",
             "pull_wait_seconds",
             span=6,
         ),
         lines(
             "Bytes sent",
-            "Of images. At the network's limit, more replicas or stores beside the nodes help.",
+            "Of images. At the network's limit, add replicas or stores on the nodes.",
             "binBps",
             Query(STORE.rate("pulled_bytes_total", REPLICA), WHICH),
             span=6,
@@ -75,7 +75,7 @@ def images() -> list[Panel]:
         ),
         lines(
             "Images in progress",
-            "Being made or written, or waiting for it, and of these those that wait for room.",
+            "Being compiled or written, or waiting to be, and those that wait for space.",
             "short",
             Query(STORE.sum("images_in_progress"), "in progress"),
             Query(STORE.sum("images_waiting_for_room"), "waiting for room"),
@@ -90,36 +90,36 @@ def tiers() -> list[Panel]:
     return [
         lines(
             "Share of hits",
-            "By tier: memory, then disk, then what replicas share. What none has is compiled.",
+            "By tier: memory, then disk, then the shared bucket. What none has is compiled.",
             "percentunit",
             Query(share(hits, STORE.rate("tier_misses_total", "tier")), "{{tier}}"),
             maximum=1,
         ),
         lines(
-            "Look-ups",
-            "Images looked for in a tier.",
+            "Lookups",
+            "Images looked up in a tier.",
             "cps",
             Query(hits, "{{tier}} hits"),
             Query(STORE.rate("tier_misses_total", "tier"), "{{tier}} misses"),
         ),
         lines(
             "Evictions",
-            "For room, because their adapter was deleted, because nobody uses their layout any "
-            "more, or because they were damaged.",
+            "By reason: room (for another image), deleted (with their adapter), unused (their "
+            "layout is no longer used), damaged.",
             "cps",
             Query(STORE.rate("tier_evictions_total", "tier, reason"), "{{tier}}: {{reason}}"),
             is_stacked=True,
         ),
         lines(
             "Bytes",
-            "That images take, and that there are for them, in all replicas.",
+            "Used by images, and capacity, in all replicas.",
             "bytes",
             Query(used, "{{tier}} used"),
             Query(STORE.sum(capacity, "tier"), "{{tier}} capacity"),
         ),
         lines(
             "Share used",
-            "A full tier is as it should be, while evictions are few.",
+            "A full tier is normal while evictions are few.",
             "percentunit",
             Query(f"{used} / ({STORE.sum(capacity, 'tier')} > 0)", "{{tier}}"),
             maximum=1,
@@ -176,7 +176,7 @@ def catalog() -> list[Panel]:
         ),
         lines(
             "Volume",
-            "Free bytes, and all.",
+            "Free bytes, and capacity.",
             "bytes",
             Query(STORE.series("volume_free_bytes"), f"{WHICH} free"),
             Query(STORE.series("volume_capacity_bytes"), f"{WHICH} all"),
@@ -190,12 +190,12 @@ def replicas() -> list[Panel]:
     return [
         rows_by(
             "Store replicas",
-            "What runs where. Without a version: it does not answer.",
+            "Versions by replica. No version: the replica does not answer.",
             ["instance", "namespace", "cluster", *_BUILT_OF],
             [
                 Column("Up", f"sum by ({REPLICA}) ({STORE.up})", "short"),
                 Column(
-                    "Runs for",
+                    "Uptime",
                     f"sum by ({REPLICA}, {built_of}) "
                     f"((time() - {STORE.series('process_start_time_seconds')}) "
                     f"* {SAME_TARGET} group_left ({built_of}) {STORE.series('build_info')})",
@@ -213,7 +213,7 @@ def replicas() -> list[Panel]:
         ),
         lines(
             "Resident memory",
-            "Of the process. Above the memory tier there are compiles and streams.",
+            "Of the process. More than the memory tier: compiles and streams.",
             "bytes",
             Query(STORE.series("process_resident_memory_bytes"), WHICH),
             span=6,
