@@ -3,16 +3,22 @@
 Gathers every page of the repository under build/docs/pages, at its own place, with the pictures
 that it shows, and runs MkDocs on them. Links between pages work as they are. A link to a file that
 is no page leads to the repository's host where its URL is given, and is plain text where not.
+
+The site loads nothing from elsewhere: mermaid, which draws the diagrams in the browser, is fetched
+once from npm and becomes part of it. Without npm diagrams are shown as text.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +26,11 @@ BUILD = ROOT / "build" / "docs"
 FOLDERS = ("docs", "deploy", "bench", "examples")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 PICTURES = {".png", ".svg"}
+MERMAID_VERSION = "11.6.0"
+MERMAID_SHA256 = "3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8"
+MERMAID = ROOT / ".tools" / f"mermaid-{MERMAID_VERSION}.min.js"
+SCRIPT = "javascripts/mermaid.min.js"
+"""Its place in the site."""
 
 
 def pages() -> list[Path]:
@@ -53,14 +64,62 @@ def with_links(page: Path, text: str, known: set[Path], repository: str) -> str:
     return LINK.sub(replaced, text)
 
 
+def find_mermaid() -> Path | None:
+    """Returns the script, which npm fetches once; None without npm or network."""
+    if MERMAID.exists():
+        return MERMAID
+    if shutil.which("npm") is None:
+        return None
+    with tempfile.TemporaryDirectory() as work:
+        command = ["npm", "pack", "--silent", f"mermaid@{MERMAID_VERSION}"]
+        if (
+            subprocess.run(
+                command, cwd=work, check=False, capture_output=True, timeout=120
+            ).returncode
+            != 0
+        ):
+            return None
+        with tarfile.open(next(Path(work).glob("*.tgz"))) as package:
+            member = package.extractfile("package/dist/mermaid.min.js")
+            assert member is not None
+            script = member.read()
+        if hashlib.sha256(script).hexdigest() != MERMAID_SHA256:
+            raise ValueError(f"mermaid {MERMAID_VERSION} from npm does not have the known hash")
+        MERMAID.parent.mkdir(exist_ok=True)
+        (Path(work) / MERMAID.name).write_bytes(script)
+        shutil.move(Path(work) / MERMAID.name, MERMAID)
+    return MERMAID
+
+
+def with_diagrams(page: Path, text: str, *, are_drawn: bool) -> str:
+    """Returns a page that loads our script for its diagrams, or shows them as text.
+
+    The theme fetches mermaid from elsewhere unless a page has it.
+    """
+    if "```mermaid\n" not in text:
+        return text
+    if not are_drawn:
+        return text.replace("```mermaid\n", "```text\n")
+    is_index = page.stem in {"README", "index"}
+    up = "../" * (len(page.parts) - is_index)
+    return f'{text}\n<script src="{up}{SCRIPT}"></script>\n'
+
+
 def gather(folder: Path, repository: str) -> None:
-    """Makes `folder` anew, with every page and picture."""
+    """Makes `folder` anew, with every page, picture and script."""
     shutil.rmtree(folder, ignore_errors=True)
     known = set(pages())
+    mermaid = find_mermaid()
+    if mermaid is None:
+        print("npm could not fetch mermaid: diagrams are shown as text", file=sys.stderr)
+    else:
+        (folder / SCRIPT).parent.mkdir(parents=True)
+        shutil.copy(mermaid, folder / SCRIPT)
     for page in known:
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / page).read_text()
-        (folder / page).write_text(with_links(page, text, known, repository))
+        text = with_links(page, text, known, repository)
+        (folder / page).write_text(with_diagrams(page, text, are_drawn=mermaid is not None))
     for picture in (ROOT / "docs").rglob("*"):
         if picture.suffix in PICTURES:
             target = folder / picture.relative_to(ROOT)

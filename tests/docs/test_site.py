@@ -72,10 +72,34 @@ def test_links_lead_to_pages_and_headings(site: Path) -> None:
     assert broken == []
 
 
+KNOWN_URLS = {
+    "https://unpkg.com/mermaid@11/dist/mermaid.min.js": "pages with diagrams have the script",
+    "https://unpkg.com/resize-observer-polyfill": "for browsers of before 2020",
+    "https://api.github.com/repos/": "for sites that have a repo_url: ours has none",
+    "https://api.github.com/users/": "the same",
+    "https://clipboardjs.com/": "in a comment",
+}
+"""URLs in the theme's script, and why a page fetches nothing from them."""
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
-    """Fonts and scripts come with the site."""
-    home = (site / "index.html").read_text()
-    assert re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', home) == []
+    """Fonts and scripts come with the site, and so does what the theme's script would fetch."""
+    for path in site.rglob("*.html"):
+        page = path.read_text()
+        assert re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)', page) == [], path
+        draws = 'class="mermaid"' in page
+        script = path.parent / next(iter(re.findall(r'src="([^"]*mermaid[^"]*)"', page)), "none")
+        assert script.exists() == draws, path
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?https?:|@import", sheet.read_text()), sheet
+    [bundle] = (site / "assets" / "javascripts").glob("bundle.*.js")
+    assert set(re.findall(r"https?://[\w./@-]+", bundle.read_text())) <= KNOWN_URLS.keys()
+
+
+def test_diagrams_without_mermaid() -> None:
+    page = "```mermaid\nflowchart\n```\n"
+    shown = docs_site.with_diagrams(Path("ARCHITECTURE.md"), page, are_drawn=False)
+    assert shown == "```text\nflowchart\n```\n"
 
 
 def read(path: Path) -> Links:
