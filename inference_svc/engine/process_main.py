@@ -121,6 +121,8 @@ class Child:
         return not any(isinstance(message, Stop) for message in messages)
 
     def _build(self) -> None:
+        # Before the engine is there: what is frozen, `gc.get_objects` does not list for bench.
+        interpreter_gc.resume()
         try:
             self._store = self._make_store(lambda content: self._send(StoreMessage(content)))
             self._engine = EngineThread(self._config, self._store)
@@ -128,7 +130,6 @@ class Child:
             self._send(_portable(error))
             return
         self._engine.start(self._send)
-        interpreter_gc.resume()
         self._send(Ready(self._engine.layout, self._engine.geometry))
 
     def _send(self, frame: object) -> None:
