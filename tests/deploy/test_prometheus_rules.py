@@ -81,7 +81,7 @@ def test_the_operator_gets_the_same_rules():
 
 
 @pytest.mark.processes
-def test_whoever_scrapes_drops_the_names_of_adapters():
+def test_every_scrape_drops_the_names_of_adapters():
     """They come and go without end. Routers read them from the services themselves."""
     [regex] = {rule["regex"] for rule in dropped_by_compose()}
     assert {name for name in known_metrics() if re.fullmatch(regex, name)} == {

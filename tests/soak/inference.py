@@ -45,7 +45,7 @@ MIN_SECONDS = 60.0
 
 
 @dataclass(slots=True)
-class Asked:
+class SoakRequest:
     """A request, and what its caller decided about it."""
 
     track: Track
@@ -82,7 +82,7 @@ class Soak:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._asked: dict[str, Asked] = {}
+        self._requests: dict[str, SoakRequest] = {}
         self._cancels: list[tuple[float, str]] = []
         self._number = 0
         (self._tokens,) = prompts(1, 4096, self.vocab)
@@ -92,14 +92,14 @@ class Soak:
         arrivals = Traffic(len(self.digests), ALPHA).arrivals(self.seed)
         began_s = time.monotonic()
         while (spent_s := time.monotonic() - began_s) < seconds:
-            while len(self._asked) < IN_FLIGHT:
+            while len(self._requests) < IN_FLIGHT:
                 self._submit(next(arrivals))
             self._cancel_due()
-            self.engine.wait_any(asked.track for asked in self._asked.values())
+            self.engine.wait_any(asked.track for asked in self._requests.values())
             self._collect()
             if spent_s >= seconds * (len(self.samples) + 1) / (NUM_SAMPLES + 1):
                 self.samples.append(self.engine.resident_bytes)
-        self.engine.wait(asked.track for asked in self._asked.values())
+        self.engine.wait(asked.track for asked in self._requests.values())
         self._collect()
         self.check_nothing_held()
 
@@ -118,23 +118,23 @@ class Soak:
         track = self.engine.submit(
             prompt, arrival.num_out, digest, request_id=name, deadline_s=deadline_s
         )
-        self._asked[name] = Asked(track, arrival.num_out, deadline_s is not None)
+        self._requests[name] = SoakRequest(track, arrival.num_out, deadline_s is not None)
 
     def _cancel_due(self) -> None:
         while self._cancels and self._cancels[0][0] <= time.monotonic():
             _, name = heapq.heappop(self._cancels)
-            if name in self._asked:
-                self._asked[name].is_cancelled = True
+            if name in self._requests:
+                self._requests[name].is_cancelled = True
                 self.engine.cancel(name)
                 self.num_cancelled += 1
 
     def _collect(self) -> None:
-        for name, asked in list(self._asked.items()):
+        for name, asked in list(self._requests.items()):
             if asked.track.is_done:
                 asked.check()
                 self.num_ended += 1
                 self.num_refused += asked.track.error is not None
-                del self._asked[name]
+                del self._requests[name]
 
     def check_nothing_held(self) -> None:
         status = self.engine.describe()

@@ -71,7 +71,7 @@ def change(before: NameState, after: NameState, revision: int = 0) -> Change | N
     return Change(kind, after.current, after.digest, revision)
 
 
-class Promises:
+class NameHistory:
     """One name's chain of states. Used by one thread at a time."""
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Promises:
         self._pending = None
 
 
-def check_history(promises: list[Promises], events: list[Any], newest: int) -> None:
+def check_history(histories: list[NameHistory], events: list[Any], newest: int) -> None:
     """`events` (revision, kind, name, version, digest), the whole history of the store, is the one
     that was promised: without gaps up to `newest`, and per name change by change."""
     assert [event.revision for event in events] == list(range(1, newest + 1)), "history has a gap"
@@ -122,12 +122,12 @@ def check_history(promises: list[Promises], events: list[Any], newest: int) -> N
     for event in events:
         made = Change(event.kind, event.version, event.digest, event.revision)
         by_name.setdefault(event.name, []).append(made)
-    for promise in promises:
-        found = by_name.pop(promise.name, [])
-        assert len(found) == len(promise.history), (
-            f"{promise.name}: {len(found)} events, {len(promise.history)} changes were promised"
+    for name in histories:
+        found = by_name.pop(name.name, [])
+        assert len(found) == len(name.history), (
+            f"{name.name}: {len(found)} events, {len(name.history)} changes were promised"
         )
-        for has, wanted in zip(found, promise.history, strict=True):
+        for has, wanted in zip(found, name.history, strict=True):
             expected = replace(wanted, revision=wanted.revision or has.revision)
-            assert has == expected, f"{promise.name}: the history has {has}, promised {wanted}"
+            assert has == expected, f"{name.name}: the history has {has}, promised {wanted}"
     assert not by_name, f"events of names that nobody registered: {sorted(by_name)}"

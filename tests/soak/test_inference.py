@@ -11,7 +11,7 @@ from bench.engine import TRANSPORTS, Track
 from bench.models import prepare
 from inference_svc.core import FinishReason
 from inference_svc.errors import AdapterUnavailable, QueueFull
-from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Asked, Soak, soak
+from tests.soak.inference import NUM_SAMPLES, WARM_UP_SHARE, Soak, SoakRequest, soak
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -24,14 +24,14 @@ def test_an_engine_under_cancels_and_deadlines_holds_nothing(tmp_path, transport
 @pytest.mark.parametrize(
     ("asked", "is_wrong"),
     [
-        (Asked(Track(0.0, finish_reason=FinishReason.ABORTED), 4, False), True),
-        (Asked(Track(0.0, finish_reason=FinishReason.ABORTED), 4, True), False),
-        (Asked(Track(0.0, finish_reason=FinishReason.ABORTED), 4, False, True), False),
-        (Asked(Track(0.0, error=QueueFull("full")), 4, False), True),
-        (Asked(Track(0.0, error=QueueFull("full")), 4, True), False),
-        (Asked(Track(0.0, error=AdapterUnavailable("late")), 4, True), True),
-        (Asked(Track(0.0, 3, finish_reason=FinishReason.LENGTH), 4, False), True),
-        (Asked(Track(0.0, 4, finish_reason=FinishReason.LENGTH), 4, False), False),
+        (SoakRequest(Track(0.0, finish_reason=FinishReason.ABORTED), 4, False), True),
+        (SoakRequest(Track(0.0, finish_reason=FinishReason.ABORTED), 4, True), False),
+        (SoakRequest(Track(0.0, finish_reason=FinishReason.ABORTED), 4, False, True), False),
+        (SoakRequest(Track(0.0, error=QueueFull("full")), 4, False), True),
+        (SoakRequest(Track(0.0, error=QueueFull("full")), 4, True), False),
+        (SoakRequest(Track(0.0, error=AdapterUnavailable("late")), 4, True), True),
+        (SoakRequest(Track(0.0, 3, finish_reason=FinishReason.LENGTH), 4, False), True),
+        (SoakRequest(Track(0.0, 4, finish_reason=FinishReason.LENGTH), 4, False), False),
     ],
 )
 def test_an_end_that_nobody_asked_for_is_seen(asked, is_wrong) -> None:

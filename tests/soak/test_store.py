@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.model import NameState, Promises, Version, check_history
+from tests.soak.model import NameHistory, NameState, Version, check_history
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,24 +36,24 @@ def test_a_killed_store_keeps_its_promises(catalogs, kills) -> None:
 
 def test_a_call_without_an_answer_happened_or_not() -> None:
     for happened in (True, False):
-        promises = Promises("team/name")
-        after = promises.state.registered("sha256:a", (("k", "v"),))
-        promises.begin(after)
-        promises.settle(after if happened else NameState())
-        assert promises.state.current == happened
-        assert len(promises.history) == happened
+        history = NameHistory("team/name")
+        after = history.state.registered("sha256:a", (("k", "v"),))
+        history.begin(after)
+        history.settle(after if happened else NameState())
+        assert history.state.current == happened
+        assert len(history.history) == happened
 
 
 def test_what_is_lost_or_half_there_is_seen() -> None:
-    promises = Promises("team/name")
-    promises.begin(promises.state.registered("sha256:a", ()))
-    promises.kept(1)
+    history = NameHistory("team/name")
+    history.begin(history.state.registered("sha256:a", ()))
+    history.kept(1)
     with pytest.raises(AssertionError, match="team/name"):
-        promises.settle(NameState())
-    promises.begin(promises.state.registered("sha256:b", (("k", "v"),)))
+        history.settle(NameState())
+    history.begin(history.state.registered("sha256:b", (("k", "v"),)))
     half = {1: Version("sha256:a"), 2: Version("sha256:b")}  # without its labels
     with pytest.raises(AssertionError, match="team/name"):
-        promises.settle(NameState(2, 2, half))
+        history.settle(NameState(2, 2, half))
 
 
 def test_a_gap_in_the_history_is_seen() -> None:

@@ -58,8 +58,8 @@ class Names:
         return self.catalog.get(self.ref(name, version))[0]
 
 
-class Heard:
-    """The events that a catalog tells of; `wait` blocks until there are so many."""
+class ReceivedEvents:
+    """Collects the events of a catalog; `wait` blocks until there are so many."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.events: list[AdapterEvent] = []
@@ -72,7 +72,7 @@ class Heard:
             self._changed.notify_all()
 
     def wait(self, count: int) -> list[int]:
-        """Gives their revisions."""
+        """Returns their revisions."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_SECONDS)
             return [event.revision for event in self.events]

@@ -12,7 +12,7 @@ from adapter_store.core import EventKind, ImageKey, SignatureState, SourceFile
 from adapter_store.errors import Conflict, LimitExceeded
 from servicekit.errors import NotFound
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import Heard
+from tests.adapter_store.catalog.conftest import ReceivedEvents
 
 A = AdapterName("default", "a")
 
@@ -216,7 +216,7 @@ def test_everything_is_there_after_a_restart(names, catalog, place):
 
 
 def test_writers_in_many_threads_leave_no_gap(names, catalog):
-    heard = Heard(catalog)
+    received = ReceivedEvents(catalog)
 
     def work(thread: int) -> None:
         for i in range(10):
@@ -227,6 +227,6 @@ def test_writers_in_many_threads_leave_no_gap(names, catalog):
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard.wait(40) == list(range(1, 41))
+    assert received.wait(40) == list(range(1, 41))
     assert names.get("shared").version == 40
     assert sorted(e.version for e in catalog.events_since(0, 100)) == list(range(1, 41))

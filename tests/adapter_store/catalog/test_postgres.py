@@ -11,7 +11,7 @@ import pytest
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.errors import CatalogUnavailable
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import WAIT_SECONDS, Heard, Names
+from tests.adapter_store.catalog.conftest import WAIT_SECONDS, Names, ReceivedEvents
 
 A = AdapterName("default", "a")
 
@@ -26,7 +26,7 @@ def replicas(catalog_dsn) -> Iterator[list[Catalog]]:
 
 
 def test_each_replica_hears_of_every_change_in_order(replicas):
-    heard = [Heard(catalog) for catalog in replicas]
+    received = [ReceivedEvents(catalog) for catalog in replicas]
 
     def work(catalog: Catalog, thread: int) -> None:
         for i in range(10):
@@ -37,11 +37,11 @@ def test_each_replica_hears_of_every_change_in_order(replicas):
     ]
     for thread in threads:
         thread.start()
-    for each in heard:
+    for each in received:
         assert each.wait(40) == list(range(1, 41))
     for thread in threads:
         thread.join()
-    assert heard[0].events == heard[1].events == replicas[0].events_since(0, 100)
+    assert received[0].events == received[1].events == replicas[0].events_since(0, 100)
     assert Names(replicas[1]).get("shared").version == 40
 
 
@@ -63,7 +63,7 @@ def test_a_change_that_fails_leaves_no_gap(replicas):
 
 
 def test_a_restart_of_the_database_is_survived(postgres, replicas):
-    heard = [Heard(catalog) for catalog in replicas]
+    received = [ReceivedEvents(catalog) for catalog in replicas]
     Names(replicas[0]).register("a", "d1")
     postgres.stop()
     try:
@@ -76,21 +76,21 @@ def test_a_restart_of_the_database_is_survived(postgres, replicas):
         postgres.start()
     record, revision = Names(replicas[1]).register("a", "d2")
     assert (record.version, revision) == (2, 2)
-    for each in heard:
+    for each in received:
         assert each.wait(2) == [1, 2]
 
 
 def test_a_follower_that_was_away_for_long_goes_on(catalog_dsn, replicas):
-    heard = Heard(replicas[1])
+    received = ReceivedEvents(replicas[1])
     short = Catalog(catalog_dsn, event_retention=10)
     replicas[1]._follower._position = -100
     for i in range(64):
         Names(short).register("a", f"d{i}")
     short.close()
     deadline = time.monotonic() + WAIT_SECONDS
-    while not heard.events or heard.events[-1].revision < 64:
+    while not received.events or received.events[-1].revision < 64:
         assert time.monotonic() < deadline
-        heard.wait(1)
+        received.wait(1)
 
 
 def test_replicas_that_start_together_migrate_once(postgres):

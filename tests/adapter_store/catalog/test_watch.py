@@ -149,7 +149,7 @@ def register_for(catalog: Catalog, *tenants: str) -> None:
         catalog.register(NewVersion(name, f"d{number}", "base", "", 1, (), 1))
 
 
-async def told(events, until_revision: int) -> list[tuple[int, str]]:
+async def read_until(events, until_revision: int) -> list[tuple[int, str]]:
     """(revision, tenant) of what comes, up to a revision; a bookmark has no tenant."""
     found = []
     async for event in events:
@@ -164,13 +164,13 @@ def test_others_events_are_passed_over_with_bookmarks(catalog):
 
     async def scenario(watch: Watch) -> None:
         async with aclosing(watch.stream(0, frozenset({"a", "c"}))) as events:
-            assert await told(events, 5) == [(1, "a"), (4, "a"), (5, "")]
+            assert await read_until(events, 5) == [(1, "a"), (4, "a"), (5, "")]
             await asyncio.to_thread(register_for, catalog, "b")
-            assert await told(events, 6) == [(6, "")]
+            assert await read_until(events, 6) == [(6, "")]
             await asyncio.to_thread(register_for, catalog, "c")
-            assert await told(events, 7) == [(7, "c")]
+            assert await read_until(events, 7) == [(7, "c")]
         async with aclosing(watch.stream(2, frozenset())) as events:
-            assert await told(events, 7) == [(7, "")]
+            assert await read_until(events, 7) == [(7, "")]
 
     run(catalog, scenario)
 
@@ -182,7 +182,7 @@ def test_filtered_watcher_catches_up_in_batches(catalog, monkeypatch):
 
     async def scenario(watch: Watch) -> None:
         async with aclosing(watch.stream(0, frozenset({"a"}))) as events:
-            assert await told(events, 23) == [(at, "") for at in (5, 10, 15, 20, 23)]
+            assert await read_until(events, 23) == [(at, "") for at in (5, 10, 15, 20, 23)]
 
     run(catalog, scenario)
 

@@ -21,9 +21,9 @@ def test_sequences_loads_and_images() -> None:
         world.step()
     details = Inspect(world.scheduler, world.residency, "cpu")(1000)
     pickle.dumps(details)
-    told = [*details.running, *details.waiting]
-    assert len(told) == len(world.live)
-    assert {each.tenant for each in told} == {s.request.tenant for s in world.live.values()}
+    inspected = [*details.running, *details.waiting]
+    assert len(inspected) == len(world.live)
+    assert {each.tenant for each in inspected} == {s.request.tenant for s in world.live.values()}
     device = details.memories["device"]
     assert len(device.images) == device.num_images == len(world.residency.device)
     held = [extent for image in device.images for extent in image.extents]
@@ -40,8 +40,8 @@ def test_limit_keeps_the_last_used_images() -> None:
         segments = (Segment(0, "a", 1, 0, 256),)
         slots.reserve(ImageHeader(f"i{number}", f"{number}", "l", 1, 256, segments))
     began_s = time.thread_time()
-    told = _memory(slots, 1000)
+    inspected = _memory(slots, 1000)
     assert time.thread_time() - began_s < 2.0
-    assert (told.num_images, len(told.images)) == (NUM_IMAGES, 1000)
-    assert told.images[0].digest == f"{NUM_IMAGES - 1}"
-    assert (told.used_bytes, told.free_ranges) == (NUM_IMAGES * 256, ())
+    assert (inspected.num_images, len(inspected.images)) == (NUM_IMAGES, 1000)
+    assert inspected.images[0].digest == f"{NUM_IMAGES - 1}"
+    assert (inspected.used_bytes, inspected.free_ranges) == (NUM_IMAGES * 256, ())

@@ -24,7 +24,7 @@ class TwoAdapterRows:
     resident: list[str] = field(default_factory=list)
     users: dict[str, int] = field(default_factory=dict)
     waiters: dict[str, int] = field(default_factory=dict)
-    news: list[str] = field(default_factory=list)
+    ready: list[str] = field(default_factory=list)
     loading: set[str] = field(default_factory=set)
     drains: set[str] = field(default_factory=set)
 
@@ -54,8 +54,8 @@ class TwoAdapterRows:
         assert self.users[digest] >= 0
 
     def pop_ready(self) -> list[str]:
-        news, self.news = self.news, []
-        return news
+        ready, self.ready = self.ready, []
+        return ready
 
     def pop_changes(self) -> tuple[str, ...]:
         return ()
@@ -73,7 +73,7 @@ class TwoAdapterRows:
         for row in (free + idle)[:1]:
             self.resident[row : row + 1] = [digest]
             self.loading.discard(digest)
-            self.news.append(digest)
+            self.ready.append(digest)
 
 
 def make(request_id: str, prompt: list[int], max_tokens: int, digest: str = "") -> Sequence:
@@ -185,7 +185,7 @@ def test_draining_adapter_gets_no_new_user() -> None:
     scheduler.add(make("1", [1], 2, "a"), 1.0)
     scheduler.add(make("2", [1], 2, "b"), 1.0)
     assert {row.sequence.request.request_id for row in scheduler.schedule(1.0).rows} == {"0", "2"}
-    view.drains, view.news = set(), ["a"]
+    view.drains, view.ready = set(), ["a"]
     assert len(scheduler.schedule(2.0).rows) == 3
 
 

@@ -77,11 +77,11 @@ def test_a_resolver_tells_changes_and_survives_failures(monkeypatch):
     now_s = 0.0
     stands_for(monkeypatch, "10.0.0.1", "10.0.0.2")
     found = []
-    told = threading.Semaphore(0)
+    updated = threading.Semaphore(0)
 
     def change(endpoints):
         found.append([each.address for each in endpoints])
-        told.release()
+        updated.release()
 
     resolver = Resolver("replicas:1", change, lambda: now_s)
     resolver.first.result(60)
@@ -89,19 +89,19 @@ def test_a_resolver_tells_changes_and_survives_failures(monkeypatch):
     assert found == [["10.0.0.1:1", "10.0.0.2:1"]]
 
     def fail(host, port):
-        told.release()
+        updated.release()
         raise socket.gaierror("no such name")
 
-    assert told.acquire(timeout=60)
+    assert updated.acquire(timeout=60)
     monkeypatch.setattr(addresses, "lookup", fail)
     now_s += addresses.RESOLVE_S
     resolver.refresh()
-    assert told.acquire(timeout=60)
+    assert updated.acquire(timeout=60)
     stands_for(monkeypatch, "10.0.0.3", "10.0.0.2")
     while len(found) < 2:
         now_s += addresses.RESOLVE_S
         resolver.refresh()
-        told.acquire(timeout=0.1)
+        updated.acquire(timeout=0.1)
     assert found[-1] == ["10.0.0.2:1", "10.0.0.3:1"]
 
 
