@@ -23,25 +23,26 @@ PROTOS = ROOT / "protos"
 
 INTRODUCTION = """# API
 
-Both services speak gRPC. This page is made of the [protos](../protos/loadout) and the code by
-`make docs`; a test compares. The HTTP front has [a page of its own](http.md); the Python clients
-(`loadout.Client`, `loadout.AsyncClient`) have a method for each call that is not only for services.
+Both services speak gRPC. `make docs` generates this page from the [protos](../protos/loadout) and
+the code; a test checks that it is current. The HTTP API has [a page of its own](http.md); the
+Python clients (`loadout.Client`, `loadout.AsyncClient`) have a method for each call, except those
+that only services make.
 
-**Who may**: with a policy file each call needs a token (`authorization: Bearer TOKEN`) with one of
-the roles given, and is about the token's tenants only; see [security](security.md). Without one
-everybody may do everything. Health (`grpc.health.v1`) is for all, reflection for any token.
+**Roles**: with a policy file each call needs a token (`authorization: Bearer TOKEN`) with one of
+these roles, and applies to the token's tenants only; see [security](security.md). Without a policy
+file every client may make every call. Health (`grpc.health.v1`) needs no token, reflection any.
 
-**Again**: whether a call of which the outcome is not known (`UNAVAILABLE` of a connection that
-broke, or what proxies make of it: `INTERNAL`, `UNKNOWN`) may be sent again. "yes": executing it
-twice does no more than executing it once. Of a call that was refused with `RetryInfo`, or for the
-reason `DRAINING`, nothing was done, unless responses had come before: it may always be sent again.
+**Retry**: whether a call with an unknown outcome (`UNAVAILABLE` because a connection broke, or what
+proxies turn it into: `INTERNAL`, `UNKNOWN`) may be retried. "yes": the call is idempotent. A call
+that was refused with `RetryInfo`, or with the reason `DRAINING`, has not been executed, unless
+responses were received before: it may always be retried.
 
 **Errors** carry a `google.rpc.Status` in their trailers, with an `ErrorInfo`: its `reason` is a
-stable word for programs, its metadata `subject` names the culprit (a field, file, tensor or key).
-INVALID_ARGUMENT has a `BadRequest`, a used-up quota a `QuotaFailure`, and where waiting helps there
-is a `RetryInfo`. Every call may end with UNAUTHENTICATED, PERMISSION_DENIED, INVALID_ARGUMENT,
-NOT_FOUND for what it is about, and UNAVAILABLE; the calls below say what there is besides. Bugs
-answer INTERNAL with a fixed text; the service's log has the rest.
+stable identifier for programs, its metadata `subject` names the cause (a field, file, tensor or
+key). INVALID_ARGUMENT has a `BadRequest`, an exceeded quota a `QuotaFailure`, and if waiting helps
+there is a `RetryInfo`. Every call may fail with UNAUTHENTICATED, PERMISSION_DENIED,
+INVALID_ARGUMENT, NOT_FOUND for its subject, and UNAVAILABLE; the calls below list further errors.
+Bugs are INTERNAL with a fixed text; the service's log has the details.
 """
 
 
@@ -98,7 +99,7 @@ class _Page:
         [declared] = self._file.service
         yield f"## {self._service.title}\n\n`{self._file.package}.{declared.name}`\n"
         yield _escape(self._comments.package) + "\n"
-        yield "| call | who may | again |\n|---|---|---|"
+        yield "| call | roles | retry |\n|---|---|---|"
         yield from map(self._summary, declared.method)
         yield ""
         for index, method in enumerate(declared.method):
@@ -136,7 +137,7 @@ class _Page:
         yield ""
         exact = ", ".join(f"`{reason}`" for reason in exact_reasons(self._service.folder))
         if exact:
-            yield f"Reasons that say it more exactly, in place of these: {exact}.\n"
+            yield f"More specific reasons, in place of these: {exact}.\n"
 
     def _message(self, message: pb.DescriptorProto, index: int) -> Iterator[str]:
         yield f"### {self._heading(message.name)}\n"
