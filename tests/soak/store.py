@@ -148,12 +148,12 @@ class Soak:
         with closing(Calls(replica.life.address)) as calls:
             for caller in self.callers:
                 caller.settle(calls)
-            promises = [promises for caller in self.callers for promises in caller.promises]
+            histories = [each for caller in self.callers for each in caller.histories]
             events, newest = calls.events()
-            check_history(promises, events, newest)
+            check_history(histories, events, newest)
             self.watcher.check(events)
-            assert calls.names() == sorted(p.name for p in promises if p.state.current)
-            self._check_images(calls, {v.digest for p in promises for v in p.state.live.values()})
+            assert calls.names() == sorted(p.name for p in histories if p.state.current)
+            self._check_images(calls, {v.digest for p in histories for v in p.state.live.values()})
 
     def _check_images(self, calls: Calls, digests: set[str]) -> None:
         layout_id = calls.register_layout()
