@@ -141,7 +141,7 @@ def _what_runs(addresses: Addresses, work_dir: Path) -> str:
         "its metrics": f"http://{addresses.store_metrics}/metrics",
         "inference service": addresses.inference,
         "its metrics ": f"http://{addresses.inference_metrics}/metrics",
-        "its HTTP front": f"http://{addresses.http}/v1" if addresses.http else "",
+        "its HTTP API": f"http://{addresses.http}/v1" if addresses.http else "",
         "S3 server": addresses.s3_url,
         "logs": str(work_dir),
     }

@@ -30,7 +30,7 @@ class SystemSettings:
     """What to start. `s3` adds an S3 server, whose bucket S3_BUCKET the store may read.
 
     `source_roots` are the folders that file:// sources may lie in. Further flags are handed to
-    the services as they are. Without `http_listen` there is no HTTP front.
+    the services as they are. Without `http_listen` there is no HTTP API.
     """
 
     model: Path
@@ -48,7 +48,7 @@ class SystemSettings:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """host:port each; `s3_url` is "" without an S3 server, and `http` without an HTTP front."""
+    """host:port each; `s3_url` is "" without an S3 server, and `http` without an HTTP API."""
 
     store: str
     store_metrics: str

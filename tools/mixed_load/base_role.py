@@ -26,7 +26,7 @@ SKEW = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What all of them share: a client that never retries, the HTTP front, the adapters' names,
+    """What all of them share: a client that never retries, the HTTP API, the adapters' names,
     the popular ones first, and folders of further content under a root that the store may read."""
 
     client: Client
