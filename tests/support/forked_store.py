@@ -5,6 +5,7 @@ Importing it takes seconds: one process imports, and every store that is started
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -35,4 +36,6 @@ def _run(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from adapter_store.__main__ import main
 
-    sys.exit(main(arguments))
+    status = main(arguments)
+    logging.shutdown()  # a fork ends without the functions that run at an interpreter's exit
+    sys.exit(status)
