@@ -9,6 +9,8 @@ from tests.deploy.manifests import COMPONENTS, EVERYTHING, Manifests, compose, o
 from tests.deploy.test_network_policies import allows, rules
 from tests.deploy.test_settings import CLASSES
 
+pytestmark = pytest.mark.processes  # kubectl builds what they read
+
 
 @pytest.fixture(scope="module")
 def everything() -> Manifests:
@@ -55,7 +57,6 @@ def test_spans_reach_the_collector(everything):
         assert any(allows(rule, "to", {"app": "collector"}, port) for rule in out)
 
 
-@pytest.mark.processes
 def test_another_namespace_reaches_names_within_texts():
     components = ("kubernetes/components/cert-manager",)
     others = {"namespace": "elsewhere", "transformers": ["deploy/kubernetes/namespace"]}
@@ -75,7 +76,6 @@ def test_another_namespace_reaches_names_within_texts():
         assert 'namespace="elsewhere"' in trigger["metadata"]["query"]
 
 
-@pytest.mark.processes
 def test_where_nothing_is_to_be_replaced_that_is_no_mistake():
     made = compose(
         "production", namespace="elsewhere", transformers=["deploy/kubernetes/namespace"]

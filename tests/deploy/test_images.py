@@ -15,6 +15,8 @@ import pytest
 from tests.deploy import dockerfile
 from tests.deploy.manifests import ROOT, all_workloads
 
+pytestmark = pytest.mark.processes  # kubectl builds what they read
+
 FOLDER = ROOT / "deploy" / "images"
 IMAGES = dockerfile.parse(FOLDER / "Dockerfile")
 TARGETS = ("cpu", "cuda")
@@ -135,7 +137,6 @@ def test_the_wheel_is_built_of_all_that_it_needs():
     assert {project["readme"], *project["license-files"]} <= copied
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("extras", "also"),
     [
@@ -152,7 +153,6 @@ def test_requirements_are_the_projects(extras, also):
     assert f"pyproject.toml {' '.join(extras)} >" in runs
 
 
-@pytest.mark.processes
 def test_tritons_modules_are_copied_to_where_it_may_write(tmp_path):
     seed, cache = tmp_path / "seed", tmp_path / "cache"
     (seed / "key").mkdir(parents=True)
@@ -171,7 +171,6 @@ def test_tritons_modules_are_copied_to_where_it_may_write(tmp_path):
     )
 
 
-@pytest.mark.processes
 def test_make_builds_what_is_pinned():
     done = subprocess.run(
         ["make", "--dry-run", "images"], cwd=ROOT, capture_output=True, text=True, check=True

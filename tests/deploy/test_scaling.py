@@ -13,6 +13,8 @@ from inference_svc.config import InferenceSettings
 from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import matches
 
+pytestmark = pytest.mark.processes  # kubectl builds what they read
+
 METRIC = re.compile(r"\b(?:loadout_(?:store|inference)_|vllm:)\w+")
 PREFIXES = {"adapter_store": "loadout_store_", "inference_svc": "loadout_inference_"}
 

@@ -14,6 +14,8 @@ from kubernetes_validate import utils
 
 from tests.deploy.manifests import BUILDS, Object, overlay
 
+pytestmark = pytest.mark.processes  # kubectl builds what they read
+
 SCHEMAS = Path(__file__).parent / "schemas"
 SUPPORTED_MINORS = 3
 """Kubernetes maintains its three newest minor releases."""
