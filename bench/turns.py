@@ -1,0 +1,222 @@
+"""Two checkouts in turns: is this one slower than that one?
+
+    python -m bench.turns BASELINE [--works throughput,ttft,store_cold] [--rounds 9] [--out FILE]
+
+BASELINE, a checkout of another commit that has this module too, runs twice, so that each figure
+comes with how far that commit lies from itself in the same run; this checkout runs once. All are
+processes that live for the whole run, on the same model and adapters; within a round they take
+turns, in another order each time, one at work while the others wait. Medians over the rounds after
+a first that warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Self
+
+from bench import store_cold
+from bench.models import ROOT as MODELS
+from bench.models import make_variants, prepare
+from bench.results import FOLDER, median, show, write
+from bench.services import Services
+from bench.systems.ours import make_system
+from bench.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
+from bench.ttft import OverGrpc, wanted_for
+
+MODEL = "bench-200m"
+NUM_OUT = 32
+NUM_LAYERS = 16
+REST_S = 0.7
+"""Until threads that spin while they wait for work have stopped."""
+SIDES = ("baseline", "baseline again", "this")
+
+Figures = dict[str, float]
+Works = Mapping[str, Callable[[], Figures]]
+
+
+@contextmanager
+def throughput_works(models: Path) -> Iterator[Works]:
+    """W1's rows with 16 requests, base and 16 adapters: output tokens per second."""
+    prepared = prepare(MODEL, NUM_ADAPTERS, models)
+    system = make_system()
+    system.load(make_spec(prepared, NUM_ADAPTERS))
+
+    def run(row: Row) -> Figures:
+        system.set_resident([str(index) for index in range(row.resident)])
+        time.sleep(REST_S)
+        done = system.run(make_job(row, prepared.vocab, NUM_OUT))
+        return {f"{row.name}, tokens/s": done.num_tokens / done.seconds}
+
+    rows = {row.name: row for row in ROWS}
+    try:
+        yield {name: lambda row=rows[name]: run(row) for name in ("base", "16 adapters")}  # type: ignore[misc]
+    finally:
+        system.close()
+
+
+@contextmanager
+def ttft_works(models: Path) -> Iterator[Works]:
+    """W2 over gRPC: milliseconds to the first token."""
+    prepared = prepare(MODEL, NUM_ADAPTERS, models)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        folders = make_variants(prepared.adapters["0"], folder / "adapters")
+        with Services(wanted_for(prepared, folder), folder) as services:
+            grpc = OverGrpc(prepared, services, folders)
+            measured = {
+                "base": grpc.base,
+                "resident": grpc.resident,
+                "cold": grpc.cold,
+                "registered and cold": grpc.registered_and_cold,
+            }
+            yield {
+                what: lambda what=what, work=work: {f"{what}, ms": 1e3 * work()}  # type: ignore[misc]
+                for what, work in measured.items()
+            }
+
+
+@contextmanager
+def store_cold_works(models: Path) -> Iterator[Works]:
+    """`bench.store_cold`'s phases: milliseconds."""
+
+    def run() -> Figures:
+        found = store_cold.measure(1, NUM_LAYERS)["milliseconds"]
+        return {
+            f"{source}, {phase}, ms": milliseconds
+            for source, phases in found.items()
+            for phase, milliseconds in phases.items()
+        }
+
+    yield {"store_cold": run}
+
+
+WORKS = {"throughput": throughput_works, "ttft": ttft_works, "store_cold": store_cold_works}
+
+
+def serve(kind: str, models: Path) -> None:
+    """Runs the work that each line of standard input names, and answers with its figures."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print
+    with WORKS[kind](models) as works:
+        print(json.dumps(sorted(works)), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(works[line.strip()]()), file=answers, flush=True)
+
+
+class Side:
+    """A checkout's process for one kind of work."""
+
+    def __init__(self, checkout: Path, kind: str, models: Path, log: Path) -> None:
+        command = [sys.executable, "-m", "bench.turns", "--serve", kind, "--models", str(models)]
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                command,
+                cwd=checkout,
+                env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "2"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+        self._log = log
+        self.works: list[str] = self._answer()
+
+    def run(self, work: str) -> Figures:
+        assert self._process.stdin is not None
+        self._process.stdin.write(work + "\n")
+        self._process.stdin.flush()
+        found: Figures = self._answer()
+        return found
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a checkout's process died:\n{self._log.read_text()[-2000:]}")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(baseline: Path, kind: str, models: Path, rounds: int) -> dict[str, dict[str, Any]]:
+    """Returns by figure what each side found, round by round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    orders = list(permutations(range(len(SIDES))))
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        checkouts = (baseline, baseline, Path.cwd())
+        sides = [
+            stack.enter_context(Side(checkout.resolve(), kind, models, logs / str(number)))
+            for number, checkout in enumerate(checkouts)
+        ]
+        for round_index in range(rounds + 1):
+            for work in sides[0].works:
+                for number in orders[round_index % len(orders)]:
+                    for figure, value in sides[number].run(work).items():
+                        if round_index:
+                            by_side = found.setdefault(figure, {})
+                            by_side.setdefault(SIDES[number], []).append(value)
+    return found
+
+
+def summarize(found: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Returns medians; this checkout against the baseline, and the baseline against itself."""
+    summary = {}
+    for figure, sides in found.items():
+        first, again, this = (median(sides[side]) for side in SIDES)
+        both = median([*sides["baseline"], *sides["baseline again"]])
+        summary[figure] = {
+            "baseline": both,
+            "this": this,
+            "this / baseline": this / both,
+            "baseline / itself": first / again,
+        }
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("baseline", type=Path, nargs="?", help="a checkout of another commit")
+    parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=FOLDER / "turns.json")
+    parser.add_argument("--serve", choices=WORKS, help=argparse.SUPPRESS)
+    parser.add_argument("--models", type=Path, default=MODELS.resolve(), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.models)
+        return
+    if options.baseline is None:
+        parser.error("name a checkout of the commit to compare with")
+    prepare(MODEL, NUM_ADAPTERS, options.models)
+    found: dict[str, dict[str, Any]] = {}
+    for kind in options.works.split(","):
+        for figure, sides in measure(
+            options.baseline, kind, options.models, options.rounds
+        ).items():
+            found[f"{kind}: {figure}"] = sides
+    summary = summarize(found)
+    columns = ["", "baseline", "this", "this / baseline", "baseline / itself"]
+    rows = [[figure, *values.values()] for figure, values in summary.items()]
+    show(f"medians of {options.rounds} rounds", columns, rows)
+    write(options.out, "turns", {"rounds": options.rounds, "summary": summary, "found": found})
+
+
+if __name__ == "__main__":
+    main()
