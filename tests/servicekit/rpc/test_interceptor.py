@@ -97,7 +97,7 @@ def call(
                     answer = error
                 return answer, ends, dict(await made.trailing_metadata())
         finally:
-            await server.stop(None)
+            await server.stop(60)  # handlers whose answer has arrived still end
 
     return asyncio.run(main())
 
@@ -244,7 +244,7 @@ def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixtu
                     await channel.unary_unary("/test.Service/Elsewhere")(b"x")
                 return raised.value
         finally:
-            await server.stop(None)
+            await server.stop(60)  # handlers whose answer has arrived still end
 
     with caplog.at_level(logging.INFO):
         error = asyncio.run(main())
