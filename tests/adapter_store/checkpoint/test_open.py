@@ -220,6 +220,7 @@ def test_config_that_is_not_one_object_is_refused(make_adapter, text, reason):
     assert (error.reason, error.subject) == (reason, CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["target_modules", "layers_to_transform", "r", "new_thing"])
 @pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}")])
 def test_config_at_the_edge_of_what_can_be_parsed_is_refused(make_adapter, key, start, end):
@@ -298,6 +299,7 @@ def substance(checkpoint: Checkpoint) -> object:
     )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(
     name=st.sampled_from([CONFIG, WEIGHTS]),

@@ -36,6 +36,8 @@ from tests.adapter_store.service.guarded import (
     write_policy,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def house(serve_shared, shared_folder):
