@@ -2,7 +2,7 @@
 
 __main__           the command: reads the settings and runs the store until SIGTERM
 app                wires the parts together, starts them, and stops them in order
-config             the settings, from the command line and the environment
+config             the settings, with their defaults and limits
 core               plain data that every module shares: layouts, names, records, events
 errors             the errors that a caller can get, each with its reason
 service            the use cases, as the transport calls them

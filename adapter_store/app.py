@@ -313,7 +313,6 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     an address is taken.
     """
     check_exposure(settings, listen=settings.listen)
-    withdraw_ready(settings.ready_file)
     async with AsyncExitStack() as stack:
         certificates = CertificateFiles(settings)
         audit_log = logging.getLogger("adapter_store.audit")
@@ -324,6 +323,8 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
         store = await stack.enter_async_context(open_store(settings))
+        # Not before: another store that runs on this folder keeps its own.
+        withdraw_ready(settings.ready_file)
         metrics_address = stack.enter_context(_serving_metrics(store, settings))
         errors = RecentErrors()
 

@@ -172,7 +172,7 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of a tenant; None for no limit. `max_bytes` limits its kept source."""
+    """The limits of a tenant; None for no limit. `max_bytes` limits its stored source."""
 
     max_adapters: int | None = None
     max_bytes: int | None = None

@@ -43,7 +43,7 @@ class Shape:
 
 
 class Projections:
-    """The same weights for both systems."""
+    """The same weights for ours and for oneDNN."""
 
     def __init__(self, shape: Shape, library: Library, max_tokens: int) -> None:
         self._num_tokens = torch.ones(1, dtype=torch.int32)
@@ -98,15 +98,15 @@ def main() -> None:
 
 
 def measure(
-    systems: Projections, shape: Shape, num_tokens: int, most_rounds: int
+    projections: Projections, shape: Shape, num_tokens: int, most_rounds: int
 ) -> tuple[str, ...]:
-    """One row: both systems' times, theirs over ours, and what ours is in arithmetic and bytes."""
+    """One row: the times of ours and theirs, their ratio, and ours in arithmetic and bytes."""
     rounds = max(3, min(most_rounds, most_rounds * 64 // num_tokens))
     both = [
-        (seconds(systems.ours, num_tokens), seconds(systems.theirs, num_tokens))
+        (seconds(projections.ours, num_tokens), seconds(projections.theirs, num_tokens))
         for _ in range(rounds)
     ]
-    ours, theirs = ([pair[system] for pair in both] for system in (0, 1))
+    ours, theirs = zip(*both, strict=True)
     best = min(ours)
     times = [best, statistics.median(ours), min(theirs), statistics.median(theirs)]
     return (

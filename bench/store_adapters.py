@@ -74,9 +74,9 @@ def make_adapter(
     for layer in range(layers):
         for path, (num_in, num_out) in shapes.items():
             name = f"base_model.model.model.layers.{layer}.{path}.lora_{{}}.weight"
-            for system, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+            for part, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
                 values = torch.randn(shape, generator=generator) * 0.02
-                tensors[name.format(system)] = values.to(dtype)
+                tensors[name.format(part)] = values.to(dtype)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {

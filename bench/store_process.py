@@ -54,7 +54,7 @@ async def _serve(settings: StoreSettings) -> None:
 
 @dataclass
 class BenchStore:
-    """The client's system."""
+    """The client's end."""
 
     address: str
     raw_address: str

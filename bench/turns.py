@@ -12,32 +12,30 @@ a first that warms up.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import permutations
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from bench import store_cold
 from bench.models import ROOT as MODELS
 from bench.models import make_variants, prepare
 from bench.results import FOLDER, median, show, write
+from bench.roofline import THREADS
 from bench.services import Services
 from bench.systems.ours import make_system
+from bench.systems.serve import serve, take_standard_output
+from bench.systems.worker import Worker
 from bench.throughput import NUM_ADAPTERS, ROWS, Row, make_job, make_spec
 from bench.ttft import OverGrpc, wanted_for
 
 MODEL = "bench-200m"
 NUM_OUT = 32
 NUM_LAYERS = 16
-REST_S = 0.7
-"""Until threads that spin while they wait for work have stopped."""
 SIDES = ("baseline", "baseline again", "this")
 
 Figures = dict[str, float]
@@ -53,7 +51,6 @@ def throughput_works(models: Path) -> Iterator[Works]:
 
     def run(row: Row) -> Figures:
         system.set_resident([str(index) for index in range(row.resident)])
-        time.sleep(REST_S)
         done = system.run(make_job(row, prepared.vocab, NUM_OUT))
         return {f"{row.name}, tokens/s": done.num_tokens / done.seconds}
 
@@ -103,75 +100,41 @@ def store_cold_works(models: Path) -> Iterator[Works]:
 WORKS = {"throughput": throughput_works, "ttft": ttft_works, "store_cold": store_cold_works}
 
 
-def serve(kind: str, models: Path) -> None:
-    """Runs the work that each line of standard input names, and answers with its figures."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+def serve_works(kind: str, models: Path) -> None:
+    """Runs the work that each message names, and replies with its figures."""
+    answers = take_standard_output()
     with WORKS[kind](models) as works:
-        print(json.dumps(sorted(works)), file=answers, flush=True)
-        for line in sys.stdin:
-            print(json.dumps(works[line.strip()]()), file=answers, flush=True)
+        actions = {"works": lambda: sorted(works), **works}
+        serve(lambda message: actions[message["action"]](), answers)
 
 
-class Side:
+def start(checkout: Path, side: str, kind: str, models: Path, log: Path) -> Worker:
     """A checkout's process for one kind of work."""
-
-    def __init__(self, checkout: Path, kind: str, models: Path, log: Path) -> None:
-        command = [sys.executable, "-m", "bench.turns", "--serve", kind, "--models", str(models)]
-        with log.open("w") as file:
-            self._process = subprocess.Popen(
-                command,
-                cwd=checkout,
-                env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "2"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-        self._log = log
-        self.works: list[str] = self._answer()
-
-    def run(self, work: str) -> Figures:
-        assert self._process.stdin is not None
-        self._process.stdin.write(work + "\n")
-        self._process.stdin.flush()
-        found: Figures = self._answer()
-        return found
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a checkout's process died:\n{self._log.read_text()[-2000:]}")
-        return json.loads(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    command = [sys.executable, "-m", "bench.turns", "--serve", kind, "--models", str(models)]
+    variables = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(THREADS)}
+    return Worker(side, command, log, variables, checkout)
 
 
 def measure(baseline: Path, kind: str, models: Path, rounds: int) -> dict[str, dict[str, Any]]:
     """Returns by figure what each side found, round by round."""
     found: dict[str, dict[str, list[float]]] = {}
-    orders = list(permutations(range(len(SIDES))))
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         checkouts = (baseline, baseline, Path.cwd())
         sides = [
-            stack.enter_context(Side(checkout.resolve(), kind, models, logs / str(number)))
-            for number, checkout in enumerate(checkouts)
+            stack.enter_context(start(checkout.resolve(), side, kind, models, logs / side))
+            for checkout, side in zip(checkouts, SIDES, strict=True)
         ]
+        orders = list(permutations(sides))
+        works = sides[0].ask("works")
         for round_index in range(rounds + 1):
-            for work in sides[0].works:
-                for number in orders[round_index % len(orders)]:
-                    for figure, value in sides[number].run(work).items():
+            for work in works:
+                for side in orders[round_index % len(orders)]:
+                    figures: Figures = side.ask(work)
+                    side.wait_for_rest()
+                    for figure, value in figures.items():
                         if round_index:
-                            by_side = found.setdefault(figure, {})
-                            by_side.setdefault(SIDES[number], []).append(value)
+                            found.setdefault(figure, {}).setdefault(side.name, []).append(value)
     return found
 
 
@@ -200,7 +163,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=MODELS.resolve(), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.models)
+        serve_works(options.serve, options.models)
         return
     if options.baseline is None:
         parser.error("name a checkout of the commit to compare with")

@@ -213,7 +213,7 @@ class InferenceServer:
         self.metrics_address = with_port(config.metrics_listen, self._metrics_server.port)
         endpoint, ratio = config.otlp_endpoint, config.trace_sample_ratio
         self._tracing = open_tracing(
-            endpoint, ratio, service=SERVICE_NAME, version=version("loadout")
+            endpoint, ratio, service=SERVICE_NAME, version=_version("loadout")
         )
         self._errors = RecentErrors()
         rules = call_rules(self._load)

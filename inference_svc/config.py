@@ -230,7 +230,7 @@ class InferenceSettings(ServiceSettings):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides "auto": `free_bytes` of device memory beside the weights (CUDA only)."""
+    """What "auto" is resolved by: `free_bytes` of device memory beside the weights (CUDA only)."""
 
     has_cuda: bool
     free_bytes: int = 0
@@ -238,7 +238,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the model's config says; `kv_elements_per_token` are the keys and values it keeps."""
+    """What the model's config says; `kv_elements_per_token` are keys and values."""
 
     dtype: str
     max_position_embeddings: int
@@ -318,7 +318,7 @@ class EngineConfig:
     `num_threads` 0: one per core that this process may use.
     `memory_limit_bytes` 0: on CPU what the machine leaves, on CUDA what the device has.
     `frontend_bytes` is what the process takes that the engine serves from a process of its own,
-    `tokenizer_bytes` what it will take beside that when its tokenizer is loaded.
+    `tokenizer_bytes` what it will take in addition when its tokenizer is loaded.
     """
 
     model_dir: Path

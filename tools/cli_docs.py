@@ -80,7 +80,7 @@ def _reference() -> Iterator[str]:
         yield ""
         yield f"`{' '.join([*usage, '[OPTIONS]'])}`"
         yield ""
-        yield re.sub(r"\s*\n\s*", " ", command.help.strip().replace("\n\n", " "))
+        yield re.sub(r"\s*\n\s*", " ", command.help.strip())
         yield ""
         if name in {"store", "serve"}:
             yield "Its options are the service's: see [configuration.md](configuration.md)."

@@ -72,12 +72,11 @@ def find_mermaid() -> Path | None:
         return None
     with tempfile.TemporaryDirectory() as work:
         command = ["npm", "pack", "--silent", f"mermaid@{MERMAID_VERSION}"]
-        if (
-            subprocess.run(
-                command, cwd=work, check=False, capture_output=True, timeout=120
-            ).returncode
-            != 0
-        ):
+        try:
+            done = subprocess.run(command, cwd=work, check=False, capture_output=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode:
             return None
         with tarfile.open(next(Path(work).glob("*.tgz"))) as package:
             member = package.extractfile("package/dist/mermaid.min.js")

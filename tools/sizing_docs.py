@@ -159,7 +159,7 @@ def _stores(planned: Plan) -> str:
     on_disk = NUM_STORES * settings.disk_cache_bytes // image
     lines = [
         ["one image, and its source in bf16", human(image)],
-        ["kept sources, shared bucket", human(NUM_STORED * image)],
+        ["stored sources, shared bucket", human(NUM_STORED * image)],
         ["images, shared bucket, for each layout in use", human(NUM_STORED * image)],
         ["catalog, at most", human(NUM_STORED * CATALOG_BYTES)],
         [f"memory of {NUM_STORES} replicas", _tier(settings.memory_bytes, in_memory)],

@@ -206,7 +206,7 @@ class SharedBlobs:
                 raise SourceUnavailable(f"{digest} was replaced while it was fetched; try again")
             self._damaged.add(digest)
             raise CorruptData(
-                f"the kept source of {digest} is damaged; register the adapter again",
+                f"the stored source of {digest} is damaged; register the adapter again",
                 subject=digest,
             )
 

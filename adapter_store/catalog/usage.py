@@ -60,7 +60,7 @@ def check_capacity(conn: Connection, name: AdapterName, expected_digest: str, qu
     if quota.max_bytes is not None and not _has_digest(conn, name.tenant, expected_digest):
         stored_bytes = _stored_bytes(conn, name.tenant)
         if stored_bytes >= quota.max_bytes:
-            what = "nothing but content named by expected_digest that it keeps fits"
+            what = "only content that it stores already, named by expected_digest, fits"
             raise _too_many_bytes(name.tenant, stored_bytes, what, quota)
 
 
@@ -81,7 +81,7 @@ def check_num_adapters(conn: Connection, tenant: str, num_more: int, quota: Quot
 
 def _too_many_bytes(tenant: str, stored_bytes: int, what: str, quota: Quota) -> QuotaExceeded:
     return QuotaExceeded(
-        f"max_bytes: tenant {tenant!r} keeps {stored_bytes} bytes of adapters, those deleted "
+        f"max_bytes: tenant {tenant!r} stores {stored_bytes} bytes of adapters, those deleted "
         f"within the grace included; {what} its quota of {quota.max_bytes}",
         subject="max_bytes",
     )

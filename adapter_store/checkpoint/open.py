@@ -115,7 +115,7 @@ class Checkpoint:
     def corrupt(self) -> CorruptData:
         """Returns the error for bytes that are not those of `digest`."""
         return CorruptData(
-            f"the kept source of {self.digest} no longer has this digest", subject=self.digest
+            f"the stored source of {self.digest} no longer has this digest", subject=self.digest
         )
 
     def compute_digest(self, sha256: Mapping[str, bytes]) -> str:

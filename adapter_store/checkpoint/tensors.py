@@ -187,7 +187,7 @@ def pair_targets(
         key = parse_key(record.key)
         adapter_name = adapter_name or key.adapter_name
         if key.adapter_name != adapter_name:
-            detail = f"of an adapter {key.adapter_name!r} beside those of {adapter_name!r}"
+            detail = f"of an adapter {key.adapter_name!r}, while others are of {adapter_name!r}"
             raise _invalid(record, "ADAPTERS_MIXED", detail)
         if len(record.shape) != 2:
             raise _invalid(record, "SHAPE_INVALID", f"shape {list(record.shape)} is not a matrix")

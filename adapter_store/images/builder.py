@@ -27,7 +27,7 @@ from adapter_store.images.file import open_image, read_parts, write_image
 from adapter_store.images.layout import from_json
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan, plan_image
-from adapter_store.images.shared_tier import Claim, SharedImages
+from adapter_store.images.shared_tier import Claim, SharedTier
 from adapter_store.images.worker_pool import YieldPoint
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import NotFound
@@ -93,7 +93,7 @@ class ImageBuilder:
         delete_grace: timedelta,
         threads: Executor,
         verified: VerifiedCheckpoints,
-        shared: SharedImages | None = None,
+        shared: SharedTier | None = None,
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
@@ -331,7 +331,7 @@ class ImageBuilder:
         logger.error("damaged blob", extra={"digest": digest, "why": why})
         self._metrics.damaged_files.labels("blob").inc()
         return CorruptData(
-            f"the kept source of {digest} is damaged; register the adapter again", subject=digest
+            f"the stored source of {digest} is damaged; register the adapter again", subject=digest
         )
 
 

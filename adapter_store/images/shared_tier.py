@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from adapter_store.blobs.s3_prefix import MAX_PUT_BYTES, Bucket, ObjectStream
 from adapter_store.core import ImageKey
 from adapter_store.errors import CatalogUnavailable
 from adapter_store.images.disk_tier import TierCounts
-from adapter_store.images.file import ImageStream
 from adapter_store.images.plan import COMPILER_REVISION, ImagePlan
 from adapter_store.replication.lease_renewal import Leases
 
@@ -31,35 +29,8 @@ POLL_SECONDS = 0.1
 WAIT_SECONDS = 1.0
 
 
-class Claim(Protocol):
+class Claim:
     """The right to compile one image, which no other replica has meanwhile."""
-
-    def release(self) -> None:
-        """Gives the right up; other replicas find what was published before."""
-
-
-class SharedImages(Protocol):
-    """The protocol of a tier of images that replicas share. Blocking and thread-safe.
-
-    The tier is a cache: when it does not answer (OSError), images are compiled here.
-    """
-
-    def find(self, key: ImageKey, plan: ImagePlan) -> ImageStream | None:
-        """Opens the shared image, if there is one. Its reader verifies it, and closes it."""
-
-    def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
-        """Returns the right to compile the image here, or None: another replica had it, and may
-        still be compiling, so call `find` again. With `wait`, waits a moment before that."""
-
-    def publish(self, key: ImageKey, path: Path) -> None:
-        """Copies a complete image file to the tier, unless it is there already."""
-
-    def remove(self, key: ImageKey) -> None:
-        """Removes a damaged image, which may be absent."""
-
-
-class LeaseClaim:
-    """The right to compile one image."""
 
     def __init__(self, leases: Leases, key: str) -> None:
         self._leases = leases
@@ -71,7 +42,10 @@ class LeaseClaim:
 
 
 class SharedTier:
-    """Images in an S3 prefix. Blocking and thread-safe. Ignores images of other compilers."""
+    """Images in an S3 prefix. Blocking and thread-safe. Ignores images of other compilers.
+
+    The tier is a cache: when it does not answer (OSError), images are compiled here.
+    """
 
     def __init__(self, bucket: Bucket, leases: Leases) -> None:
         self._bucket = bucket
@@ -85,7 +59,7 @@ class SharedTier:
         self.counts.misses += stream is None
         return stream
 
-    def claim(self, key: ImageKey, *, wait: bool) -> LeaseClaim | None:
+    def claim(self, key: ImageKey, *, wait: bool) -> Claim | None:
         """Returns the right to compile the image here, or None: another replica had it, and may
         still be compiling, so call `find` again. With `wait`, waits a moment before that."""
         name = _lease_name(key)
@@ -94,7 +68,7 @@ class SharedTier:
                 # Another replica may have finished since the caller's `find`.
                 if self._is_published(key, name):
                     return None
-                return LeaseClaim(self._leases, name)
+                return Claim(self._leases, name)
             deadline = time.monotonic() + WAIT_SECONDS
             while wait and self._leases.is_held(name) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)

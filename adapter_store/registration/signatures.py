@@ -35,7 +35,7 @@ def check_signature(policy: StorePolicy, tenant: str, signature: Signature | Non
     if signature is None:
         if policy.tenant(tenant).require_signature:
             raise FailedPrecondition(
-                f"signature: tenant {tenant} takes signed adapters only",
+                f"signature: tenant {tenant} accepts only signed adapters",
                 subject="signature",
                 reason="SIGNATURE_REQUIRED",
             )

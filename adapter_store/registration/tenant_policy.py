@@ -113,7 +113,7 @@ def parse_policy(text: str) -> StorePolicy:
 
 
 def _tenants(tables: Mapping[str, _TenantTable]) -> dict[str, TenantPolicy]:
-    """A tenant's own table goes before the table of `*`, key by key."""
+    """A tenant's own table takes precedence over the table of `*`, key by key."""
     defaults = _given(tables[ALL]) if ALL in tables else {}
     return {name: TenantPolicy(**(defaults | _given(table))) for name, table in tables.items()}
 

@@ -1,8 +1,6 @@
 """The child's end: one system, told what to do on standard input, answering on standard output.
 
-    python -m bench.systems.serve ours|ours_grpc|vllm|peft
-
-Whatever the libraries print goes to standard error.
+python -m bench.systems.serve ours|ours_grpc|vllm|peft
 """
 
 from __future__ import annotations
@@ -12,14 +10,16 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TextIO
 
 from bench.systems.protocol import Spec, System, decode_job
 
 
 def answer(system: System, message: dict[str, Any]) -> Any:
-    """What one message is answered with. Raises whatever the system raises."""
+    """Returns the reply to one message. Raises whatever the system raises."""
     action = message["action"]
     if action == "load":
         return system.load(Spec(**message["spec"]))
@@ -31,25 +31,31 @@ def answer(system: System, message: dict[str, Any]) -> Any:
     return asdict(system.run(decode_job(message["job"])))
 
 
-def serve(system: System, answers: TextIO) -> None:
-    """Until the input ends."""
-    try:
-        for line in sys.stdin:
-            try:
-                reply = {"result": answer(system, json.loads(line))}
-            except Exception:
-                reply = {"error": traceback.format_exc()}
-            answers.write(json.dumps(reply) + "\n")
-            answers.flush()
-    finally:
-        system.close()
+def serve(answer: Callable[[dict[str, Any]], Any], answers: TextIO) -> None:
+    """Answers each line of standard input until it ends."""
+    for line in sys.stdin:
+        try:
+            reply = {"result": answer(json.loads(line))}
+        except Exception:
+            reply = {"error": traceback.format_exc()}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+def take_standard_output() -> TextIO:
+    """Returns it for answers; whatever libraries print goes to standard error from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    module = importlib.import_module(f"bench.systems.{sys.argv[1]}")
-    serve(module.make_system(), answers)
+    answers = take_standard_output()
+    system = importlib.import_module(f"bench.systems.{sys.argv[1]}").make_system()
+    try:
+        serve(partial(answer, system), answers)
+    finally:
+        system.close()
 
 
 if __name__ == "__main__":

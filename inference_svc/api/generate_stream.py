@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from inference_svc.api.generate_call import GenerateCall
@@ -14,6 +14,8 @@ from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.store.directory import Binding
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,26 @@ class GenerateStream:
     record: RequestRecord
     base_model: str
 
-    def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+    @asynccontextmanager
+    async def deltas(self) -> AsyncIterator[Deltas]:
         """Yields each delta with the index of its request; the first error ends them all. Raises
-        like AsyncEngine.generate, and must be closed like it: that cancels what still runs. Each
-        request has a record of its own, which closes as it ends."""
-        return self._run(0, _Failure()) if len(self.requests) == 1 else self._merged()
+        like AsyncEngine.generate.
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        Leaving the context cancels what still runs. Each request has a record of its own, which
+        closes as it ends; what the context's body raises is the error of those that still run.
+        """
+        failure = _Failure()
+        run = self._run(0, failure) if len(self.requests) == 1 else self._merged(failure)
+        async with aclosing(run) as deltas:
+            try:
+                yield deltas
+            except Exception as error:
+                failure.error = error
+                raise
+
+    async def _merged(self, failure: _Failure) -> Deltas:
         # No longer than this, so that a slow reader's deltas grow instead of their number.
         arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(len(self.requests))
-        failure = _Failure()
 
         async def feed(index: int) -> None:
             try:
@@ -65,7 +77,7 @@ class GenerateStream:
                 each.cancel()
             await asyncio.gather(*feeds, return_exceptions=True)
 
-    async def _run(self, index: int, failure: _Failure) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def _run(self, index: int, failure: _Failure) -> Deltas:
         request = self.requests[index]
         with (
             self.request_log.fork(self.record, request.request_id) as record,
@@ -86,7 +98,7 @@ class GenerateStream:
 
 
 class _Failure:
-    """The error of the request that ended the others of its call."""
+    """The error that ended the requests of a call: of one of them, or of who reads their deltas."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -14,8 +14,8 @@ from inference_svc.engine.sampler import Sampler
 
 
 class RunTimings(NamedTuple):
-    """Seconds that each part of a batch took. On a device that computes beside the host, `forward`
-    launches and `sample` waits for what was launched."""
+    """Seconds that each part of a batch took. On a device that computes in parallel with the host,
+    `forward` launches and `sample` waits for what was launched."""
 
     change_residency: float = 0.0
     prepare: float = 0.0

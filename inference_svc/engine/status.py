@@ -57,13 +57,14 @@ class Describe:
         resident set: Python, libraries, buffers."""
         pages, device, host = self.scheduler.pages, self.residency.device, self.residency.host
         backend = self.runner.backend
+        workspace_bytes = backend.workspace_bytes  # asks the device
         kv_used = backend.kv_bytes * pages.num_used // pages.num_pages
         on_device = {
             "weights": (backend.weights_bytes, backend.weights_bytes),
             "kv_pages": (kv_used, backend.kv_bytes),
             "arena": (device.used_bytes, device.capacity),
             # The budget's line is what the widest step may take at most.
-            "workspace": (backend.workspace_bytes, backend.workspace_bytes),
+            "workspace": (workspace_bytes, workspace_bytes),
         }
         is_on_host = self.budget.place == "host"
         host_tier = (0, 0) if host is None else (host.slots.used_bytes, host.slots.capacity)

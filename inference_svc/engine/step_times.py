@@ -13,8 +13,8 @@ from servicekit.telemetry.histogram import Histogram, HistogramState
 
 class StepPhases(NamedTuple):
     """Seconds of one step's phases, in order: the batch is chosen, its inputs are prepared, it is
-    computed, its tokens are sampled, and accounted for. On a device that computes beside the host
-    `forward` launches, and `sample` waits for what was launched."""
+    computed, its tokens are sampled, and accounted for. On a device that computes in parallel
+    with the host `forward` launches, and `sample` waits for what was launched."""
 
     schedule: float
     prepare: float

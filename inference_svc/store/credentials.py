@@ -5,14 +5,14 @@ The token appears only in calls, never in logs, messages or representations.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference_svc.config import InferenceSettings
-from servicekit.errors import PermissionDenied
+from servicekit.errors import InvalidSetting, PermissionDenied
+from servicekit.rpc.tls import invalid_setting, is_loopback
 from servicekit.settings.types import split_address
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class TokenFile:
     """A token in a file, reread when the file changes, so that it can be renewed."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if it holds no token, and OSError if it cannot be read."""
+        """Raises InvalidSetting if it holds no token, and OSError if it cannot be read."""
         self._path = path
         self._stamp = self._read_stamp()
         self._token = _read_token(path)
@@ -47,7 +47,7 @@ class TokenFile:
                 self._stamp = stamp
                 self._token = _read_token(self._path)
                 logger.info("reread the store's token")
-        except (OSError, ValueError) as error:
+        except (OSError, InvalidSetting) as error:
             logger.debug("keeping the store's previous token: %s", error)
         return self._token
 
@@ -85,15 +85,16 @@ NO_ACCESS = StoreAccess()
 
 
 def read_store_access(config: InferenceSettings) -> StoreAccess:
-    """Raises ValueError naming the setting, and OSError for a file that cannot be read."""
+    """Raises InvalidSetting naming the setting, and OSError for a file that cannot be read."""
     certificates = _read_certificates(config)
     exposed = _exposed_address(config) if certificates is None else None
     if config.store_token_file is None:
         return StoreAccess(None, certificates, exposed is None)
     if exposed is not None:
-        raise ValueError(
-            f"store_token_file: the token would be sent to {exposed} in the clear: "
-            "set store_tls_ca_file, or store_allow_insecure_token"
+        raise invalid_setting(
+            "store_token_file",
+            f"the token would be sent to {exposed} in the clear: "
+            "set store_tls_ca_file, or store_allow_insecure_token",
         )
     return StoreAccess(TokenFile(config.store_token_file), certificates)
 
@@ -102,7 +103,7 @@ def _exposed_address(config: InferenceSettings) -> str | None:
     """Returns a store to which a token would be sent in the clear, unless a setting allows it."""
     if config.store_allow_insecure_token:
         return None
-    others = (a for a in config.store_addresses if not _is_loopback(split_address(a)[0]))
+    others = (a for a in config.store_addresses if not is_loopback(split_address(a)[0]))
     return next(others, None)
 
 
@@ -114,11 +115,11 @@ def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
     )
     if ca is None:
         if chain is not None or key is not None:
-            raise ValueError("store_tls_ca_file: required by a client certificate")
+            raise invalid_setting("store_tls_ca_file", "required by a client certificate")
         return None
     if (chain is None) != (key is None):
         missing = "store_tls_cert_file" if chain is None else "store_tls_key_file"
-        raise ValueError(f"{missing}: required by a client certificate")
+        raise invalid_setting(missing, "required by a client certificate")
     found = StoreCertificates(
         ca.read_bytes(),
         None if chain is None else chain.read_bytes(),
@@ -129,13 +130,13 @@ def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError:
-        raise ValueError(f"store_tls_ca_file: {ca} has no PEM certificate") from None
+        raise invalid_setting("store_tls_ca_file", f"{ca} has no PEM certificate") from None
     if chain is not None:
         try:
             context.load_cert_chain(chain, key, password="")
         except ssl.SSLError:
-            raise ValueError(
-                f"store_tls_cert_file: {chain} and {key} are not a PEM chain and its plain key"
+            raise invalid_setting(
+                "store_tls_cert_file", f"{chain} and {key} are not a PEM chain and its plain key"
             ) from None
     return found
 
@@ -143,12 +144,5 @@ def _read_certificates(config: InferenceSettings) -> StoreCertificates | None:
 def _read_token(path: Path) -> str:
     token = path.read_bytes().strip()
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
-        raise ValueError(f"store_token_file: {path} must hold a token and nothing else")
+        raise invalid_setting("store_token_file", f"{path} must hold a token and nothing else")
     return token.decode("ascii")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,7 +2,8 @@
 
 A page holds `page_size` neighbouring positions of one sequence; cell c of page p is number
 `p * page_size + c`. In each layer a page lies in one piece per key head, its keys and then its
-values, so that whoever computes a key head reads a page of it in one stream. Inside, two layouts:
+values, so that a thread that computes a key head reads a page of it in one stream. Inside, two
+layouts:
 
 - in rows: keys `[page_size, head_dim]`, values `[page_size, head_dim]`;
 - tiled, for the CPU kernels in C++: keys `[head_dim / P, page_size, P]`, values

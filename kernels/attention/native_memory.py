@@ -29,7 +29,7 @@ class WorkItem(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the memory of attention depends on, beside the step and the threads."""
+    """The dimensions that the memory of attention depends on, with the step and the threads."""
 
     num_heads: int
     num_kv_heads: int

@@ -49,7 +49,7 @@ _NEEDS: dict[str, frozenset[str]] = {
 }
 _COMPILERS = ("g++", "clang++", "c++")
 COMPILE_TIMEOUT_S = 600.0
-"""Of one source. Whoever waits for the lock waits for a compiler that hangs, too."""
+"""Timeout of one source, and so of processes that wait for the lock of a compiler that hangs."""
 
 
 class CompileFailed(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,7 @@ class Channels:
         self._store_address = store
         if store:
             security.check("store", store)
+        self._opening = threading.Lock()  # a client may be shared between threads
         self._store: Any = None
         self._store_channel: Any = None
         self._fleet: Fleet | None = None
@@ -92,13 +94,14 @@ class Channels:
         return route if self._tracing is None else self._tracing.trace_upload(route, UPLOAD_RPC)
 
     def _to_store(self, rpc: str) -> Direct:
-        if self._store is None:
-            if not self._store_address:
-                raise _no_address(Service.STORE)
-            self._store_channel = self._security.open_channel(
-                self._transport.open_channel, self._store_address, OPTIONS
-            )
-            self._store = store_grpc.AdapterStoreServiceStub(self._store_channel)
+        if not self._store_address:
+            raise _no_address(Service.STORE)
+        with self._opening:
+            if self._store is None:
+                self._store_channel = self._security.open_channel(
+                    self._transport.open_channel, self._store_address, OPTIONS
+                )
+                self._store = store_grpc.AdapterStoreServiceStub(self._store_channel)
         return Direct(self._security, getattr(self._store, rpc))
 
     def opened(self) -> list[Any]:

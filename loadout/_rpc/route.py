@@ -27,7 +27,7 @@ class Route(Protocol):
 
     @property
     def resolving(self) -> Future[None] | None:
-        """To be waited for before the first `send`; None: there is nothing to wait for."""
+        """The resolution of addresses, to wait for before the first `send`; None: none is due."""
 
     @property
     def address(self) -> str:
@@ -53,7 +53,7 @@ def delay_after(error: Any, route: Route, attempts: Attempts, *, repeatable: boo
 
 
 class Direct:
-    """To a service that has one address."""
+    """The route to a service that has one address."""
 
     resolving = None
     address = ""
@@ -74,8 +74,8 @@ class Direct:
 
 
 class Routed:
-    """To the replica of the inference service that `key` belongs to, or, once that one has failed
-    this call, to the next."""
+    """The route to the replica of the inference service that `key` belongs to, or, once that one
+    has failed this call, to the next."""
 
     def __init__(
         self, fleet: Fleet, security: Security, rpc: str, key: str, *, may_spill: bool

@@ -1,4 +1,4 @@
-"""What commands read from the environment beside their options."""
+"""Settings that commands read from the environment, in addition to their options."""
 
 from __future__ import annotations
 

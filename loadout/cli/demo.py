@@ -173,7 +173,7 @@ def _commands(addresses: Addresses, *, is_demo: bool) -> list[str]:
 
 
 def _curl(address: str, model: str, text: str) -> list[str]:
-    """The same over HTTP, where that is served."""
+    """Returns the command that does the same over HTTP, where that is served."""
     if not address:
         return []
     body = json.dumps({"model": model, "prompt": text, "temperature": 0})

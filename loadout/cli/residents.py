@@ -102,7 +102,7 @@ def load(
     Returns when they are resident. Needs the role operator.
     """
     found = []
-    at = Replicas(inference, connection, every_replica=every_replica)
+    at = Targets(inference, connection, every_replica=every_replica)
     for replica, client in at:
         with at.noting_failure(replica):
             for each in ref:
@@ -132,11 +132,11 @@ def unload(
     """
     if bool(ref) == every:
         raise typer.BadParameter("give either adapters or --all", param_hint="REF")
-    if every and not every_replica and len(replicas_of(inference)) > 1:
+    at = Targets(inference, connection, every_replica=every_replica)
+    if every and not every_replica and len(at.replicas) > 1:
         raise CommandFailed("--all of several replicas needs --every-replica")
     freed: list[dict[str, Any]] = []
     kept: list[str] = []
-    at = Replicas(inference, connection, every_replica=every_replica)
     for replica, client in at:
         with at.noting_failure(replica):
             for name, target in [(each, each) for each in ref or ()] or _evictable(client):
@@ -217,7 +217,7 @@ def residents(
     found: list[tuple[str, ResidentAdapter]] = []
     if not every_replica:
         only_replica(inference)
-    at = Replicas(inference, connection, every_replica=every_replica)
+    at = Targets(inference, connection, every_replica=every_replica)
     for replica, client in at:
         with at.noting_failure(replica):
             found += [(replica, resident) for resident in client.residents(limit)]
@@ -226,10 +226,11 @@ def residents(
     at.raise_failures()
 
 
-class Replicas:
-    """The replicas that a command goes to, and at which of them it failed."""
+class Targets:
+    """The replicas that a command goes to, and what has failed at them."""
 
     def __init__(self, inference: str, connection: Connection, *, every_replica: bool) -> None:
+        self.replicas = replicas_of(inference)
         self._inference = inference
         self._connection = connection
         self._is_every = every_replica
@@ -238,28 +239,25 @@ class Replicas:
     def __iter__(self) -> Iterator[tuple[str, Client]]:
         """Yields an address and a client for it, which is closed afterwards. Without every replica
         the client chooses by the adapter: of several the address is ROUTED."""
-        replicas = replicas_of(self._inference)
         if not self._is_every:
-            address = replicas[0].address if len(replicas) == 1 else ROUTED
+            address = self.replicas[0].address if len(self.replicas) == 1 else ROUTED
             with self._connection.client(inference=self._inference) as client:
                 yield address, client
             return
-        for replica in replicas:
+        for replica in self.replicas:
             with self._connection.replica_client(replica) as client:
                 yield replica.address, client
 
     @contextmanager
     def noting_failure(self, replica: str) -> Iterator[None]:
-        """Lets the command go on at the other replicas when one of several fails."""
+        """Lets the command go on elsewhere, and show what has succeeded."""
         try:
             yield
         except LoadoutError as error:
-            if not self._is_every:
-                raise
-            self.failures.append(f"{replica}: {error}")
+            self.failures.append(f"{replica}: {error}" if self._is_every else str(error))
 
     def raise_failures(self) -> None:
-        """Raises CommandFailed naming replicas that failed. Call it once the rest is printed."""
+        """Raises CommandFailed with all failures. Call it once the rest is printed."""
         if self.failures:
             raise CommandFailed("\n".join(self.failures))
 
@@ -279,7 +277,7 @@ def _change_pins(
     as_json: bool,
 ) -> None:
     inference, store, where = places
-    at = Replicas(inference, connection, every_replica=every_replica)
+    at = Targets(inference, connection, every_replica=every_replica)
     on_servers: list[tuple[str, ResidentAdapter]] = []
     in_store: list[Adapter] = []
     if where is not Where.STORE:
@@ -287,10 +285,12 @@ def _change_pins(
             change: Callable[[str], ResidentAdapter]
             change = client.pin_resident if pinned else client.unpin_resident
             with at.noting_failure(replica):
-                on_servers += [(replica, change(ref)) for ref in refs]
+                for ref in refs:
+                    on_servers.append((replica, change(ref)))
     if where is not Where.INFERENCE:
-        with connection.client(store=store) as client:
-            in_store = [client.pin(ref) if pinned else client.unpin(ref) for ref in refs]
+        with connection.client(store=store) as client, at.noting_failure("the store"):
+            for ref in refs:
+                in_store.append(client.pin(ref) if pinned else client.unpin(ref))
     if as_json:
         print_json({"inference": _rows(on_servers), "store": in_store})
     else:

@@ -44,9 +44,9 @@ def read_certificates(settings: ServiceSettings) -> Certificates | None:
     if chain is None and key is None and client_ca is None:
         return None
     if chain is None:
-        raise _invalid("tls_cert_file", "TLS needs it, too")
+        raise invalid_setting("tls_cert_file", "required for TLS")
     if key is None:
-        raise _invalid("tls_key_file", "TLS needs it, too")
+        raise invalid_setting("tls_key_file", "required for TLS")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     found = Certificates(
         chain.read_bytes(), key.read_bytes(), client_ca.read_bytes() if client_ca else None, context
@@ -55,14 +55,16 @@ def read_certificates(settings: ServiceSettings) -> Certificates | None:
     try:
         context.load_cert_chain(chain, key, password="")
     except ssl.SSLError as exc:
-        raise _invalid(
+        raise invalid_setting(
             "tls_cert_file", f"{chain} and {key} are not a PEM chain and its plain key"
         ) from exc
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as exc:
-            raise _invalid("tls_client_ca_file", f"{client_ca} has no PEM certificate") from exc
+            raise invalid_setting(
+                "tls_client_ca_file", f"{client_ca} has no PEM certificate"
+            ) from exc
         context.verify_mode = ssl.CERT_REQUIRED
     return found
 
@@ -89,20 +91,22 @@ def check_exposure(settings: ServiceSettings, **addresses: str) -> None:
     if settings.policy_file is not None or settings.allow_open_access:
         return
     for setting, address in addresses.items():
-        if address and not _is_loopback(split_address(address)[0]):
-            raise _invalid(
+        if address and not is_loopback(split_address(address)[0]):
+            raise invalid_setting(
                 setting,
                 f"{address} can be reached from other machines, which could do everything: "
                 "set policy_file, or allow_open_access",
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address of this machine only, or its usual name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _invalid(setting: str, message: str) -> InvalidSetting:
+def invalid_setting(setting: str, message: str) -> InvalidSetting:
+    """Returns the error to raise for a setting by name."""
     return InvalidSetting(f"{setting}: {message}", subject=setting)

@@ -122,7 +122,7 @@ def _read_file(path: Path, settings: Mapping[str, Setting]) -> dict[str, Any]:
             keys = [setting.key for setting in settings.values() if setting.name != "config"]
             raise InvalidSetting(f"{path}: {_no_such(key, keys, 'setting')}")
         if name in found:
-            raise InvalidSetting(f"{path}: {key}: is there twice, with - and with _")
+            raise InvalidSetting(f"{path}: {key}: given twice, with - and with _")
         found[name] = value
     return found
 

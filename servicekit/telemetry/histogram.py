@@ -15,7 +15,7 @@ WAIT_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Waits of people."""
+"""Durations that people wait for: a millisecond to a minute."""
 
 QUEUE_BOUNDS_S = (*WAIT_BOUNDS_S, 120.0, 300.0)
 """Waits under overload: the tail must not end in the last bucket."""

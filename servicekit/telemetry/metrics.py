@@ -90,11 +90,11 @@ _PLAIN = Namespace()
 
 PROCESS = (
     _PLAIN.counter("process_cpu_seconds", "CPU time of the process that serves the metrics."),
-    _PLAIN.gauge("process_resident_memory_bytes", "Its resident memory."),
-    _PLAIN.gauge("process_virtual_memory_bytes", "Its virtual memory."),
-    _PLAIN.gauge("process_start_time_seconds", "Its start, as unix time."),
-    _PLAIN.gauge("process_open_fds", "Its open file descriptors."),
-    _PLAIN.gauge("process_max_fds", "Its limit of open file descriptors."),
+    _PLAIN.gauge("process_resident_memory_bytes", "Resident memory of the process."),
+    _PLAIN.gauge("process_virtual_memory_bytes", "Virtual memory of the process."),
+    _PLAIN.gauge("process_start_time_seconds", "Start time of the process, as unix time."),
+    _PLAIN.gauge("process_open_fds", "Open file descriptors of the process."),
+    _PLAIN.gauge("process_max_fds", "Limit of open file descriptors of the process."),
 )
 """What every MetricRegistry exports of its process."""
 

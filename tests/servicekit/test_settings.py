@@ -166,7 +166,7 @@ def test_wrong_flags(load: Load, arguments: str, message: str) -> None:
         ('lisen = "h:1"', "{}: lisen: there is no such setting; did you mean listen?"),
         ("[network]", "{}: network: there is no such setting; "),
         ('config = "other.toml"', "{}: config: there is no such setting; "),
-        ("grace_seconds = 1\ngrace-seconds = 1", "{}: grace-seconds: is there twice"),
+        ("grace_seconds = 1\ngrace-seconds = 1", "{}: grace-seconds: given twice"),
         ("grace_seconds = -1", "{}: grace-seconds: must be at least 0, not -1"),
         ('log-level = "loud"', "{}: log-level: must be 'debug', 'info', 'warning' or 'error'"),
         ("listen = 7", "{}: listen: must be a text, not 7"),

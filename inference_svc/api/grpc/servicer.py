@@ -55,7 +55,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
         stream = await self._service.generate(_caller(context), incoming)
         request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
-        async with aclosing(stream.deltas()) as deltas:
+        async with stream.deltas() as deltas:
             async for _, delta in deltas:
                 await context.write(convert.to_generate_response(request_id, delta, identity))
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.api.generate_stream import GenerateStream
+from inference_svc.api.generate_stream import Deltas, GenerateStream
 from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import FinishReason, TokenLogprobs
 from inference_svc.engine.messages import Usage
@@ -92,8 +92,8 @@ async def encode_full(
 ) -> list[bytes]:
     """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter."""
     choices = [Choice(formatter) for formatter in formatters]
-    async with aclosing(in_slices(stream)) as deltas:
-        async for index, delta in deltas:
+    async with stream.deltas() as deltas, aclosing(in_slices(deltas)) as slices:
+        async for index, delta in slices:
             choices[index].add(delta)
     usage = to_usage([choice.usage for choice in choices], stream.call.num_choices)
     parts = [to_json({**head, "usage": usage})[:-1].encode() + b',"choices":[']
@@ -116,8 +116,8 @@ async def encode_events(
     before = f'data: {to_json(head)[:-1]},"choices":['
     after = '],"usage":null}\n\n' if includes_usage else "]}\n\n"
     usages = [NO_USAGE] * len(formatters)
-    async with aclosing(in_slices(stream)) as deltas:
-        async for index, delta in deltas:
+    async with stream.deltas() as deltas, aclosing(in_slices(deltas)) as slices:
+        async for index, delta in slices:
             usages[index] = delta.usage or usages[index]
             chunk = formatters[index].chunk(delta)
             if chunk is not None:
@@ -142,18 +142,17 @@ def to_usage(usages: Sequence[Usage], per_prompt: int) -> dict[str, Any]:
     }
 
 
-async def in_slices(stream: GenerateStream) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields the stream's deltas in slices, and lets the event loop run others between SLICE_TOKENS
-    tokens with logprobs. To be closed like the deltas."""
+async def in_slices(deltas: Deltas) -> Deltas:
+    """Yields deltas in slices, and lets the event loop run others between SLICE_TOKENS tokens with
+    logprobs."""
     num_tokens = 0
-    async with aclosing(stream.deltas()) as deltas:
-        async for index, delta in deltas:
-            for each in _slices(delta):
-                num_tokens += len(each.logprobs)
-                if num_tokens > SLICE_TOKENS:
-                    num_tokens = len(each.logprobs)
-                    await asyncio.sleep(0)
-                yield index, each
+    async for index, delta in deltas:
+        for each in _slices(delta):
+            num_tokens += len(each.logprobs)
+            if num_tokens > SLICE_TOKENS:
+                num_tokens = len(each.logprobs)
+                await asyncio.sleep(0)
+            yield index, each
 
 
 def _slices(delta: Delta) -> Iterator[Delta]:

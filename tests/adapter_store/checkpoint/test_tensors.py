@@ -193,7 +193,7 @@ def test_two_adapters_in_one_file_are_refused(tmp_path):
     other = {key.replace(".weight", ".other.weight"): value for key, value in tensors.items()}
     other = {key: value for key, value in other.items() if "layers.1" in key}
     save_file({first: tensors[first], **other}, tmp_path / WEIGHTS)
-    with pytest.raises(InvalidAdapter, match="'other' beside those of 'default'") as caught:
+    with pytest.raises(InvalidAdapter, match="'other', while others are of 'default'") as caught:
         open_checkpoint(tmp_path)
     assert caught.value.reason == "ADAPTERS_MIXED"
 

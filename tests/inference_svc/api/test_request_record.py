@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from inference_svc.api.grpc import convert
 from inference_svc.errors import AdapterUnavailable
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.telemetry.logs import JsonFormatter
@@ -121,6 +122,28 @@ def test_cancelled_request(serve: Any, log: io.StringIO) -> None:
     [line] = request_lines(log)
     assert (line["request_id"], line["status"], line["adapter"]) == ("left", "CANCELLED", "")
     assert "reason" not in line
+
+
+def test_bug_while_an_answer_is_written_is_an_error(
+    serve: Any, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has not left, so nothing is counted as cancelled."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(convert, "to_generate_response", fail)
+
+    async def body(running: Running) -> None:
+        assert (await error_of(running.generate(PROMPT))).code() is grpc.StatusCode.INTERNAL
+        await until_async(lambda: bool(request_lines(log)) and running.engine.num_running == 0)
+        text = await scraped(running)
+        assert f'{PREFIX}requests_total{{finish_reason="error"}} 1.0' in text
+        assert f'{PREFIX}requests_total{{finish_reason="cancelled"}} 0.0' in text
+
+    serve(body)
+    [line] = request_lines(log)
+    assert line["status"] == "INTERNAL"
 
 
 def test_bug_is_an_error(serve: Any, engine: Any, log: io.StringIO) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from inference_svc.config import InferenceSettings
 from inference_svc.store.credentials import StoreAccess, TokenFile, read_store_access
-from servicekit.errors import PermissionDenied
+from servicekit.errors import InvalidSetting, PermissionDenied
 from tests.adapter_store.certificates import Authority
 
 TOKEN = "c2VjcmV0LW9mLXRoaXM"
@@ -44,7 +44,7 @@ def test_token_is_sent_with_calls_and_not_shown(
 @pytest.mark.parametrize("store", ["far:7070", "localhost:7070, 10.0.0.1:7070", "[fe80::1]:7070"])
 def test_token_is_not_sent_unencrypted(tmp_path: Path, token: Path, store: str) -> None:
     fields = {"store": store, "store_token_file": token}
-    with pytest.raises(ValueError, match="store_tls_ca_file, or store_allow_insecure_token"):
+    with pytest.raises(InvalidSetting, match="store_tls_ca_file, or store_allow_insecure_token"):
         read_store_access(config(tmp_path, **fields))
     assert read_store_access(config(tmp_path, store_allow_insecure_token=True, **fields)).token
     authority = Authority(tmp_path)
@@ -73,7 +73,7 @@ def test_callers_token_is_not_sent_unencrypted(tmp_path: Path, store: str) -> No
 def test_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad"
     path.write_text(text)
-    with pytest.raises(ValueError, match="must hold a token") as caught:
+    with pytest.raises(InvalidSetting, match="must hold a token") as caught:
         TokenFile(path)
     assert text.strip() == "" or text not in str(caught.value)
 
@@ -111,7 +111,7 @@ def test_certificates_are_checked_at_start(tmp_path: Path) -> None:
     ]
     for files, message in cases:
         fields = {f"store_tls_{name}_file": path for name, path in files.items()}
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(InvalidSetting, match=message):
             read_store_access(config(tmp_path, **fields))
     access = read_store_access(
         config(tmp_path, store_tls_ca_file=ca, store_tls_cert_file=chain, store_tls_key_file=key)

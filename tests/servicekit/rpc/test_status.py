@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 
+import adapter_store.errors
+import inference_svc.errors
 from servicekit import errors
 from servicekit.rpc.status import CODES, INTERNAL_MESSAGE, code_for, to_status
-from tests.servicekit.error_kinds import GENERAL
+from tests.servicekit.error_kinds import GENERAL, kinds_of
+
+GENERAL_CODES = {
+    "InvalidArgument": "INVALID_ARGUMENT",
+    "Unauthenticated": "UNAUTHENTICATED",
+    "PermissionDenied": "PERMISSION_DENIED",
+    "NotFound": "NOT_FOUND",
+    "AlreadyExists": "ALREADY_EXISTS",
+    "FailedPrecondition": "FAILED_PRECONDITION",
+    "Aborted": "ABORTED",
+    "OutOfRange": "OUT_OF_RANGE",
+    "ResourceExhausted": "RESOURCE_EXHAUSTED",
+    "QuotaExceeded": "RESOURCE_EXHAUSTED",
+    "DeadlineExceeded": "DEADLINE_EXCEEDED",
+    "Unavailable": "UNAVAILABLE",
+    "Draining": "UNAVAILABLE",
+    "DataLoss": "DATA_LOSS",
+    "Internal": "INTERNAL",
+}
+STORE_CODES = {
+    "InvalidAdapter": "INVALID_ARGUMENT",
+    "IncompatibleAdapter": "FAILED_PRECONDITION",
+    "Conflict": "ABORTED",
+    "RevisionTooOld": "OUT_OF_RANGE",
+    "LimitExceeded": "RESOURCE_EXHAUSTED",
+    "Overloaded": "RESOURCE_EXHAUSTED",
+    "PullStalled": "DEADLINE_EXCEEDED",
+    "UploadStalled": "DEADLINE_EXCEEDED",
+    "SourceUnavailable": "UNAVAILABLE",
+    "CatalogUnavailable": "UNAVAILABLE",
+    "BlobLost": "UNAVAILABLE",
+    "CorruptData": "DATA_LOSS",
+}
+INFERENCE_CODES = {
+    "AdapterNotFound": "NOT_FOUND",
+    "DuplicateRequest": "ALREADY_EXISTS",
+    "AdapterUnusable": "FAILED_PRECONDITION",
+    "NoRoom": "FAILED_PRECONDITION",
+    "ProfileRunning": "FAILED_PRECONDITION",
+    "QueueFull": "RESOURCE_EXHAUSTED",
+    "NoSteps": "DEADLINE_EXCEEDED",
+    "AdapterUnavailable": "UNAVAILABLE",
+    "StoreUnavailable": "UNAVAILABLE",
+    "CorruptImage": "DATA_LOSS",
+    "EngineFailed": "INTERNAL",
+}
 
 
 class Mine(errors.NotFound):
@@ -29,7 +77,19 @@ def test_every_kind_has_a_code() -> None:
     children = {kind for kind in GENERAL if kind.__bases__ == (errors.ServiceError,)}
     assert set(CODES) == children
     assert code_for(Mine) is grpc.StatusCode.NOT_FOUND
-    assert code_for(errors.Draining) is grpc.StatusCode.UNAVAILABLE
+    for kind, code in GENERAL_CODES.items():
+        assert code_for(getattr(errors, kind)).name == code
+    assert GENERAL_CODES.keys() == {kind.__name__ for kind in GENERAL}
+
+
+@pytest.mark.parametrize(
+    ("module", "codes"),
+    [(adapter_store.errors, STORE_CODES), (inference_svc.errors, INFERENCE_CODES)],
+    ids=["store", "inference"],
+)
+def test_codes_of_a_services_own_errors(module: ModuleType, codes: dict[str, str]) -> None:
+    """A caller sees these: an error under another parent would change what clients retry."""
+    assert {kind.__name__: code_for(kind).name for kind in kinds_of(module)} == codes
 
 
 @pytest.mark.parametrize("kind", [*GENERAL, Mine], ids=lambda kind: kind.__name__)

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from inference_svc.api.http import response
 from inference_svc.errors import QueueFull
 from tests.inference_svc.api.http.conftest import Front, traced
 from tests.inference_svc.serving import digest_of
@@ -85,6 +86,30 @@ def test_records_have_their_own_prompt(serve_http, caplog: pytest.LogCaptureFixt
         assert found == {"0": "abc", "1": "abc", "2": "cab", "3": "cab"}
 
     serve_http(body, log_prompts=True)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_bug_while_an_answer_is_encoded_is_an_error(
+    serve_http, caplog: pytest.LogCaptureFixture, monkeypatch, num_choices: int
+) -> None:
+    """The caller has not left, so nothing is counted as cancelled."""
+    caplog.set_level(logging.INFO)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(response.Choice, "add", fail)
+
+    async def body(front: Front) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await front.complete(n=num_choices)
+        await until_async(lambda: len(lines(caplog)) == num_choices)
+        assert {line["status"] for line in lines(caplog)} == {"INTERNAL"}
+        text = (await front.raw.get("/metrics")).text
+        assert f'requests_total{{finish_reason="error"}} {num_choices}.0' in text
+        assert 'loadout_inference_requests_total{finish_reason="cancelled"} 0.0' in text
+
+    serve_http(body)
 
 
 class FullAfter(dict[str, Exception]):
