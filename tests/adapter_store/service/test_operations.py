@@ -20,6 +20,7 @@ from adapter_store.__main__ import _run as run_process
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from tests.adapter_store.service.conftest import Served
 from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
@@ -252,3 +253,22 @@ def test_start_failure_is_one_line(tmp_path, capsys):
             assert line.startswith("error: ")
             assert expected in line
             assert not ready_file.exists()
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_second_store_on_a_folder_leaves_the_first_ones_ready_file(tmp_path, capsys):
+    ready_file = tmp_path / "ready.json"
+    settings = StoreSettings(
+        listen="127.0.0.1:0",
+        metrics_listen="127.0.0.1:0",
+        data_dir=tmp_path / "data",
+        ready_file=ready_file,
+    )
+    first = Served(settings)
+    try:
+        ready_file.write_text("the first one's")
+        assert run_process(settings) == 1
+        assert "another store is using" in capsys.readouterr().err
+        assert ready_file.read_text() == "the first one's"
+    finally:
+        first.stop()
