@@ -90,7 +90,7 @@ class BenchEngine:
 
     @property
     def resident_bytes(self) -> int:
-        """Of this process and its children."""
+        """Resident memory of this process and its children."""
         process = psutil.Process()
         everyone = [process, *process.children(recursive=True)]
         return sum(each.memory_info().rss for each in everyone)
@@ -125,21 +125,21 @@ class BenchEngine:
         self.engine.send(Cancel(request_id))
 
     def wait(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Until all have ended. Raises TimeoutError."""
+        """Waits until all have ended. Raises TimeoutError."""
         waiting = list(tracks)
         with self._changed:
             if not self._changed.wait_for(lambda: all(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("requests did not end")
 
     def wait_any(self, tracks: Iterable[Track], timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Until one has ended. Raises TimeoutError."""
+        """Waits until one has ended. Raises TimeoutError."""
         waiting = list(tracks)
         with self._changed:
             if not self._changed.wait_for(lambda: any(t.is_done for t in waiting), timeout_s):
                 raise TimeoutError("no request ended")
 
     def wait_first_tokens(self, tracks: Iterable[Track], timeout_s: float) -> bool:
-        """Until all have a token or have ended; False if they have not in time."""
+        """Waits until all have a token or have ended; returns False if they have not in time."""
         waiting = [track for track in tracks if not track.token_times_s]
         with self._changed:
             return self._changed.wait_for(

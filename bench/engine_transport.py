@@ -46,7 +46,7 @@ class Server:
     rates: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     steps: dict[str, list[float]] = field(default_factory=dict)
-    """Of HISTOGRAMS, the mean seconds of a step in each round."""
+    """The mean seconds of a step in each round, by the names of HISTOGRAMS."""
 
     @classmethod
     def start(cls, kind: str, model_dir: Path, folder: Path, flags: list[str]) -> Server:

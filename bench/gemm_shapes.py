@@ -58,7 +58,7 @@ class Products:
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """Size of the weights."""
         return 2 * sum(out * into for out, into in self._shapes)
 
     def bound_seconds(self, num_tokens: int, bytes_per_s: float, flops_per_s: float) -> float:
@@ -98,7 +98,7 @@ class Products:
 
 
 def random_bf16(num_rows: int, num_columns: int) -> torch.Tensor:
-    """In [-1, 1), in huge pages."""
+    """Returns random values in [-1, 1), in huge pages."""
     return _empty(num_rows, num_columns, torch.bfloat16).uniform_(-1, 1)
 
 
@@ -108,7 +108,7 @@ def _empty(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Of some runs after a first."""
+    """Times `repeats` runs after a first."""
     work()
     found = []
     for _ in range(repeats):

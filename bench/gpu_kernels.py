@@ -25,7 +25,7 @@ NUM_LAYERS, RANK, MAX_ADAPTERS = 32, 16, 32
 DTYPE = torch.bfloat16
 REPEATS = 20
 CHECKED_TOKENS = 8
-"""Of every segment: the definition is slow."""
+"""Tokens of every segment that are compared: the definition is slow."""
 
 
 class Times(NamedTuple):
@@ -36,7 +36,7 @@ class Times(NamedTuple):
 
 
 def time_us(run: Callable[[], None], num_calls: int) -> Times:
-    """Of `run`, which makes `num_calls` calls: of REPEATS replays of one graph."""
+    """Times one call of `run`, which makes `num_calls`: over REPEATS replays of one graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -94,7 +94,7 @@ class Driver:
         self._number = 0
 
     def submit(self, arrival: Arrival) -> tuple[str, Track]:
-        """Its id, and what becomes of it. Prompts are alike in length only."""
+        """Returns the request's id and its track. Prompts are alike in length only."""
         self._number += 1
         start = self._number * 31 % (len(self._tokens) - arrival.num_in)
         prompt = self._tokens[start : start + arrival.num_in]

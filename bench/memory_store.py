@@ -51,7 +51,7 @@ class StoredImage:
     hashes: tuple[bytes, ...]
 
     def bytes_of(self, start: int, end: int) -> bytes:
-        """Of one part: never across the end of the first."""
+        """Returns bytes of one part: never across the end of the first."""
         if start < len(self.first):
             return self.first[start:end]
         return self.image.buffer[start:end].numpy().tobytes()
@@ -176,7 +176,7 @@ class MemoryStore:
 
     @property
     def image_bytes(self) -> int:
-        """Of the largest image."""
+        """Size of the largest image."""
         return max(stored.image.plan.total_bytes for stored in self._stored.values())
 
     def pull(

@@ -59,7 +59,7 @@ def projections(name: str) -> dict[str, tuple[int, int]]:
 
 
 def image_bytes(name: str) -> int:
-    """Of one adapter's bf16 image, whose segments need no padding at this rank."""
+    """Size of one adapter's bf16 image, whose segments need no padding at this rank."""
     features = sum(into + out for into, out in projections(name).values())
     return 2 * RANK * features * int(SHAPES[name]["num_hidden_layers"])
 

@@ -26,7 +26,7 @@ NUM_SHARED, NUM_OWN, NUM_OUT = 512, 32, 4
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Of one version: cached tokens and seconds to the first token, request by request."""
+    """What one version showed: cached tokens and seconds to the first token, request by request."""
 
     name: str
     cached: list[int]
@@ -34,7 +34,7 @@ class Observed:
 
     @property
     def saved_share(self) -> float:
-        """Of the shared prompt's prefill, after the first request."""
+        """The share of the shared prompt's prefill that was saved after the first request."""
         later = self.cached[1:]
         return sum(later) / (NUM_SHARED * len(later))
 

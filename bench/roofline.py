@@ -60,7 +60,7 @@ class ModelFloor:
 
     @property
     def flops_per_token(self) -> float:
-        """Of all projections, without the head."""
+        """Operations of all projections, without the head."""
         return self.projections.flops_per_token
 
     def prefill_flops(self, num_tokens: int, num_sampled: int) -> float:

@@ -161,7 +161,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[object, ...]]:
 
 
 def beyond_goal(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What misses it. Under requests a scrape waits for a processor, which says nothing of it."""
+    """Returns what misses the goal, of series and idle scrapes. Under requests a scrape waits for a
+    processor, which says nothing about the scrape."""
     missed = []
     for service, values in found.items():
         if values["series"] >= GOAL_SERIES:

@@ -98,7 +98,7 @@ class Services:
         self._system.__exit__(kind, error, traceback)
 
     def register(self, name: str, folder: Path, *, compiled: bool = True) -> Registration:
-        """From a local folder that the store reads; waits until its image is there, if asked to."""
+        """Registers a local folder that the store reads; with `compiled` waits for its image."""
         registration = self.client.register(name, f"file://{folder.resolve()}")
         if compiled:
             self.wait_compiled(name)
@@ -133,5 +133,5 @@ class Services:
             self.client.load(name)
 
     def metrics(self) -> Metrics:
-        """Of the inference service."""
+        """Returns the metrics of the inference service."""
         return scrape(self._system.addresses.inference_metrics)

@@ -86,7 +86,7 @@ def replaced(owner: type, method: str, work: Callable[..., Any]) -> Iterator[Non
 
 
 def native_operations(stepper: Stepper) -> Parts:
-    """Of one step; empty if no native program ran."""
+    """Returns the seconds of one step's operations; empty if no native program ran."""
     spent: Parts = defaultdict(float)
 
     def run(program: Program) -> None:
@@ -99,7 +99,7 @@ def native_operations(stepper: Stepper) -> Parts:
 
 
 def torch_operations(stepper: Stepper) -> Parts:
-    """Of one step, by torch's own names."""
+    """Returns the seconds of one step's operations, by torch's own names."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         stepper.step()
     return {event.key: event.self_cpu_time_total / 1e6 for event in profile.key_averages()}

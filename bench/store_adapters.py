@@ -37,7 +37,7 @@ assert [path.rpartition(".")[2] for path in BENCH_200M] == TARGETS
 
 
 def make_layout(shapes: Shapes, layers: int, base_model: str = NAME) -> pb.ModelLayout:
-    """In bf16."""
+    """Returns a layout in bf16."""
     return pb.ModelLayout(
         base_model=base_model,
         config_sha256="0" * 64,

@@ -156,7 +156,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 
 async def watch_milliseconds(catalog: Catalog, repeats: int) -> float:
-    """From the call to the first event, of a watcher that is a hundred events behind."""
+    """Times a watcher a hundred events behind, from its call to the first event."""
     times = []
     with ThreadPoolExecutor(4) as executor:
         watch = Watch(catalog, executor, bookmark_seconds=1)

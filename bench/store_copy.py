@@ -31,7 +31,7 @@ class Checked:
 
 
 class StoreCopy(MemoryStore):
-    """In the engine's process."""
+    """The copy in the engine's process."""
 
     def __init__(self, folders: dict[str, Path], publish: Callable[[Any], None]) -> None:
         super().__init__(dict(folders))

@@ -31,7 +31,7 @@ CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.use_local_sub
 
 
 async def _raw(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-    """As many messages of RAW_BYTES as asked for: the same bytes again and again."""
+    """Yields as many messages of RAW_BYTES as the request says, all of the same bytes."""
     data = bytes(RAW_BYTES)
     for _ in range(int(request)):
         yield data
@@ -80,7 +80,7 @@ class BenchStore:
         return self.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
 
     def wait_ready(self, name: str) -> None:
-        """Until the images of a name are compiled and kept."""
+        """Waits until the images of a name are compiled and stored."""
         ref = pb.GetAdapterRequest(ref=name)
         states = [pb.IMAGE_STATE_PENDING]
         while any(state != pb.IMAGE_STATE_READY for state in states):

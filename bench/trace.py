@@ -43,7 +43,7 @@ class Traffic:
     lengths: Lengths = Lengths()
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """Without end. Lengths and popularity of the same seed are drawn alike for every n."""
+        """Yields arrivals without end; for every n a seed draws lengths and popularity alike."""
         draw, gaps = random.Random(seed), random.Random(~seed)
         shape = 1 / self.cv**2
         at_s = 0.0

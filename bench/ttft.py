@@ -34,10 +34,10 @@ NUM_IN = 32
 MAX_LEN = 512
 MAX_RESIDENT = 16
 ALLOWED_S = 0.005
-"""What a cold load may cost beside its bytes."""
+"""The time that a cold load may take in addition to that of its bytes."""
 
 PAUSE_S = 0.3
-"""Until threads that wait for work no longer spin, and what the store writes is on its disk."""
+"""Then threads without work no longer spin, and what the store wrote is on its disk."""
 
 Times = dict[str, list[float]]
 Works = dict[str, Callable[[], float]]
@@ -120,7 +120,7 @@ class InChild:
         return self._first_token("0")
 
     def cold(self) -> float:
-        """From a local folder."""
+        """Times the first token of an adapter that comes from a local folder."""
         self._number += 1
         name = f"cold-{self._number}"
         self._child.register(name, next(self._folders))

@@ -154,7 +154,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _read_uri(text: str) -> object:
-    """As a registration reads it: what every scheme refuses, then what its own does."""
+    """Reads a URI as a registration does: the checks of every scheme, then those of its own."""
     schemes = {"file": local.path_of, "s3": s3.place_of, "hf": hub.place_of}
     Sources(dict.fromkeys(schemes, local.LocalSource([]))).find(text)
     return schemes[text.partition("://")[0]](text)

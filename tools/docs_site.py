@@ -30,7 +30,7 @@ MERMAID_VERSION = "11.6.0"
 MERMAID_SHA256 = "3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8"
 MERMAID = ROOT / ".tools" / f"mermaid-{MERMAID_VERSION}.min.js"
 SCRIPT = "javascripts/mermaid.min.js"
-"""Its place in the site."""
+"""Where the script lies in the site."""
 
 
 def pages() -> list[Path]:

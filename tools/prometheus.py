@@ -126,8 +126,8 @@ class Prometheus:
         raise self._failure(f"was not ready after {timeout_s:.0f} s")
 
     def wait_up(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until every target has been scraped well. Raises PrometheusFailed with the reason why one
-        has not."""
+        """Waits until every target has been scraped. Raises PrometheusFailed with the reason why
+        one has not."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             targets = self.targets()

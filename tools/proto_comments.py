@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 PACKAGE, MESSAGES, ENUMS, RPC_SERVICES = 2, 4, 5, 6
 """Fields of FileDescriptorProto: a path to a declaration begins with one of them."""
 MEMBERS = 2
-"""Of a message its fields, of an enum its values, of a service its methods."""
+"""The number of a message's fields, an enum's values, a service's methods."""
 ONEOFS = 8
 
 

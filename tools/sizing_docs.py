@@ -46,12 +46,12 @@ BENCH_200M: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 DEVICE_BYTES = 79 << 30
-"""What a driver leaves of 80 GB."""
+"""Memory that a driver leaves of 80 GB."""
 USUAL = Adapters(16)
 NUM_STORES = 3
 NUM_STORED = 100_000
 CATALOG_BYTES = 2048
-"""Of one adapter with one version, indexes and its event included, at most."""
+"""Most bytes of one adapter with one version, indexes and its event included."""
 GIGABIT_BYTES = 10**9 / 8
 SEQUENCE_TOKENS = 2048
 NAMED_TARGETS = {

@@ -62,7 +62,7 @@ KINDS = {
     "vllm-compiled": _vllm(enforce_eager=False),
     "peft": SystemKind("peft", _in_environment("peft")),
 }
-"""Of vLLM several ways, so that it can be given its best."""
+"""The systems by name; vLLM in several ways, so that it can be given its best."""
 
 
 class Child(Worker):

@@ -32,7 +32,7 @@ class PeftSystem:
         self._folders[name] = folder
 
     def set_resident(self, names: list[str]) -> None:
-        """It keeps what it has loaded: adapters that nobody asks for cost it nothing."""
+        """Loads what is missing, unloads nothing: adapters without requests cost PEFT nothing."""
         for name in names:
             if name in self._loaded:
                 continue

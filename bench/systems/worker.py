@@ -68,7 +68,7 @@ class Worker:
         return reply["result"]
 
     def wait_for_rest(self) -> None:
-        """Until nothing of the process computes: OpenMP's threads spin for a while, some for ever.
+        """Waits until the process computes nothing: OpenMP's threads spin a while, some for ever.
 
         Raises WorkerFailed when it does not come to rest.
         """

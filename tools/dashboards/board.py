@@ -70,8 +70,8 @@ def _numbered(board: models.Dashboard) -> models.Dashboard:
 
 
 def in_sight(part: Any) -> Any:
-    """Without the places that the SDK gives to links and marks: in a menu, of newer Grafanas only.
-    They are at the top where nothing is said."""
+    """Removes the placement that the SDK gives to links and annotations: newer Grafanas would show
+    them in a menu only, and at the top without it."""
     if isinstance(part, dict):
         return {key: in_sight(value) for key, value in part.items() if value != _IN_A_MENU}
     return [in_sight(each) for each in part] if isinstance(part, list) else part

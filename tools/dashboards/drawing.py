@@ -14,7 +14,7 @@ from tools.dashboards.reading import Json
 from tools.prometheus import Series
 
 Answers = dict[int, list[list[Series]]]
-"""By a panel's id: for each of its queries, in order."""
+"""The answers to each of a panel's queries, in order, by the panel's id."""
 
 INCHES_PER_COLUMN, INCHES_PER_LINE = 0.75, 0.27
 DPI = 90

@@ -79,7 +79,7 @@ def _stack(axes: Any, named: Sequence[Named]) -> None:
 
 
 def _draw_limit(axes: Any, defaults: Json) -> None:
-    """Where it would not press the lines flat."""
+    """Draws the panel's threshold, unless it would press the lines flat."""
     steps = defaults["thresholds"]["steps"]
     is_shown = "thresholdsStyle" in defaults["custom"]
     if is_shown and len(steps) > 1 and steps[1]["value"] <= 3 * axes.get_ylim()[1]:

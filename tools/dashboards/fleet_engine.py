@@ -214,7 +214,7 @@ def replicas() -> list[Panel]:
 
 
 def _running_seconds() -> str:
-    """By replica, with what it is and what it is built of."""
+    """Returns the uptime by replica, with its configuration and versions as labels."""
     about, built_of = ", ".join(_ABOUT), ", ".join(_BUILT_OF)
     seconds = f"(time() - {INFERENCE.series('process_start_time_seconds')})"
     return (

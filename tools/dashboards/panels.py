@@ -33,7 +33,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a table: one query, whose value is shown under `title`."""
+    """A table's column: one query, whose value is shown under `title`."""
 
     title: str
     expression: str

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 WINDOW = "$__rate_interval"
 """Grafana's: at least four scrapes long."""
 REPLICA = "cluster, namespace, instance"
-"""By one replica: addresses of pods are there again in other clusters, and in other namespaces."""
+"""The labels of one replica: pods of other clusters and namespaces may have the same address."""
 WHICH = "{{instance}} {{namespace}} {{cluster}}"
-"""The legend of that; of labels that nobody has nothing is left."""
+"""The legend of a replica; labels that are absent leave nothing."""
 SAME_TARGET = "on (cluster, namespace, job, instance)"
 CATALOG = "cluster, namespace"
-"""By what has one catalog."""
+"""The labels of what shares one catalog."""
 
 
 WHERE = 'cluster=~"$cluster",namespace=~"$namespace"'
@@ -61,7 +61,7 @@ class Service:
         return f"{_over('sum', by)}(rate({self.series(metric, where)}[{window}]))"
 
     def growth(self, metric: str, by: str = "", where: str = "", window: str = WINDOW) -> str:
-        """By how much a counter grew, added up."""
+        """Returns the sum of a counter's growth."""
         return f"{_over('sum', by)}(increase({self.series(metric, where)}[{window}]))"
 
     def or_zero(self, expression: str) -> str:

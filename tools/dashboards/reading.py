@@ -40,7 +40,7 @@ def expressions(board: Json) -> Iterator[str]:
 
 
 def variables(board: Json) -> dict[str, Json]:
-    """By name."""
+    """Returns the board's variables by name."""
     return {variable["name"]: variable for variable in board["templating"]["list"]}
 
 
@@ -94,7 +94,7 @@ def everything(board: Json, source: Source, *, window_s: float, range_s: float) 
 
 
 def _all(variable: Json, values: Mapping[str, str], source: Source) -> str:
-    """As Grafana joins them: a regular expression in a string of PromQL, where a backslash is
-    written twice."""
+    """Returns all values as Grafana joins them: a regular expression in a string of PromQL, where a
+    backslash is written twice."""
     found = choices(variable, values, source)
     return "|".join(re.escape(value).replace("\\", r"\\") for value in found)

@@ -170,7 +170,7 @@ def _registrations() -> list[Panel]:
 
 
 def _durations(title: str, q: float) -> Panel:
-    """Without streams, which last as long as somebody listens."""
+    """Leaves streams out, which last as long as somebody listens."""
     expression = STORE.quantile(q, "request_seconds", "method", f'method!~"{_STREAMS}"')
     query = Query(expression, "{{method}}")
     return lines(title, "By method, without streams.", "s", query, span=6)

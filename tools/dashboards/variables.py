@@ -16,7 +16,7 @@ Variable = Builder[models.VariableModel]
 
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 ANY = ".*"
-"""Also no such label at all, as with a plain static scrape that knows no namespaces."""
+"""Matches an absent label, too: a plain static scrape knows no namespaces."""
 NOT_ADAPTERS = "former"
 """Label of the counts of adapters that lost their series; no adapter has it."""
 

@@ -28,7 +28,7 @@ from tools.prometheus import Job
 
 NUM_ADAPTERS = 32
 NUM_CONTENTS = 8
-"""Of further contents, to which names are pointed."""
+"""Further contents, to which names are pointed."""
 NUM_CALLERS = 5
 RANKS = (4, 8, 16)
 NUM_LAYERS = 4
@@ -37,7 +37,7 @@ SHAPES: Shapes = {
     "self_attn.v_proj": (192, 64),
     "mlp.down_proj": (512, 192),
 }
-"""Of the demo's model."""
+"""The demo's model."""
 MISFIT_SHAPES: Shapes = {"self_attn.q_proj": (64, 64)}
 CALLER_PAUSE_S, OTHER_PAUSE_S = 0.05, 0.2
 TOUR_TIMEOUT_S = 120.0
@@ -124,8 +124,10 @@ class MixedLoad:
         ]
 
     def wait_toured(self, timeout_s: float = TOUR_TIMEOUT_S) -> None:
-        """Until everything that belongs to the load has happened once. Raises TimeoutError, and as
-        `run`."""
+        """Waits until everything that belongs to the load has happened once.
+
+        Raises TimeoutError, and as `run`.
+        """
         deadline_s = time.monotonic() + timeout_s
         for role in self._roles:
             while not role.has_toured.wait(POLL_S):
