@@ -16,6 +16,6 @@ checkpoint         an adapter's files, read as hostile and checked byte by byte
 images             compiled images: layout, compilation, tiers, streaming
 blobs              the adapters' source files by digest, local or shared between replicas
 replication        what replicas that share a catalog do together
-catalog            names, versions, events, layouts and verdicts in a database
+catalog            names, versions, events, layouts and image states in a database
 metrics            the Prometheus metrics
 """

@@ -31,7 +31,7 @@ from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.files import CheckpointLimits
-from adapter_store.checkpoint.verified import VerifiedCheckpoints
+from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.config import StoreSettings
 from adapter_store.core import Action, StoreAuditEntry
 from adapter_store.debug import DebugInfo

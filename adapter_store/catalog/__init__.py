@@ -13,7 +13,7 @@ watch         streams the history to any number of watchers as it grows
 follower      receives the events of other replicas' commits
 layouts       layouts, and which of them are in use
 layout_usage  records that layouts are used, while pulls go on
-verdicts      the state of each image, and who may pull it
+image_states  the state of each image, and who may pull it
 work_leases   what only one replica may do at a time
 leftovers     blobs and versions that nothing points to
 usage         what tenants use, against their quotas

@@ -18,13 +18,13 @@ from sqlalchemy import Connection, insert, select, update
 from adapter_store.catalog import (
     changes,
     events,
+    image_states,
     layouts,
     leftovers,
     lookup,
     rows,
     schema,
     usage,
-    verdicts,
     work_leases,
 )
 from adapter_store.catalog.database import Place, PostgresDatabase, open_database
@@ -37,12 +37,12 @@ from adapter_store.catalog.filters import (
     parse_filter,
 )
 from adapter_store.catalog.follower import Follower, notify
+from adapter_store.catalog.image_states import ImageAccess
 from adapter_store.catalog.leftovers import BlobKey
 from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.migrations import migrate
 from adapter_store.catalog.rows import NewVersion
 from adapter_store.catalog.usage import CatalogCounts
-from adapter_store.catalog.verdicts import ImageAccess
 from adapter_store.core import (
     AdapterEvent,
     AdapterRecord,
@@ -91,7 +91,7 @@ class Catalog:
         self._database = open_database(place)
         migrate(self._database)
         with self._database.write() as conn:
-            verdicts.forget_unfinished(conn)
+            image_states.forget_unfinished(conn)
         self._follower: Follower | None = None
         if isinstance(self._database, PostgresDatabase):
             self._follower = Follower(self._database, self.revision(), self._notify)
@@ -179,7 +179,7 @@ class Catalog:
             if event is not None:
                 made.append(event)
             if pinned:
-                verdicts.check_pinned_bytes(conn, max_pinned_bytes)
+                image_states.check_pinned_bytes(conn, max_pinned_bytes)
             found = AdapterRef(record.name, record.version)
             return lookup.find(conn, found), events.revision(conn)
 
@@ -228,7 +228,7 @@ class Catalog:
     def pinned_keys(self) -> list[ImageKey]:
         """Returns every image of every pinned version, for live layouts."""
         with self._database.read() as conn:
-            return verdicts.pinned_keys(conn, self._live_since())
+            return image_states.pinned_keys(conn, self._live_since())
 
     # History
 
@@ -285,17 +285,17 @@ class Catalog:
 
     def set_verdict(self, digest: str, verdict: LayoutVerdict) -> bool:
         with self._database.write() as conn:
-            return verdicts.set_verdict(conn, digest, verdict)
+            return image_states.set_verdict(conn, digest, verdict)
 
     def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Returns the digests to precompile under this layout, in order, after `after_digest`."""
         with self._database.read() as conn:
-            return verdicts.unfinished(conn, layout_id, after_digest, limit)
+            return image_states.unfinished(conn, layout_id, after_digest, limit)
 
     def image_access(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> ImageAccess:
         """Returns what decides whether these tenants may pull an image, from one snapshot."""
         with self._database.read() as conn:
-            return verdicts.image_access(conn, key, self._clock() - grace, tenants)
+            return image_states.image_access(conn, key, self._clock() - grace, tenants)
 
     def adopt_compiler(self, compiler: str) -> bool:
         """Forgets every verdict that another compiler gave. Returns whether there was another."""
@@ -303,7 +303,7 @@ class Catalog:
         with self._database.write() as conn:
             if conn.scalar(select(schema.meta.c.value).where(key)) == compiler:
                 return False
-            verdicts.forget_all(conn)
+            image_states.forget_all(conn)
             if conn.execute(update(schema.meta).where(key).values(value=compiler)).rowcount == 0:
                 conn.execute(insert(schema.meta).values(key="compiler", value=compiler))
             return True

@@ -1,15 +1,15 @@
 """An adapter's files, read as hostile: every byte is understood, safe and used, or it is refused.
 
-open             opens a checkpoint: runs all the checks below, in order
-verified         checkpoints that were just checked, passed on from registration to compilation
-files            which files make up an adapter, and how they are read safely
-safetensors      the header of a .safetensors file
-json             JSON objects with caps and without surprises
-tensors          the names of PEFT's tensors, and their pairing into targets
-scan             one pass over the weights: hashes, and no value that is not finite
-digest           loadout-digest-v1, the identity of an adapter's content
-peft_config      adapter_config.json as one typed, checked object
-peft_fields      a verdict on every field of PEFT's LoraConfig
-module_patterns  which modules a config means, by PEFT's rules, within a time budget
-unpickle         pickled weights, converted to safetensors in a sandboxed child process
+open               opens a checkpoint: runs all the checks below, in order
+recently_verified  checkpoints that were just checked, passed on from registration to compilation
+files              which files make up an adapter, and how they are read safely
+safetensors        the header of a .safetensors file
+json               JSON objects with caps and without surprises
+tensors            the names of PEFT's tensors, and their pairing into targets
+scan               one pass over the weights: hashes, and no value that is not finite
+digest             loadout-digest-v1, the identity of an adapter's content
+peft_config        adapter_config.json as one typed, checked object
+peft_fields        a verdict on every field of PEFT's LoraConfig
+module_patterns    which modules a config means, by PEFT's rules, within a time budget
+unpickle           pickled weights, converted to safetensors in a sandboxed child process
 """

@@ -18,7 +18,7 @@ from adapter_store.blobs.local import Blobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
-from adapter_store.checkpoint.verified import VerifiedCheckpoints
+from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey, ImageState, Layout, LayoutVerdict, Tenants
 from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapter
 from adapter_store.images.compile import Image, compile_parts

@@ -1,6 +1,6 @@
 """Registration: from a caller's request to a durable record.
 
-registrar      fetches an adapter, checks it, stores it as a blob, and records it
+registrar      fetches or receives an adapter within its quota, checks, stores and records it
 signatures     checks Ed25519 signatures of digests against the keys that the policy trusts
 rate_limit     limits how often each tenant may register
 tenant_policy  quotas of tenants and trusted keys, as the policy file has them

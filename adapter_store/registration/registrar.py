@@ -18,8 +18,8 @@ from adapter_store.catalog.rows import NewVersion
 from adapter_store.checkpoint.files import PICKLE_FILE, CheckpointLimits
 from adapter_store.checkpoint.open import Checkpoint, open_checkpoint
 from adapter_store.checkpoint.peft_config import names_local_path
+from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.checkpoint.unpickle import convert_pickle
-from adapter_store.checkpoint.verified import VerifiedCheckpoints
 from adapter_store.core import AdapterRecord, Quota
 from adapter_store.errors import (
     BlobLost,

@@ -18,8 +18,8 @@ from itertools import islice
 
 from inference_svc.core import Principal
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, StoreUnavailable
+from inference_svc.store.content_owners import OwnershipCache
 from inference_svc.store.name_cache import CachedName, LookupKey, NameCache
-from inference_svc.store.ownership import OwnershipCache
 from inference_svc.store.types import AdapterRecord, Catalog, NameEvent
 from servicekit.errors import ServiceError
 from servicekit.refs import parse_ref, tenant_of

@@ -14,7 +14,7 @@ from adapter_store.blobs.local import LocalBlobs
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.open import open_checkpoint
-from adapter_store.checkpoint.verified import VerifiedCheckpoints
+from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.errors import LimitExceeded
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.registrar import Registrar, Registration

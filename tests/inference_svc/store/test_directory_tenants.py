@@ -7,7 +7,7 @@ import pytest
 
 from inference_svc.core import ANYONE, ROLES, Principal
 from inference_svc.errors import AdapterNotFound
-from inference_svc.store.ownership import GRACE_SECONDS
+from inference_svc.store.content_owners import GRACE_SECONDS
 from inference_svc.store.types import NameEvent
 from tests.inference_svc.directories import UPPER, A, B, make, run, until_lookups
 

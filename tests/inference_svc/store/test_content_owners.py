@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference_svc.store import ownership
-from inference_svc.store.ownership import GRACE_SECONDS, OwnershipCache
+from inference_svc.store import content_owners
+from inference_svc.store.content_owners import GRACE_SECONDS, OwnershipCache
 
 
 def test_claims_expire_a_grace_after_a_change() -> None:
@@ -40,7 +40,7 @@ def test_denied_claims_are_removed() -> None:
 
 
 def test_least_recently_confirmed_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "MAX_CLAIMS", 3)
+    monkeypatch.setattr(content_owners, "MAX_CLAIMS", 3)
     cache = OwnershipCache()
     for digest, name in (("x", "a/n"), ("y", "a/n"), ("x", "a/n"), ("x", "b/n"), ("z", "c/n")):
         cache.confirm(digest, name)
