@@ -282,16 +282,17 @@ for name in {sorted(wanted)!r}:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_kernels_does_not_disturb_transformers() -> None:
-    """`transformers` probes for a package of the name `kernels`; ours must not be taken for it.
-    Its models are imported beside ours by the tests of `inference_svc.model`."""
-    from transformers import LlamaForCausalLM  # noqa: F401
-    from transformers.utils import is_kernels_available
-
-    import kernels
-
-    assert not is_kernels_available()
-    assert not hasattr(kernels, "__version__")
+    """`transformers` probes for a package of the name `kernels`; ours must not be taken for it."""
+    run("""
+import transformers
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.utils import is_kernels_available
+import kernels
+assert not is_kernels_available()
+assert not hasattr(kernels, "__version__")
+""")
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -309,7 +310,7 @@ def test_files_and_functions_stay_short() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_map_their_modules(package: str) -> None:
-    """Where a reader stands: each `__init__` has a line for each module, `name  what it is`."""
+    """Each `__init__` has a line for each module, `name  what it is`, so that readers find it."""
 
     def found() -> Iterator[str]:
         for name, path in TREE.under(package).items():
@@ -326,17 +327,17 @@ def test_packages_map_their_modules(package: str) -> None:
 
 
 SMALL_ON_PURPOSE = {
-    "adapter_store.catalog.layout_usage": "beside the pulls, in a thread of its own; not a query",
-    "adapter_store.registration.rate_limit": "one algorithm, proven alone",
-    "adapter_store.replication.pin_refresh": "what a replica does about others' changes",
-    "inference_svc.backends.select": "the one list of backends",
-    "inference_svc.engine.expiries": "one structure, proven alone",
-    "inference_svc.frontend.watchdog": "one question: does the engine answer",
-    "inference_svc.metrics.store": "the metrics of the store's client, beside the engine's",
-    "inference_svc.model.lora": "the protocol between decoder and backends",
-    "inference_svc.text.stop": "one algorithm, proven alone",
+    "adapter_store.catalog.layout_usage": "has a thread of its own; its neighbours are queries",
+    "adapter_store.registration.rate_limit": "one algorithm, with tests of its own",
+    "adapter_store.replication.pin_refresh": "reacts to changes that other replicas make",
+    "inference_svc.backends.select": "the only place that lists the backends",
+    "inference_svc.engine.expiries": "one data structure, with tests of its own",
+    "inference_svc.frontend.watchdog": "only checks that the engine still answers",
+    "inference_svc.metrics.store": "metrics of the store's client; metrics.engine has the engine's",
+    "inference_svc.model.lora": "the Protocol between the decoder and the backends",
+    "inference_svc.text.stop": "one algorithm, with tests of its own",
 }
-"""Modules under 60 lines with one importer that stay apart, with the reason."""
+"""Modules of less than 60 lines that one module imports, and why they are not merged into it."""
 
 
 def test_small_modules_are_merged_into_their_only_importer() -> None:

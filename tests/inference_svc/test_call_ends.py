@@ -56,8 +56,10 @@ def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch
     monkeypatch.setattr(watchdog, "HANG_SECONDS", 0.1)
 
     async def becomes(running: Running, status: int) -> None:
-        while {await running.health_of(), await running.health_of(SERVICE)} != {status}:
-            await asyncio.sleep(0.01)
+        async def is_so() -> bool:
+            return {await running.health_of(), await running.health_of(SERVICE)} == {status}
+
+        await until_async(is_so)
 
     async def body(running: Running) -> None:
         ended = asyncio.create_task(running.server.run(running.stop))
@@ -76,14 +78,16 @@ def test_an_engine_that_hangs_is_not_serving_until_it_answers(serve, monkeypatch
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(serve) -> None:
     async def body(running: Running) -> None:
+        async def drains() -> bool:
+            return await running.health_of() != SERVING
+
         running.engine.hold.set()
         first = asyncio.create_task(running.generate())
         await until_async(lambda: running.engine.num_running == 1)
         ended = asyncio.create_task(running.server.run(running.stop))
-        assert await running.health_of() == SERVING
+        assert not await drains()
         running.stop.set()
-        while await running.health_of() == SERVING:
-            await asyncio.sleep(0.01)
+        await until_async(drains)
         assert await running.health_of(SERVICE) == NOT_SERVING
         error = await error_of(running.generate(request_id="late"))
         assert error.code() is grpc.StatusCode.UNAVAILABLE

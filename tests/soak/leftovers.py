@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sqlalchemy import Engine, text
 
 from adapter_store.app import Store
+from tests.support.wait import until
 
 CLEAN_S = 60.0
 
 
 def find_orphan_records(catalog: Engine) -> tuple[list[str], set[str]]:
-    """What is wrong within the catalog, and the digests of all its blobs."""
+    """Returns what is wrong within the catalog, and the digests of all its blobs."""
     with catalog.connect() as conn:
         digests = set(conn.scalars(text("SELECT digest FROM blobs")))
         used = set(conn.scalars(text("SELECT digest FROM versions WHERE delete_time IS NULL")))
@@ -26,7 +26,7 @@ def find_orphan_records(catalog: Engine) -> tuple[list[str], set[str]]:
 
 
 def find_local_orphans(data_dir: Path, digests: set[str]) -> list[str]:
-    """Of a store that keeps blobs in its own folder."""
+    """Returns what is wrong with the files of a store that keeps blobs in its own folder."""
     blobs = {f"sha256:{folder.name}" for folder in (data_dir / "blobs").iterdir()}
     return [
         *compare_blobs(blobs, digests),
@@ -42,7 +42,7 @@ def compare_blobs(kept: Iterable[str], digests: set[str]) -> list[str]:
 
 
 def find_passing_files(data_dir: Path) -> list[str]:
-    """What is on its way in or out, when nothing is."""
+    """Returns files on their way in or out, at a time when nothing should be."""
     folders = (data_dir / name for name in ("staging", "trash", "damaged"))
     return [str(path) for folder in folders for path in folder.glob("**/*")]
 
@@ -59,10 +59,13 @@ def find_stray_images(folder: Path, digests: set[str]) -> list[str]:
 
 def wait_until_clean(find_orphans: Callable[[], list[str]]) -> None:
     """Gives the running collectors the time for their turns."""
-    deadline = time.monotonic() + CLEAN_S
-    while orphans := find_orphans():
-        assert time.monotonic() < deadline, "orphans survive:\n" + "\n".join(sorted(orphans))
-        time.sleep(0.05)
+    found: list[str] = []
+
+    def is_clean() -> bool:
+        found[:] = find_orphans()
+        return not found
+
+    until(is_clean, CLEAN_S, lambda: "orphans survive:\n" + "\n".join(sorted(found)))
 
 
 def check_accounts(store: Store, data_dir: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.soak.leftovers import (
 )
 from tests.soak.replicas import BURIAL_S
 from tests.support.postgres import PostgresServer
+from tests.support.wait import until
 
 BUCKET, PREFIX = "soak", "store"
 START_S = 60.0
@@ -73,13 +73,12 @@ class SharedGround:
         """A commit that was sent is carried out although its sender is gone: the database's own
         processes for this replica have to end first."""
         query = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name")
-        deadline = time.monotonic() + BURIAL_S
-        while True:
+
+        def has_ended() -> bool:
             with self._engine.connect() as conn:
-                if conn.scalar(query, {"name": _session_name(index)}) == 0:
-                    return
-            assert time.monotonic() < deadline, "the database still works for a killed replica"
-            time.sleep(0.005)
+                return conn.scalar(query, {"name": _session_name(index)}) == 0
+
+        until(has_ended, BURIAL_S, "the database still works for a killed replica")
 
     def find_orphans(self, data_dirs: Sequence[Path]) -> list[str]:
         found, digests = find_orphan_records(self._engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,18 +15,26 @@ TIMEOUT_S = 60.0
 INTERVAL_S = 0.01
 
 
-def until(condition: Callable[[], T], timeout_s: float = TIMEOUT_S, what: str = "") -> T:
-    """Returns what `condition` returns once that is true; fails after `timeout_s`, with `what`."""
+def until(
+    condition: Callable[[], T],
+    timeout_s: float = TIMEOUT_S,
+    what: str | Callable[[], str] = "nothing happened",
+) -> T:
+    """Returns what `condition` returns once that is true; fails after `timeout_s`, with `what` or
+    with what that returns then."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, what or "nothing happened"
+        assert time.monotonic() < deadline_s, what if isinstance(what, str) else what()
         time.sleep(INTERVAL_S)
     return found
 
 
-async def until_async(condition: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
-    """`until`, while other tasks go on."""
+async def until_async(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Waits as `until` does, while other tasks go on; `condition` may be a coroutine function."""
     async with asyncio.timeout(timeout_s):
-        while not (found := condition()):
+        while not await _value(condition()):
             await asyncio.sleep(INTERVAL_S)
-    return found
+
+
+async def _value(found: object) -> object:
+    return await found if inspect.isawaitable(found) else found

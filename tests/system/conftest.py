@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_svc.config import EngineConfig
+from inference_svc.config import EngineConfig, InferenceSettings
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
+from tests.adapter_store.certificates import Authority
 from tests.support.otlp import Receiver
 from tests.system.engines import CompilingStore, Running
+from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
 from tests.system.services import Services
 from tests.system.zoo import Zoo, make_zoo
@@ -88,7 +91,30 @@ def observed(
 
 
 @pytest.fixture
-def own_services(zoos: Callable[[str], Zoo], tmp_path: Any) -> Iterator[Services]:
-    """A system of the test's own, to be killed and ended at will."""
-    with Services(zoos("llama"), tmp_path) as made:
-        yield made
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def serve_base(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
+    """Starts inference services of the base model alone, as `serve_base(**settings)`."""
+    running: list[Inference] = []
+
+    def begin(**settings: Any) -> Inference:
+        config = InferenceSettings(
+            model=zoos("llama").model_dir,
+            base_model="llama",
+            listen="127.0.0.1:0",
+            metrics_listen="127.0.0.1:0",
+            num_threads=1,
+            kv_memory=1 << 20,
+            adapter_memory=1 << 20,
+            max_model_len=64,
+            **settings,
+        )
+        running.append(Inference(config))
+        return running[-1]
+
+    yield begin
+    for each in running:
+        each.stop()

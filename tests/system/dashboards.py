@@ -19,8 +19,11 @@ _OR_ZERO = re.compile(r" or on \(\) 0 \* count\(up\{[^}]*\}\)$")
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """`where` says whose it is, for the failure. `is_by_replica`: it has a series for each, or for
-    each catalog. `without_jobs` is the same when no job is known."""
+    """A query of a panel, which `where` names for a failure's message.
+
+    `is_by_replica`: it has a series for each replica or each catalog. `without_jobs` is the query
+    when no job is known.
+    """
 
     where: str
     promql: str
@@ -29,12 +32,12 @@ class Query:
 
     @property
     def bare(self) -> str:
-        """Without the zero that stands for what has no series yet."""
+        """The query without the zero that stands for what has no series yet."""
         return _OR_ZERO.sub("", self.promql)
 
 
 class Dashboard:
-    """One file. Its variables have the values that `prometheus` gives them."""
+    """A dashboard's file, whose variables have the values that `prometheus` gives them."""
 
     def __init__(self, path: Path, prometheus: Prometheus) -> None:
         self._content: Json = json.loads(path.read_text())
@@ -47,12 +50,12 @@ class Dashboard:
         }
 
     def queries(self) -> Iterator[Query]:
-        """Of all panels."""
+        """Yields the queries of all panels."""
         for panel in panels(self._content):
             yield from self._of(panel)
 
     def queries_that_tell_of_nothing(self) -> Iterator[Query]:
-        """Of panels that say something of their own where there is no value."""
+        """Yields the queries of panels that show a text of their own where there is no value."""
         for panel in panels(self._content):
             if panel["fieldConfig"]["defaults"].get("mappings"):
                 yield from self._of(panel)
@@ -69,6 +72,6 @@ class Dashboard:
 
 
 def _has_column(panel: Json, name: str) -> bool:
-    """Of a table."""
+    """Returns whether a panel is a table that has this column."""
     changes = (each["options"] for each in panel.get("transformations", []))
     return any(name in options.get("indexByName", {}) for options in changes)

@@ -49,7 +49,10 @@ class Stream:
             while not self.store.gate.wait(0.005):
                 if self.cancelled.is_set():
                     raise StoreUnavailable("cancelled")
-            if self.cancelled.is_set() or self.store.is_down:
+            if self.cancelled.is_set():
+                raise StoreUnavailable("cancelled")
+            if self.store.is_down:
+                self.store.num_failed += 1
                 raise StoreUnavailable("the store is down")
             yield message
 
@@ -80,13 +83,15 @@ class Stream:
 @dataclass
 class CompilingStore:
     """The adapter store without a wire: real checkpoints, real images. Test double of transport
-    only. While `gate` is clear, pulls wait; while `is_down`, they fail."""
+    only. While `gate` is clear, pulls wait; while `is_down`, they fail, and `num_failed` counts
+    them."""
 
     folders: dict[str, Path] = field(default_factory=dict)
     layout: store_core.Layout | None = None
     layout_id: str = ""
     gate: threading.Event = field(default_factory=threading.Event)
     is_down: bool = False
+    num_failed: int = 0
     _images: dict[str, Image] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -14,6 +14,7 @@ from tests.system.zoo import make_zoo
 
 ALPHAS = (0.3, 0.6, 1.0)
 NUM_ADAPTERS = 200
+NUM_WARM, NUM_COUNTED = 200, 500
 
 
 def main() -> None:
@@ -34,9 +35,9 @@ def main() -> None:
                     "client": replicas,
                 }
                 for alpha in ALPHAS:
-                    wanted = adapters_of_w4(names, alpha)
+                    wanted = adapters_of_w4(names, alpha, NUM_WARM + NUM_COUNTED)
                     for way, addresses in ways.items():
-                        share = hit_share(system, addresses, wanted)
+                        share = hit_share(system, addresses, wanted, NUM_WARM)
                         print(f"alpha {alpha}, {way}: {share:.3f}", flush=True)
 
 

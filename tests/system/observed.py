@@ -1,5 +1,5 @@
-"""Both services as real processes that send their spans to a receiver of ours, and write logs for
-machines; and an application that calls them within spans of its own."""
+"""Both services as real processes that send their spans to a receiver of ours and log JSON, and an
+application that calls them within spans of its own."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Observed(Services):
             *("--policy-file", str(write_policy(folder, ROOT, SERVER, CALLER))),
             *("--otlp-endpoint", receiver.endpoint, "--log-format", "json"),
         )
-        # Nobody is there: what is signed with the secret key fails.
+        # Nothing listens there: what is signed with the secret key fails.
         s3 = ("--s3-buckets", "adapters", "--s3-endpoint-url", "http://127.0.0.1:9")
         own = ("--http", "127.0.0.1:0", "--store-token-file", str(token))
         store_flags = (*both, *s3, "--log-level", "DEBUG")
@@ -68,17 +68,17 @@ class Observed(Services):
         self.provider.shutdown()
 
     def connect(self, **options: Any) -> Client:
-        """Traced, if `options` do not say otherwise."""
+        """Returns a client; its calls are traced unless `options` say otherwise."""
         addresses = {"inference": self.inference_address, "store": self.store_address}
         defaults = {"token": token_of("root"), "tracing": self.provider}
         return Client(**addresses, **(defaults | options))
 
     def plain(self) -> Client:
-        """Whose calls are in nobody's trace."""
+        """Returns a client whose calls are in no trace."""
         return self.connect(tracing=False)
 
     def register(self, name: str, adapter: str) -> str:
-        """Its digest, once it is compiled."""
+        """Registers the zoo's `adapter`, and returns its digest once it is compiled."""
         with self.plain() as client:
             digest = client.register(name, self.source(adapter)).adapter.digest
             until(
@@ -90,13 +90,13 @@ class Observed(Services):
 
     @contextmanager
     def request(self) -> Iterator[str]:
-        """A span of the application; gives the id of its trace."""
+        """Begins a span of the application, and gives the id of its trace."""
         with self.app.start_as_current_span("app") as span:
             yield f"{span.get_span_context().trace_id:032x}"
 
     @contextmanager
     def frozen_store(self) -> Iterator[None]:
-        """Its connections stay, and nothing comes."""
+        """Stops the store's process: its connections stay, and nothing comes."""
         os.kill(self.store.pid, signal.SIGSTOP)
         try:
             yield

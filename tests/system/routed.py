@@ -25,14 +25,13 @@ from tests.system.services import GRACE_S, READY_S
 from tests.system.zoo import Zoo
 
 MAX_LORAS = 32
-"""Of each replica, as in W4."""
+"""What each replica holds, as in W4."""
 NUM_CALLERS = 4
-NUM_WARM, NUM_COUNTED = 150, 250
 PROMPT = [ord(char) for char in "a prompt"]
 
 
 class Routed:
-    """`replicas` by address. One that was killed can be started again, on the same port."""
+    """A store, and `replicas` by address: one that was killed can be started again, on its port."""
 
     def __init__(self, zoo: Zoo, folder: Path, num_replicas: int = 3) -> None:
         self._zoo = zoo
@@ -70,7 +69,7 @@ class Routed:
         self.replicas[address].stop(GRACE_S)
 
     def drain(self, address: str) -> None:
-        """Begins its end; `wait_ended` returns when that is over."""
+        """Tells a replica to finish its requests and end; `wait_ended` returns when it has."""
         os.kill(self.replicas[address].pid, signal.SIGTERM)
 
     def wait_ended(self, address: str) -> None:
@@ -104,7 +103,7 @@ class Routed:
         self._numbers[found["grpc"]] = number
 
     def register(self, count: int) -> list[str]:
-        """The names of adapters that differ from each other in content."""
+        """Registers adapters that differ from each other in content, and returns their names."""
         original = self._zoo.adapter_dirs["r1"]
         tensors = load_file(original / "adapter_model.safetensors")
         first = min(tensors)
@@ -119,11 +118,11 @@ class Routed:
         return names
 
     def generated(self) -> Counter[str]:
-        """Generations that have ended so far, by replica; none of one that is dead."""
+        """Counts the generations that have ended so far, by replica; a dead one has none."""
         return self._counts("loadout_inference_requests_total")
 
     def hits(self) -> tuple[int, int]:
-        """Of requests with an adapter: those whose adapter was on the device, and all."""
+        """Counts the requests whose adapter was on the device, and all that had an adapter."""
         hits = self._counts("loadout_inference_tier_hits_total", tier="device").total()
         misses = self._counts("loadout_inference_tier_misses_total", tier="device").total()
         return hits, hits + misses
@@ -142,31 +141,34 @@ class Routed:
 
 
 def ask(client: Client, name: str) -> None:
-    """One short generation."""
+    """Makes one short generation."""
     done = client.complete(
         PROMPT, adapter=name, max_tokens=1, temperature=0.0, ignore_eos=True, timeout_s=60
     )
     assert len(done.token_ids) == 1
 
 
-def adapters_of_w4(names: Sequence[str], alpha: float, seed: int = 5) -> list[str]:
-    """The adapters that W4's traffic asks for, one after the other: a warm-up, and what counts."""
-    arrivals = islice(Traffic(len(names), alpha).arrivals(seed), NUM_WARM + NUM_COUNTED)
+def adapters_of_w4(names: Sequence[str], alpha: float, num: int, seed: int = 5) -> list[str]:
+    """Returns the adapters of W4's first `num` requests, one after the other."""
+    arrivals = islice(Traffic(len(names), alpha).arrivals(seed), num)
     return [names[arrival.adapter] for arrival in arrivals if arrival.adapter is not None]
 
 
-def hit_share(system: Routed, addresses: str | Sequence[str], wanted: Sequence[str]) -> float:
-    """The share of requests whose adapter was on the device, after the warm-up."""
-    play(addresses, wanted[:NUM_WARM])
+def hit_share(
+    system: Routed, addresses: str | Sequence[str], wanted: Sequence[str], num_warm: int
+) -> float:
+    """The share of requests whose adapter was on the device; the first `num_warm` do not count."""
+    play(addresses, wanted[:num_warm])
+    counted = wanted[num_warm:]
     hits_before, total_before = system.hits()
-    play(addresses, wanted[NUM_WARM:])
+    play(addresses, counted)
     hits, total = system.hits()
-    assert total - total_before == NUM_COUNTED
-    return (hits - hits_before) / NUM_COUNTED
+    assert total - total_before == len(counted)
+    return (hits - hits_before) / len(counted)
 
 
 def play(addresses: str | Sequence[str], wanted: Iterable[str]) -> None:
-    """Short generations with these adapters, by callers who each wait for their answer."""
+    """Makes short generations with these adapters: some callers, who each wait for the answer."""
 
     async def main() -> None:
         todo = iter(wanted)

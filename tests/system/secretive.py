@@ -21,7 +21,7 @@ HELD = tuple(f"secret-{number}" for number in NUMBERS)
 
 
 def fail_with(client: Client, text: str, prompt: str = "prompt") -> None:
-    """As a source, as a reference, and as the adapter of a generation."""
+    """Sends a text as a source, as a reference, and as a generation's adapter; all fail."""
     with pytest.raises(errors.LoadoutError):
         client.register("x", text if "://" in text else f"s3://nowhere/{text}")
     with pytest.raises(errors.LoadoutError):

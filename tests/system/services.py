@@ -12,6 +12,7 @@ from typing import Self
 
 from loadout import Client
 from loadout.demo.process import Process
+from loadout.prometheus import scrape
 from tests.system.zoo import Zoo
 
 READY_S = 120.0
@@ -68,6 +69,11 @@ class Services:
         self.inference = Process("inference", command, self.folder, ready)
         found = self.inference.wait_ready(READY_S)
         self.inference_address, self.inference_metrics = found["grpc"], found["metrics"]
+
+    def num_waiting(self) -> int:
+        """Returns how many requests wait for their adapter."""
+        metrics = scrape(self.inference_metrics)
+        return int(metrics.one("loadout_inference_requests_waiting_for_adapter"))
 
     def kill_store(self) -> None:
         os.kill(self.store.pid, signal.SIGKILL)

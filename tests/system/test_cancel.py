@@ -109,7 +109,8 @@ def test_waiting_for_its_adapter(start: Callable, host_bytes: int) -> None:
     before = snapshot(running)
     running.store.gate.clear()
     running.submit("r", [5] * 9, "r16")
-    time.sleep(0.1)
+    residency = running.engine.built.residency
+    until(lambda: residency.waiters and residency.loads.num_jobs)
     cancel_and_check(running, "r", before)
     running.store.gate.set()
     running.submit("again", [5] * 9, "r16", max_tokens=3)
@@ -199,7 +200,7 @@ def test_a_store_that_is_back_in_time_is_enough(start: Callable) -> None:
     running = start(adapter_wait_s=10.0)
     running.store.is_down = True
     running.submit("r", [5], "r16", max_tokens=3)
-    time.sleep(0.2)
+    until(lambda: running.store.num_failed)
     running.store.is_down = False
     assert len(running.result("r")[0]) == 3
 

@@ -19,7 +19,7 @@ from tests.system.zoo import Zoo
 
 ONCE = RetryPolicy(max_attempts=1)
 NAME = "inference-replicas"
-"""Of the Service that the component cert-manager has certificates for."""
+"""The Service that the component cert-manager has certificates for."""
 
 
 @pytest.fixture(scope="module")

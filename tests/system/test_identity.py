@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 
-from loadout import types
-from tests.support.wait import TIMEOUT_S, until
+from loadout import errors, types
+from tests.support.wait import until
 from tests.system.services import Services
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -89,20 +88,20 @@ def test_names_follow_the_watch(services: Services) -> None:
     until(lambda: complete(services, "watched").adapter.digest == new.adapter.digest)
 
 
-def test_deleted_is_gone_for_new_requests_and_stays_for_running(services: Services) -> None:
-    from loadout import errors
+def is_gone(services: Services, adapter: str) -> bool:
+    try:
+        complete(services, adapter)
+    except errors.NotFound:
+        return True
+    return False
 
+
+def test_deleted_is_gone_for_new_requests_and_stays_for_running(services: Services) -> None:
     client = services.client
     client.register("leaving", put(services, "leaving", "r16"))
     running = iter(client.generate(PROMPT, adapter="leaving", max_tokens=200, **GREEDY))
     first = next(running)
     client.delete("leaving")
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            complete(services, "leaving")
-        except errors.NotFound:
-            break
-        assert time.monotonic() < deadline, "it still resolves"
+    until(lambda: is_gone(services, "leaving"), what="it still resolves")
     tokens = [*first.token_ids, *(token for chunk in running for token in chunk.token_ids)]
     assert tokens == services.zoo.greedy("r16", PROMPT, 200)

@@ -3,52 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_svc.config import InferenceSettings
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
 from servicekit.errors import InvalidSetting
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.system.guarded import Inference
-from tests.system.zoo import Zoo
 
 BASE = "llama"
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
-    """serve(**settings): an inference service of the base model alone."""
-    running: list[Inference] = []
-
-    def start(**settings: Any) -> Inference:
-        config = InferenceSettings(
-            model=zoos("llama").model_dir,
-            base_model=BASE,
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            num_threads=1,
-            kv_memory=1 << 20,
-            adapter_memory=1 << 20,
-            max_model_len=64,
-            **settings,
-        )
-        running.append(Inference(config))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.stop()
 
 
 def ask(inference: Inference, tls: TlsConfig | None, token: str | None = None) -> str:
@@ -60,10 +27,10 @@ def ask(inference: Inference, tls: TlsConfig | None, token: str | None = None) -
         return client.server_info(timeout_s=60).base_model
 
 
-def test_tls_with_a_token(serve: Any, authority: Authority, tmp_path: Path) -> None:
+def test_tls_with_a_token(serve_base: Any, authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.issue("service")
     policy = write_policy(tmp_path, token_lines("gateway", ["caller"]))
-    inference = serve(tls_cert_file=cert, tls_key_file=key, policy_file=policy)
+    inference = serve_base(tls_cert_file=cert, tls_key_file=key, policy_file=policy)
     trusted = TlsConfig(authority.path)
     assert ask(inference, trusted, token_of("gateway")) == BASE
     with pytest.raises(errors.Unauthenticated):
@@ -73,10 +40,10 @@ def test_tls_with_a_token(serve: Any, authority: Authority, tmp_path: Path) -> N
             ask(inference, other, token_of("gateway"))
 
 
-def test_mutual_tls(serve: Any, authority: Authority, tmp_path: Path) -> None:
+def test_mutual_tls(serve_base: Any, authority: Authority, tmp_path: Path) -> None:
     cert, key = authority.issue("service")
     clients = Authority(tmp_path, "clients")
-    inference = serve(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=clients.path)
+    inference = serve_base(tls_cert_file=cert, tls_key_file=key, tls_client_ca_file=clients.path)
     assert ask(inference, TlsConfig(authority.path, *clients.issue("good"))) == BASE
     forged = Authority(tmp_path, "forged").issue("bad")
     for pair in (forged, (None, None)):
@@ -85,10 +52,10 @@ def test_mutual_tls(serve: Any, authority: Authority, tmp_path: Path) -> None:
 
 
 def test_renewed_certificates_need_no_restart(
-    serve: Any, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve_base: Any, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cert, key = authority.issue("service")
-    inference = serve(tls_cert_file=cert, tls_key_file=key)
+    inference = serve_base(tls_cert_file=cert, tls_key_file=key)
     old = TlsConfig(authority.path)
     with Client(inference.server.address, tls=old) as kept:
         assert kept.server_info().base_model == BASE
@@ -108,7 +75,7 @@ def test_renewed_certificates_need_no_restart(
         assert kept.server_info().base_model == BASE  # connections go on
 
 
-def test_a_bad_start_is_said(serve: Any, authority: Authority) -> None:
+def test_a_bad_start_is_said(serve_base: Any, authority: Authority) -> None:
     cert, _ = authority.issue("service")
     with pytest.raises(InvalidSetting, match="tls_key_file: "):
-        serve(tls_cert_file=cert)
+        serve_base(tls_cert_file=cert)

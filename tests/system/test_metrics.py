@@ -17,6 +17,7 @@ from adapter_store.metrics import definitions as store_definitions
 from inference_svc.metrics import definitions as inference_definitions
 from loadout.errors import LoadoutError
 from loadout.prometheus import parse
+from tests.support.wait import until
 from tests.system.services import Services
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observability" / "metrics.md").read_text()
@@ -112,8 +113,8 @@ def test_routers_find_their_metrics(texts: dict[str, str]) -> None:
 
 
 def picked(text: str) -> tuple[float, list[str]]:
-    """What a picker of endpoints takes over: requests that run, and the adapters of the newest
-    sample, which its value tells."""
+    """Returns what a picker of endpoints reads: how many requests run, and the adapters that the
+    newest sample names; its value is its time."""
     found = {family.name: family for family in families(text)}
     [running] = found["vllm:num_requests_running"].samples
     newest = max(found["vllm:lora_requests_info"].samples, key=lambda sample: sample.value)
@@ -132,14 +133,15 @@ def test_routers_see_what_runs(services: Services, texts: dict[str, str]) -> Non
 
     caller = threading.Thread(target=generate)
     caller.start()
+    found: list[object] = []
+
+    def is_seen() -> bool:
+        num_running, names = found[:] = picked(read(services.inference_metrics))
+        # Others may have registered the same content under other names.
+        return num_running == 1 and "measured/r3" in names
+
     try:
-        deadline_s = time.monotonic() + 60
-        while True:
-            num_running, names = picked(read(services.inference_metrics))
-            # Others may have registered the same content under other names.
-            if num_running == 1 and "measured/r3" in names:
-                break
-            assert time.monotonic() < deadline_s, (num_running, names)
+        until(is_seen, what=lambda: str(found))
     finally:
         ended.set()
         caller.join()

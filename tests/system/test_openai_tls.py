@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +13,14 @@ import httpx2
 import openai
 import pytest
 
-from inference_svc.config import InferenceSettings
 from tests.adapter_store.certificates import Authority
 from tests.system.guarded import Inference
-from tests.system.zoo import Zoo
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
-@pytest.fixture
-def serve(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]:
-    """serve(**settings): an inference service of the base model alone."""
-    running: list[Inference] = []
-
-    def start(**settings: Any) -> Inference:
-        config = InferenceSettings(
-            model=zoos("llama").model_dir,
-            base_model="llama",
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            http="127.0.0.1:0",
-            num_threads=1,
-            kv_memory=1 << 20,
-            adapter_memory=1 << 20,
-            max_model_len=64,
-            **settings,
-        )
-        running.append(Inference(config))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.stop()
+def serve(serve_base: Callable[..., Inference]) -> Callable[..., Inference]:
+    """`serve_base`, with the HTTP API."""
+    return partial(serve_base, http="127.0.0.1:0")
 
 
 def ask(inference: Inference, ca: Path | None, pair: tuple[Path, Path] | None = None) -> str:

@@ -30,21 +30,21 @@ from tools.prometheus_rule import rule_files
 RUN_S = 4.0
 """After everything has happened once."""
 INTERVAL_S = 2.0
-"""As long as an engine may take to answer: a scrape that takes longer ends all series."""
+"""The time that an engine may take to answer: a scrape that takes longer ends all series."""
 PATIENCE_S = 30.0
-"""Until what is asked for again and again is there: on a busy machine a scrape is missed."""
+"""How long a question is repeated: on a busy machine a scrape is missed."""
 MIN_DASHBOARDS = 3
 ALERTS, RECORDS = rules("alert"), rules("record")
 PROVOKED = {"LoadoutDigestMismatch", "LoadoutThrash", "LoadoutKvPagesExhausted"}
-"""By the load: a trainer expects another digest, and memory is short."""
+"""Alerts that the load causes: a trainer expects another digest, and memory is short."""
 TIMED = {"LoadoutColdLoadsSlow", "LoadoutQueueGrows"}
-"""A machine that is busy with other things is slow."""
+"""Alerts about slowness, which a busy machine may cause."""
 ITS_OWN = re.compile(r"(scrape|ALERTS)(_\w+)?|up|(instance|instance_tier):\w+:\w+")
-"""What Prometheus adds."""
+"""Names of series that Prometheus adds."""
 GATEWAYS_NAME = re.compile(r"vllm:\w+ metric names should not contain ':'")
 CLUSTERS = ("east", "west")
 ELSEWHERE = {"adapter-store": "stores", "inference": "gpus"}
-"""What the jobs are called by somebody who knows neither clusters nor namespaces."""
+"""What the jobs are called where there are neither clusters nor namespaces."""
 DROPPED = {"vllm:lora_adapter_loaded", "vllm:lora_requests_info"}
 
 
@@ -54,11 +54,11 @@ class Watched:
     prometheus: Prometheus
 
     def gives_data(self, promql: str) -> bool:
-        """Whether it has a value that is a number."""
+        """Returns whether a query has a value that is a number."""
         return any(map(_has_number, self.prometheus.query(promql)))
 
     def missing(self, asked: Mapping[str, Callable[[], bool]]) -> list[str]:
-        """Of questions, those that were not answered with yes while the load went on."""
+        """Returns the names of the questions whose answer stayed no while the load went on."""
         deadline_s = time.monotonic() + PATIENCE_S
         while left := {name: ask for name, ask in asked.items() if not ask()}:
             if time.monotonic() > deadline_s:
@@ -68,12 +68,12 @@ class Watched:
         return list(left)
 
     def without_data(self, promqls: Mapping[str, str]) -> list[str]:
-        """By what they are called, queries that give none."""
+        """Returns the names of the queries that give no data."""
         asked = {name: partial(self.gives_data, promql) for name, promql in promqls.items()}
         return self.missing(asked)
 
     def tells_replicas_apart(self, promql: str) -> bool:
-        """Of the same addresses in several clusters, and in none."""
+        """Returns whether a query has series of each cluster, and of none: all share addresses."""
         found = {series.labels.get("cluster", "") for series in self.prometheus.query(promql)}
         return found == {"", *CLUSTERS}
 
@@ -83,8 +83,8 @@ def _has_number(series: Series) -> bool:
 
 
 def _jobs(load: MixedLoad) -> list[Job]:
-    """Both services as two clusters, and as somebody without labels and with other names for jobs,
-    would scrape them, with the relabelling of compose."""
+    """Returns jobs that scrape both services as two clusters would, and as somebody would who has
+    no labels and other names for jobs; with the relabelling of compose."""
     shipped = yaml.safe_load((ROOT / "deploy" / "compose" / "prometheus.yml").read_text())
     relabel = {
         each["job_name"]: each.get("metric_relabel_configs", ())
@@ -130,7 +130,7 @@ def test_all_are_scraped(watched: Watched) -> None:
 
 
 def test_every_variable_of_every_dashboard_has_values(dashboards: list[Dashboard]) -> None:
-    """Jobs are found whatever they are called."""
+    """Dashboards find jobs whatever they are called."""
     for dashboard in dashboards:
         assert [name for name, found in dashboard.choices.items() if not found] == []
         assert dashboard.choices["cluster"] == list(CLUSTERS)
@@ -142,7 +142,7 @@ def test_every_variable_of_every_dashboard_has_values(dashboards: list[Dashboard
 def test_every_query_of_every_panel_gives_data(
     watched: Watched, dashboards: list[Dashboard]
 ) -> None:
-    """Also without the zero that stands for what has not happened."""
+    """The data is there without the zero that is shown for what has not happened."""
     queries = [query for each in dashboards for query in each.queries()]
     assert len(queries) > 100
     assert sum(query.bare != query.promql for query in queries) == 5
@@ -183,8 +183,8 @@ def test_every_recording_rule_gives_data(watched: Watched) -> None:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_asks_for_what_there_is(watched: Watched, name: str) -> None:
-    """Each of its series, without the values of its matchers, as what they match is what should not
-    happen: that there are such values is tested with the rules. The labels have to be there."""
+    """Every series that it names exists and has the labels of its matchers. Their values are left
+    out: they stand for what should not happen, and the tests of the rules know them."""
     watched.prometheus.query(ALERTS[name]["expr"])
     wanted = {}
     for selector in selectors(ALERTS[name]["expr"]):
@@ -209,7 +209,7 @@ def test_alerts_are_about_what_the_load_does_and_nothing_else(watched: Watched) 
 
 
 def _fire_everywhere(prometheus: Prometheus) -> bool:
-    """Of the same addresses in several clusters, and in none."""
+    """Returns whether alerts fire in each cluster, and where there is none."""
     return {cluster for _, cluster in _alerts(prometheus, "firing")} == {"", *CLUSTERS}
 
 
@@ -218,7 +218,7 @@ def _wait_for_nothing_else(prometheus: Prometheus) -> bool:
 
 
 def _alerts(prometheus: Prometheus, state: str) -> set[tuple[str, str]]:
-    """Names and clusters."""
+    """Returns the names and clusters of the alerts in a state."""
     labels = [each["labels"] for each in prometheus.alerts() if each["state"] == state]
     return {(each["alertname"], each.get("cluster", "")) for each in labels}
 
@@ -242,19 +242,19 @@ def test_promtool_finds_nothing_but_the_names_that_gateways_chose(watched: Watch
 
 
 def exposition(watched: Watched, name: str) -> str:
-    """What a job's target answers, and routers read."""
+    """Returns what a job's target exports: Prometheus and routers read it."""
     [[address]] = [job.addresses for job in watched.load.jobs if job.name == name]
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         return str(response.read().decode())
 
 
 def names(watched: Watched) -> set[str]:
-    """Of all series."""
+    """Returns the names of all series."""
     return set(watched.prometheus.label_values("__name__"))
 
 
 def _family(name: str) -> str:
-    """A histogram's or summary's name without the suffix of one of its series."""
+    """Returns a series' name without the suffix that a histogram or summary gives it."""
     for definition in (*inference.DEFINITIONS.values(), *store.DEFINITIONS.values()):
         if definition.kind.value in ("histogram", "summary"):
             suffix = name.removeprefix(definition.name)

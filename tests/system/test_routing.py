@@ -58,33 +58,42 @@ def test_what_the_gateway_s_picker_reads_is_exported(system: Routed, names: list
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_warm", "num_counted"), [(150, 250), pytest.param(200, 500, marks=pytest.mark.long)]
+)
 def test_adapters_stay_with_their_replica_and_are_found_there(
-    system: Routed, names: list[str], envoy: Envoy
+    system: Routed,
+    names: list[str],
+    envoy: Envoy,
+    tmp_path: Path,
+    num_warm: int,
+    num_counted: int,
 ) -> None:
     replicas = list(system.replicas)
-    wanted = adapters_of_w4(names, alpha=1.0)
-    with Envoy(system.folder / "round-robin", replicas, round_robin) as plain:
-        blind = hit_share(system, plain.address, wanted)
+    wanted = adapters_of_w4(names, alpha=1.0, num=num_warm + num_counted)
+    with Envoy(tmp_path / "round-robin", replicas, round_robin) as plain:
+        blind = hit_share(system, plain.address, wanted, num_warm)
         assert share_at_home(plain, len(wanted)) < 0.8
 
-    by_envoy = hit_share(system, envoy.address, wanted)
+    by_envoy = hit_share(system, envoy.address, wanted, num_warm)
     assert by_envoy >= 1.5 * blind, (by_envoy, blind)
     assert share_at_home(envoy, len(wanted)) >= 0.99
     assert {replica for _, replica in envoy.served()} == set(replicas)
 
     before = system.generated()
-    by_client = hit_share(system, replicas, wanted)
+    by_client = hit_share(system, replicas, wanted, num_warm)
     assert by_client >= 1.5 * blind, (by_client, blind)
     expected = Counter(home(replicas, name)[0] for name in wanted)
     assert system.generated() - before == expected, "every one at its first choice"
 
 
 def share_at_home(envoy: Envoy, num_calls: int) -> float:
-    """Of the requests of adapters with several, those that went where most of the adapter's did."""
+    """Returns the share of requests that went where most of their adapter's requests did."""
     envoy.wait(lambda: len(envoy.served()) >= num_calls)
     counts: dict[str, Counter[str]] = {}
     for key, replica in envoy.served():
         counts.setdefault(key, Counter())[replica] += 1
+    # An adapter with one request says nothing.
     several = [each for each in counts.values() if each.total() > 1]
     return sum(max(each.values()) for each in several) / sum(each.total() for each in several)
 
@@ -144,7 +153,7 @@ def test_a_hot_adapter_spills_over(system: Routed, names: list[str], envoy: Envo
 
 
 def load_of(client: Client) -> dict[str, int]:
-    """Of the replicas that have any."""
+    """Returns the load of each replica that has any."""
     return {each.address: each.num_requests for each in client.replicas() if each.num_requests}
 
 

@@ -50,7 +50,7 @@ class Guarded:
         return self.served.running.grpc_address
 
     def access(self, **changes: Any) -> StoreAccess:
-        """As the settings of a server make it."""
+        """Returns what the settings of a server make."""
         token = self.folder / "token"
         token.write_text(token_of("server"))
         fields = {

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from loadout.errors import DeadlineExceeded, NotFound
-from loadout.prometheus import scrape
 from tests.adapter_store.service.guarded import token_of
 from tests.support.otlp import Received, Trace
 from tests.support.wait import until
@@ -224,7 +223,7 @@ def test_a_cancelled_stream(traced: Observed) -> None:
 
 
 def test_a_deadline(traced: Observed) -> None:
-    """It passes while the adapter is waited for."""
+    """A deadline may pass while the request waits for its adapter."""
     unload(traced, "r3")
     with traced.frozen_store(), traced.request() as trace_id, pytest.raises(DeadlineExceeded):
         traced.client.complete("abc", adapter="traced/r3", timeout_s=2.0)
@@ -281,11 +280,6 @@ def _services(system: Observed, trace_id: str) -> set[str]:
     return {span.service for span in system.receiver.spans if span.trace_id == trace_id}
 
 
-def _num_waiting(system: Observed) -> float:
-    metrics = scrape(system.inference_metrics)
-    return metrics.one("loadout_inference_requests_waiting_for_adapter")
-
-
 def test_two_requests_wait_for_one_load(traced: Observed) -> None:
     unload(traced, "r16")
     ids: list[str] = []
@@ -300,7 +294,7 @@ def test_two_requests_wait_for_one_load(traced: Observed) -> None:
         for num_waiting, thread in enumerate(threads, 1):
             thread.start()
             # The first is in the queue, and its load has begun, before the second comes.
-            until(lambda wanted=num_waiting: _num_waiting(traced) == wanted)
+            until(lambda wanted=num_waiting: traced.num_waiting() == wanted)
     for thread in threads:
         thread.join()
     first = traced.receiver.trace(ids[0], COLD)

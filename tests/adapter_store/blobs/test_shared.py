@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,8 @@ from adapter_store.catalog.rows import NewVersion
 from adapter_store.core import BlobPlace, SourceFile
 from adapter_store.errors import BlobLost, CorruptData
 from servicekit.refs import AdapterName
-from tests.adapter_store.shared_parts import WAIT_SECONDS, SharedParts, die
+from tests.adapter_store.shared_parts import SharedParts, die
+from tests.support.wait import until
 
 A = AdapterName("default", "a")
 DIGEST = "sha256:" + "a" * 64
@@ -157,16 +157,19 @@ def test_pull_right_after_the_commit(parts):
     assert read(folder) == CONTENT
 
 
+def is_swept(parts: SharedParts, blobs: SharedBlobs) -> bool:
+    """Sweeps; returns whether neither blobs nor unfinished uploads are left."""
+    blobs.sweep_shared()
+    return not parts.keys("blobs") and not any(parts.bucket.unfinished("blobs/"))
+
+
 def test_abandoned_put_is_swept_while_its_replica_lives(parts):
     leases = parts.leases(lease_seconds=0.2)
     assert leases.acquire("another")  # is renewed all the time
     blobs = parts.blobs("one", leases)
     kept, _ = keep(blobs)
     blobs.abandon_put(kept)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while parts.keys("blobs"):
-        blobs.sweep_shared()
-        assert time.monotonic() < deadline
+    until(lambda: is_swept(parts, blobs))
     assert leases.is_held("another")
 
 
@@ -183,8 +186,5 @@ def test_parts_of_an_upload_that_died_are_swept(parts):
     blobs.sweep_shared()
     assert [*parts.bucket.unfinished("blobs/")] == [{key: [upload_id]}]  # it may still be alive
     die(leases)
-    deadline = time.monotonic() + WAIT_SECONDS
-    while any(parts.bucket.unfinished("blobs/")):
-        blobs.sweep_shared()
-        assert time.monotonic() < deadline
+    until(lambda: is_swept(parts, blobs))
     parts.bucket.abort(key, [upload_id])  # it may have ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.errors import CatalogUnavailable
 from servicekit.refs import AdapterName, AdapterRef
-from tests.adapter_store.catalog.conftest import WAIT_SECONDS, Names, ReceivedEvents
+from tests.adapter_store.catalog.conftest import Names, ReceivedEvents
+from tests.support.wait import until
 
 A = AdapterName("default", "a")
 
@@ -87,10 +87,7 @@ def test_a_follower_that_was_away_for_long_goes_on(catalog_dsn, replicas):
     for i in range(64):
         Names(short).register("a", f"d{i}")
     short.close()
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not received.events or received.events[-1].revision < 64:
-        assert time.monotonic() < deadline
-        received.wait(1)
+    until(lambda: received.events and received.events[-1].revision >= 64)
 
 
 def test_replicas_that_start_together_migrate_once(postgres):

@@ -61,14 +61,17 @@ def test_the_past_then_what_happens(catalog):
     run(catalog, scenario)
 
 
-def test_many_watchers_see_every_event_once(catalog):
+@pytest.mark.parametrize(
+    ("num_watchers", "num_events"), [(100, 20), pytest.param(200, 40, marks=pytest.mark.long)]
+)
+def test_many_watchers_see_every_event_once(catalog, num_watchers, num_events):
     async def scenario(watch: Watch) -> None:
-        streams = [watch.stream(0) for _ in range(100)]
-        takes = [asyncio.create_task(take(stream, 20)) for stream in streams]
-        await asyncio.to_thread(register, catalog, 20)
+        streams = [watch.stream(0) for _ in range(num_watchers)]
+        takes = [asyncio.create_task(take(stream, num_events)) for stream in streams]
+        await asyncio.to_thread(register, catalog, num_events)
         for found in await asyncio.gather(*takes):
-            assert found == list(range(1, 21))
-        assert watch.num_watchers == 100
+            assert found == list(range(1, num_events + 1))
+        assert watch.num_watchers == num_watchers
         for stream in streams:
             await stream.aclose()
         assert watch.num_watchers == 0
@@ -89,7 +92,7 @@ def test_bookmarks_in_silence_carry_the_revision(catalog):
 
 
 def test_a_watch_that_knows_nothing_of_the_database_is_silent(postgres, catalog_dsn, monkeypatch):
-    """Else who watches would believe for ever that names are as they were."""
+    """Bookmarks that went on would tell watchers that names have not changed."""
     monkeypatch.setattr(follower_module, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(follower_module, "STALE_SECONDS", 0.4)
     catalog = Catalog(catalog_dsn, event_retention=20)

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 
 import pytest
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
-from servicekit.telemetry.logs import JsonFormatter
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
+from tests.support.logs import captured_log
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def log():
-    """All that is logged, as `--log-format json --log-level DEBUG` writes it."""
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
-    yield written
-    root.removeHandler(handler)
-    root.setLevel(level)
+    with captured_log() as written:
+        yield written
 
 
 def call_lines(log: io.StringIO) -> list[dict[str, object]]:

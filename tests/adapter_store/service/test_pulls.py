@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.core import DataType, Target, TargetKind
 from adapter_store.images.compile import compile_image
 from adapter_store.images.plan import IMAGE_FORMAT
+from adapter_store.images.pull import part_messages
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import until
 
@@ -213,13 +216,26 @@ def test_a_cancelled_pull_releases_its_image(store, client, large):
     store.running.store.images.check_integrity()
 
 
-def test_stalled_reader_gets_a_limited_number_of_bytes(store, client, large):
+def test_stalled_reader_gets_a_limited_number_of_bytes(client, large, monkeypatch):
     digest, layout_id = large
+    sent_bytes = [0]
+
+    def counted(*part: Any) -> Iterator[Any]:
+        for message in part_messages(*part):
+            yield message
+            sent_bytes.append(sent_bytes[-1] + len(getattr(message, "data", b"")))
+
+    monkeypatch.setattr("adapter_store.images.pull.part_messages", counted)
     stream = client.stub.PullAdapter(pb.PullAdapterRequest(digest=digest, layout_id=layout_id))
     header = next(stream).header
-    time.sleep(0.5)
-    sent = store.running.store.metrics.pulled_bytes._value.get()
-    assert sent < header.total_bytes / 2
+    readings = []
+
+    def has_stopped() -> bool:
+        readings.append(sent_bytes[-1])
+        return readings[-1] > 0 and readings[-30:] == readings[-1:] * 30
+
+    until(has_stopped)
+    assert sent_bytes[-1] < header.total_bytes / 2
     received = sum(len(r.chunk.data) for r in stream)
     assert received == header.total_bytes
 

@@ -17,8 +17,8 @@ import pytest
 from inference_svc.api.grpc import convert
 from inference_svc.errors import AdapterUnavailable
 from loadout.inference.v1 import inference_pb2 as pb
-from servicekit.telemetry.logs import JsonFormatter
 from tests.inference_svc.serving import Running, digest_of, error_of
+from tests.support.logs import captured_log
 from tests.support.wait import until_async
 
 PROMPT = "abc"
@@ -28,17 +28,8 @@ PREFIX = "loadout_inference_"
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """The log as `--log-format json --log-level debug` writes it."""
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(JsonFormatter())
-    root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.DEBUG)
-    yield written
-    root.removeHandler(handler)
-    root.setLevel(level)
+    with captured_log() as written:
+        yield written
 
 
 def request_lines(log: io.StringIO) -> list[dict[str, Any]]:

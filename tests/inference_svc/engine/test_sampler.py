@@ -79,8 +79,9 @@ def test_truncation_follows_its_definition(
     ids=str,
 )
 @pytest.mark.parametrize("candidates", [4, 1024])
+@pytest.mark.parametrize("num_draws", [1500, pytest.param(3000, marks=pytest.mark.long)])
 def test_kept_tokens_are_drawn_in_proportion(
-    params: dict, candidates: int, monkeypatch: pytest.MonkeyPatch
+    params: dict, candidates: int, num_draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the cut lies beyond the candidates that are looked at first."""
     monkeypatch.setattr(sampler_module, "NUM_CANDIDATES", candidates)
@@ -88,10 +89,10 @@ def test_kept_tokens_are_drawn_in_proportion(
     kept = sorted(allowed(values[0], SamplingParams(**params)))
     expected = values[0].softmax(0)[kept]
     expected = (expected / expected.sum()).tolist()
-    sequences = [sequence(seed=i, **params) for i in range(1500)]
-    drawn = sample(values.expand(1500, -1).contiguous(), *sequences)
+    sequences = [sequence(seed=i, **params) for i in range(num_draws)]
+    drawn = sample(values.expand(num_draws, -1).contiguous(), *sequences)
     for token, probability in zip(kept, expected, strict=True):
-        assert drawn.count(token) / 1500 == pytest.approx(probability, abs=0.04)
+        assert drawn.count(token) / num_draws == pytest.approx(probability, abs=0.04)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -22,7 +22,6 @@ from servicekit.rpc.status import CODES
 from servicekit.telemetry.histogram import STEP_BOUNDS_S, HistogramState
 from servicekit.telemetry.metrics import Kind
 from tests.inference_svc.metrics.test_scrape_size import MAX_SERIES
-from tests.support.wait import until
 
 METHODS = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
 ROUTES = [*COMPLETION_ROUTES, *(f"/route/{number}" for number in range(8))]
@@ -31,7 +30,7 @@ VALUES = {
     "tier": ["device", "host"],
     "source": ["host", "store"],
 }
-"""Of histograms' labels."""
+"""The values of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
 MAX_CPU_S = 0.05
@@ -96,11 +95,11 @@ def test_the_largest_scrape_is_bounded(metrics: Metrics) -> None:
 
 
 def test_the_largest_scrape_is_fast(metrics: Metrics) -> None:
-    """The thread's own time counts, once undisturbed: a busy sibling core halves the speed."""
+    """The thread's own time counts, and the best of 20: a busy sibling core halves the speed."""
 
-    def is_fast() -> bool:
+    def cpu_s() -> float:
         began_s = time.thread_time()
         metrics.exposition()
-        return time.thread_time() - began_s < MAX_CPU_S
+        return time.thread_time() - began_s
 
-    until(is_fast, what=f"no scrape in less than {MAX_CPU_S} s of processor time")
+    assert min(cpu_s() for _ in range(20)) < MAX_CPU_S

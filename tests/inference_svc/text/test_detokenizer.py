@@ -21,24 +21,30 @@ def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(text=TEXT)
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("max_examples", [50, pytest.param(150, marks=pytest.mark.long)])
 def test_pieces_of_text_join_to_its_decoding(
-    tokenizers: dict[str, Tokenizer], kind: str, text: str
+    tokenizers: dict[str, Tokenizer], kind: str, max_examples: int
 ) -> None:
     tokenizer = tokenizers[kind]
-    token_ids = tokenizer.encode(text)
-    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(TEXT)
+    def join(text: str) -> None:
+        token_ids = tokenizer.encode(text)
+        assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+    join()
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_texts", [500, pytest.param(1500, marks=pytest.mark.long)])
 def test_pieces_of_random_tokens_join_to_their_decoding(
-    tokenizers: dict[str, Tokenizer], kind: str
+    tokenizers: dict[str, Tokenizer], kind: str, num_texts: int
 ) -> None:
     """Including invalid bytes, special tokens in the middle, and unknown ids."""
     tokenizer = tokenizers[kind]
     rng = random.Random(7)
-    for _ in range(500):
+    for _ in range(num_texts):
         token_ids = [rng.randrange(tokenizer.vocab_size + 2) for _ in range(rng.randrange(30))]
         assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids), token_ids
 

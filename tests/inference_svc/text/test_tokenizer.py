@@ -121,10 +121,12 @@ print(resident_bytes() - before)
 
 
 @pytest.mark.processes
-def test_memory_is_estimated_before_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_pairs", [100, pytest.param(200, marks=pytest.mark.long)])
+def test_memory_is_estimated_before_loading(tmp_path: Path, num_pairs: int) -> None:
+    """A vocabulary of 900 pairs of letters, and of every two of the first `num_pairs` of them."""
     letters = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     short = list(itertools.product(letters[:30], letters[:30]))
-    long = itertools.product(["".join(pair) for pair in short[:100]], repeat=2)
+    long = itertools.product(["".join(pair) for pair in short[:num_pairs]], repeat=2)
     merges = [*short, *long]
     words = [*letters, *("".join(pair) for pair in merges)]
     vocabulary = {word: index for index, word in enumerate(words)}

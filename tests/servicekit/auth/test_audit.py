@@ -86,7 +86,7 @@ def test_how_a_call_ended(audit, path, error, result, reason):
 
 @pytest.mark.parametrize("outcome", ["recorded", "refused", "cancelled"])
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_goes_on_without_its_caller_says_how_it_really_ended(audit, path, outcome, stays):
+def test_work_whose_caller_has_left_is_recorded_with_its_result(audit, path, outcome, stays):
     async def main() -> None:
         recording = asyncio.get_running_loop().create_future()
 
@@ -126,7 +126,7 @@ def test_a_hostile_name_stays_in_its_line(audit, path):
     assert len(found["name"]) == MAX_NAME_CHARS
 
 
-def test_who_was_refused_unread_is_written_down(audit, path):
+def test_unauthenticated_changes_are_recorded(audit, path):
     for what in ("PinAdapter", "GetAdapter"):
         audit.refuse(what, "ipv4:1", Unauthenticated("no token"))
     [found] = lines(path)

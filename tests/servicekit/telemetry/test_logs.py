@@ -153,7 +153,6 @@ def test_a_stalled_reader_delays_no_logging(pipe: tuple[int, int]) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.processes
 def test_a_process_ends_without_a_reader() -> None:
     with subprocess.Popen([sys.executable, "-c", NOISY], stderr=subprocess.PIPE) as process:
         assert process.wait(60) == 0

@@ -13,6 +13,7 @@ import pytest
 
 from tests.inference_svc.serving import Running
 from tests.support.otlp import Receiver
+from tests.support.wait import until_async
 
 
 class Front:
@@ -28,9 +29,11 @@ class Front:
 
     async def until_metric(self, line: str) -> None:
         """Waits for a line of the metrics: a call is counted after its client has seen the end."""
-        async with asyncio.timeout(60):
-            while line not in await asyncio.to_thread(self.running.scrape):
-                await asyncio.sleep(0.01)
+
+        async def is_there() -> bool:
+            return line in await asyncio.to_thread(self.running.scrape)
+
+        await until_async(is_there)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
         return await self.raw.post(path, json=body, **options)

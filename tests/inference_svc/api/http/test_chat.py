@@ -51,7 +51,6 @@ def test_stream_has_the_same_content(serve_http) -> None:
         assert "".join(p.choices[0].delta.content or "" for p in parts) == ECHO
         reasons = [p.choices[0].finish_reason for p in parts]
         assert reasons == [None] * (len(parts) - 1) + ["stop"]
-        assert len(parts) > 1  # fewer than there are tokens, if they are read late
         assert all(p.usage is None for p in parts)
         assert last.choices == []
         assert last.usage.completion_tokens == last.usage.prompt_tokens + 1

@@ -40,7 +40,6 @@ def test_stream_has_the_same_content(serve_http) -> None:
         *parts, last = [chunk async for chunk in stream]
         assert "".join(part.choices[0].text for part in parts) == "the quick fox"
         assert [p.choices[0].finish_reason for p in parts if p.choices[0].finish_reason] == ["stop"]
-        assert len(parts) > 1  # fewer than there are tokens, if they are read late
         assert last.usage.prompt_tokens == len("the quick fox")
 
     serve_http(body)

@@ -215,12 +215,22 @@ def test_load_and_unload(serve_http, tmp_path: Path) -> None:
 # --- disconnects --------------------------------------------------------------------------------
 
 
-def test_closed_stream_cancels_its_requests(serve_http) -> None:
+def text_of(chunk: Any) -> str:
+    (choice,) = chunk.choices
+    return str(choice.text if hasattr(choice, "text") else choice.delta.content or "")
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_closed_stream_cancels_its_requests(serve_http, route: str) -> None:
+    """Text arrives while the requests still run."""
+
     async def body(front: Front) -> None:
-        front.engine.step_s = 0.01
+        front.engine.step_s = 0.02
         for n in (1, 3):
-            stream = await front.complete(stream=True, n=n, **LONG)
-            await anext(stream)
+            fields = {**LONG, "max_tokens": 40}
+            stream = await getattr(front, route)(stream=True, n=n, **fields)
+            while not text_of(await anext(stream)):
+                pass
             front.engine.hold.set()
             assert front.engine.num_running == n
             await stream.close()
@@ -249,13 +259,15 @@ def test_disconnect_before_the_response_cancels_its_requests(serve_http) -> None
 
 def test_drain_finishes_running_requests_and_refuses_new_ones(serve_http) -> None:
     async def body(front: Front) -> None:
+        async def drains() -> bool:
+            return (await front.raw.get("/health")).status_code == 503
+
         front.engine.hold.set()
         first = asyncio.create_task(front.complete())
         await until_async(lambda: front.engine.num_running == 1)
         front.running.stop.set()
         ended = asyncio.create_task(front.running.server.run(front.running.stop))
-        while (await front.raw.get("/health")).status_code != 503:
-            await asyncio.sleep(0.01)
+        await until_async(drains)
         assert await front.running.health_of() == NOT_SERVING
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             await front.complete()
