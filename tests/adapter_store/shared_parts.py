@@ -45,7 +45,7 @@ class SharedParts:
         return leases
 
     def tier(self, leases: Leases | None = None) -> SharedTier:
-        """As another replica sees it."""
+        """Returns the tier as another replica sees it."""
         return SharedTier(self.bucket, leases or self.leases())
 
     def blobs(

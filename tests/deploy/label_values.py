@@ -29,7 +29,7 @@ Known = dict[str, set[str]]
 
 
 def known(metric: str) -> Known:
-    """Of one of our metrics, of one that is recorded of them, or of ALERTS."""
+    """Returns the known values of the labels of ours, of a recorded series, or of ALERTS."""
     if metric == "ALERTS":
         return {"alertname": set(rules("alert")), "alertstate": {"pending", "firing"}}
     return _store(metric) if "loadout_store_" in metric else _inference()

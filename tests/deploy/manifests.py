@@ -156,7 +156,7 @@ class Manifests:
         return [Workload(each, self) for each in self.of_kind(*kinds)]
 
     def workloads_with(self, labels: Labels) -> list[Workload]:
-        """Those whose pods carry the labels."""
+        """Returns the workloads whose pods carry the labels."""
         return [each for each in self.workloads if labels.items() <= each.labels.items()]
 
 

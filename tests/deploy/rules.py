@@ -23,7 +23,7 @@ _STRING = re.compile(r'"[^"]*"')
 
 @cache
 def groups() -> list[dict[str, Any]]:
-    """Of all files."""
+    """Returns the groups of all files."""
     return [each for path in rule_files() for each in yaml.safe_load(path.read_text())["groups"]]
 
 
@@ -37,7 +37,7 @@ def rules(kind: str) -> dict[str, Rule]:
 
 @cache
 def unit_tests() -> list[dict[str, Any]]:
-    """Of all files."""
+    """Returns the unit tests of all files."""
     return [test for path in UNIT_TESTS for test in yaml.safe_load(path.read_text())["tests"]]
 
 
@@ -57,7 +57,7 @@ def metric(selector: str) -> str:
 
 
 def matchers(selector: str) -> list[tuple[str, str, str]]:
-    """Of a selector: label, operator and value of each."""
+    """Returns label, operator and value of each matcher of a selector."""
     return [(found[1], found[2], found[3]) for found in _MATCHER.finditer(selector)]
 
 

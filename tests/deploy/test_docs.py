@@ -81,7 +81,7 @@ def test_the_claim_is_what_pods_mount(example):
 
 
 def test_the_steps_make_the_secrets(tmp_path):
-    """As typed, but for the cluster."""
+    """The commands run as the page has them, but for the cluster."""
     [making] = [text for text in blocks("sh") if "make_token" in text]
     [creating] = [text for text in blocks("sh") if "create secret" in text]
     commands = [f"{line} --dry-run=client -o yaml; echo ---" for line in creating.splitlines()]

@@ -143,7 +143,7 @@ def title_of(thing: Object) -> str:
 
 
 def is_gateways(thing: Object) -> bool:
-    """Of an API that clusters get from elsewhere."""
+    """Whether the object is of an API that clusters get from elsewhere."""
     return title_of(thing) in SCHEMAS
 
 

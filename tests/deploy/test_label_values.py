@@ -22,11 +22,11 @@ EXPRESSIONS = {
     },
 }
 _ALTERNATIVES = re.compile(r"\|(?![^(]*\))")
-"""Of a regular expression, those outside of its groups."""
+"""Returns a regular expression's alternatives that are outside of its groups."""
 
 
 def looked_for(expression: str) -> list[tuple[str, str, str]]:
-    """Of all selectors: metric, label and each alternative that a matcher of theirs has."""
+    """Returns metric, label and each alternative of every selector's matchers."""
     return [
         (metric(selector), label, each)
         for selector in selectors(expression)

@@ -44,7 +44,7 @@ def test_only_named_folders_can_be_written(workload):
 
 
 def test_the_images_caches_lie_in_folders_that_can_be_written(workload):
-    """Of the variables that name folders in the image, none is beside /tmp and what only it has."""
+    """A variable of the image that names a folder names one in /tmp, or one of the image alone."""
     image = dockerfile.parse(ROOT / "deploy/images/Dockerfile")
     for target in ("cpu", "cuda"):
         folders = {

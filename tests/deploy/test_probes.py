@@ -21,7 +21,7 @@ LAST_SECONDS = QUIET_LIMIT_SECONDS + ANSWER_SECONDS
 END_SECONDS = 5.0
 """To end threads and processes, and to free the device."""
 START_SECONDS = 1.0
-"""Of a probe that starts a process."""
+"""Time to start the process of a probe that has one."""
 
 
 def asked(probe: Object) -> tuple[int, str]:

@@ -56,7 +56,7 @@ def test_groups_have_names_of_their_own():
 
 @pytest.mark.processes
 def test_compose_loads_them(tmp_path):
-    """Its configuration is valid with our folder where compose mounts it."""
+    """The configuration of Prometheus is valid with our folder where compose mounts it."""
     compose = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
     mounts = [each.split(":") for each in compose["services"]["prometheus"]["volumes"]]
     [source] = [source for source, target, *_ in mounts if target == MOUNTED]
@@ -158,7 +158,7 @@ def test_an_alert_says_what_is_needed(alert: Rule):
 
 
 def paragraphs() -> dict[str, str]:
-    """Of the runbook, by alert."""
+    """Returns the runbook's paragraphs by alert."""
     [chapter] = re.findall(r"^## Alerts$(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL)
     _, *parts = re.split(r"^### ", chapter, flags=re.MULTILINE)
     return dict(part.split("\n", 1) for part in parts)

@@ -14,7 +14,7 @@ DOCUMENTED = set(re.findall(r"^\| `([a-z0-9-]+)` \| (?:Secret|PersistentVolumeCl
 
 
 def matches(selector: Object, labels: Labels) -> bool:
-    """As Kubernetes decides; of the operators only In, the one that we use."""
+    """Decides as Kubernetes does; knows only In, the one operator that we use."""
     wanted = selector.get("matchLabels", {})
     expressions = selector.get("matchExpressions", [])
     assert all(each["operator"] == "In" for each in expressions)

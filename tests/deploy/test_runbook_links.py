@@ -23,7 +23,7 @@ WANTED = {BASE + name.lower() for name in rules("alert")}
 
 
 def snippet(name: str) -> str:
-    """Of the page, marked by a comment."""
+    """Returns the part of the page that a comment marks."""
     [found] = re.findall(rf"<!-- try: {name} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
     return str(found)
 

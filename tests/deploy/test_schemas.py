@@ -37,7 +37,7 @@ def schemas_are_read_once():
 
 
 def all_objects() -> dict[str, Object]:
-    """Of all overlays and components; equal ones once."""
+    """Returns the objects of all overlays and components, equal ones once."""
     found = [each for name in BUILDS for each in overlay(name).objects]
     return {json.dumps(each, sort_keys=True): each for each in found}
 

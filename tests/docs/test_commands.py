@@ -33,7 +33,7 @@ from tools.cli_docs import MARKER, PATH
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = PATH.read_text().partition(MARKER)[2]
-"""Its examples are those of --help, which tests/loadout/cli/test_commands.py parses."""
+"""The page's examples are those of --help, which tests/loadout/cli/test_commands.py parses."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md")),
     *sorted(path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")),

@@ -54,7 +54,7 @@ def settings() -> list[Setting]:
 
 @cache
 def flags() -> set[str]:
-    """Of both services and of every command."""
+    """Returns the flags of both services and of every command."""
     found = {flag for setting in settings() for flag in setting.flags}
     command = typer.main.get_command(app)
     for each in (command, *command.commands.values()):
@@ -65,7 +65,7 @@ def flags() -> set[str]:
 
 @cache
 def variables() -> set[str]:
-    """Those of the settings, and those that commands read."""
+    """Returns the variables of the settings, and those that commands read."""
     names = {setting.variable for setting in settings()}
     sources = [*(ROOT / "loadout").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     quoted = re.compile(r"\"(LOADOUT_[A-Z_]+)\"")

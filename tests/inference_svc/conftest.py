@@ -314,7 +314,7 @@ def engine() -> Iterator[FakeEngine]:
 
 
 def facts_of(config: Any, tokenizer: Any) -> ServerFacts:
-    """Of the engine that is none."""
+    """Returns the facts of the fake engine."""
     return ServerFacts(
         base_model="base",
         architecture="FakeForCausalLM",

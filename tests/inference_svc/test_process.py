@@ -205,7 +205,7 @@ def test_a_start_that_fails_says_why_in_one_line(
 
 
 def test_an_engine_that_is_killed_while_it_loads_ends_the_start_in_one_line(model: Path) -> None:
-    """As the kernel does when memory is short."""
+    """The kernel kills it so when memory is short."""
     with subprocess.Popen(command(model), stderr=subprocess.PIPE, text=True) as popen:
         us = psutil.Process(popen.pid)
         until(us.children, what="no child in time")[0].kill()

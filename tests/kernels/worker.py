@@ -60,8 +60,8 @@ def load(path: Path) -> ModuleType:
 
 
 def teach_the_interpreter_ranges() -> None:
-    """Its scalars are arrays of one element, which numpy turns into indices no more: without this
-    a loop over bounds from memory would not run there."""
+    """Lets a loop over bounds from memory run in the interpreter, whose scalars are arrays of one
+    element: numpy turns these into indices no more."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -75,7 +75,7 @@ class FakeReplica:
         self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def generate(self, request: Any, context: grpc.ServicerContext) -> Any:
-        """Its address and the end, the latter once `hold` is set."""
+        """Yields the fake's address and then the end, once `hold` is set."""
         self._note(context)
         yield pb.GenerateResponse(text=self.address, token_ids=[1])
         while not self.hold.wait(0.01):

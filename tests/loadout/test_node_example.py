@@ -65,7 +65,7 @@ def run_example(node_modules):
 def test_names_the_adapter_to_proxies(
     run_example, inference_server, fake_inference, chunks, arguments, key
 ):
-    """As our own clients do."""
+    """The example sends the keys that our own clients send."""
     keys = []
 
     def generate(request, context):

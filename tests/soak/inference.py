@@ -158,7 +158,7 @@ class Soak:
 
 
 def smooth(samples: list[int]) -> list[float]:
-    """Of each the median with its neighbours, SMOOTHED in all; the outermost have fewer."""
+    """Returns each sample's median with its neighbours, SMOOTHED in all; fewer at the ends."""
     reach = SMOOTHED // 2
     around = (samples[max(0, i - reach) : i + reach + 1] for i in range(len(samples)))
     return [statistics.median(window) for window in around]

@@ -26,8 +26,7 @@ BOARDS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.jso
 
 
 class Answers:
-    """Of expressions after `hours`, when there were these series, by the hour; without their
-    names."""
+    """Evaluates expressions after `hours` of these series, by the hour, without their names."""
 
     def __init__(self, folder: Path, series: dict[str, str], hours: int) -> None:
         self._path = folder / "panels.test.yml"
@@ -35,7 +34,7 @@ class Answers:
         self._hours = hours
 
     def check(self, expression: str, expected: dict[str, float]) -> None:
-        """It has these values by label sets, and no others."""
+        """The answer has these values by label sets, and no others."""
         samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
         asked_for = {"expr": expression, "eval_time": f"{self._hours}h", "exp_samples": samples}
         test = {"interval": "1h", "input_series": self._series, "promql_expr_test": [asked_for]}

@@ -29,7 +29,7 @@ BOARDS: dict[str, Json] = {
 PANELS = [(name, panel) for name, board in BOARDS.items() for panel in panels(board)]
 NUM_COLUMNS = 24
 MAX_BYTES = 200_000
-"""Of a file: kubectl apply keeps a copy in an annotation, which may have 256 KiB."""
+"""Most bytes of a file: kubectl apply keeps a copy in an annotation, which may have 256 KiB."""
 
 PROMETHEUS_OWN = {"up", "ALERTS"}
 METRIC = re.compile(r"\b(?:up|ALERTS|process_\w+|[\w:]*loadout_[\w:]+|vllm:\w+)(?=\{)")
@@ -70,7 +70,7 @@ def recorded() -> dict[str, str]:
 
 
 def used_names() -> set[str]:
-    """Of series, in all queries, choices and marks."""
+    """Returns the names of series in all queries, variables and annotations."""
     texts = [text for board in BOARDS.values() for text in expressions(board)]
     chosen = (v for board in BOARDS.values() for v in variables(board).values())
     texts += [asked(variable) for variable in chosen if variable["type"] == "query"]
@@ -78,7 +78,7 @@ def used_names() -> set[str]:
 
 
 def addresses(part: object) -> Iterator[str]:
-    """Of all links, wherever they are."""
+    """Returns the targets of all links, wherever they are."""
     if isinstance(part, dict):
         if "url" in part:
             yield part["url"]

@@ -117,7 +117,7 @@ def test_quotas_hold_over_replicas(catalog_dsn, quota):
 
 
 def num_granted(replicas: list[Names], quota: Quota) -> int:
-    """Of 32 registrations of new names and contents, by eight at once."""
+    """Eight threads make 32 registrations of new names and contents."""
     granted, start = [], threading.Barrier(8)
 
     def work(worker: int) -> None:

@@ -36,7 +36,7 @@ class Outer(torch.nn.Module):
 
 
 class Inner(torch.nn.Module):
-    """As newer transformers have it: the language model is the text decoder alone."""
+    """The names of newer transformers: the language model is the text decoder alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Of many replicas one compiles, whatever happens to it; over a real S3 server process."""
+"""One of many replicas compiles, whatever happens to it; over a real S3 server process."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def shared_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serve_shared(shared_folder):
-    """As `serve`, over shared_folder, for all tests of a module."""
+    """Does as `serve`, over shared_folder, for all tests of a module."""
     with serving(shared_folder) as start:
         yield start
 

@@ -68,5 +68,5 @@ def test_postgresql(postgres, catalog_dsn, tmp_path):
 
 
 def address(dsn: str) -> str:
-    """As PostgreSQL's own programs read it."""
+    """Returns the DSN as PostgreSQL's own programs read it."""
     return dsn.replace("+psycopg", "")

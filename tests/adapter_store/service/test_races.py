@@ -95,7 +95,7 @@ def test_one_of_all_that_expect_the_same_current_wins(
 def test_refused_registration_leaves_shared_blobs(
     client, make_adapter, tmp_path, all_checked
 ) -> None:
-    """Its content is that of another name: that name's blob stays."""
+    """The content is another name's, too: that name's blob stays."""
     shared, new = make_adapter(folder="shared"), make_adapter(folder="new", seed=1)
     other = client.register("other", shared).adapter
     current = client.register("raced", make_adapter(folder="old", seed=2)).adapter

@@ -80,7 +80,7 @@ def source(endpoint, bucket) -> S3Source:
 
 @pytest.fixture
 def shaky(proxy, bucket) -> S3Source:
-    """As `source`, through the proxy."""
+    """Does as `source`, through the proxy."""
     return S3Source([bucket[0]], proxy.url, retry=QUICK)
 
 
@@ -262,7 +262,7 @@ def test_files_of_two_moments_are_noticed(shaky, proxy, bucket, staging):
 
 
 def test_a_service_without_conditions_is_found_out(shaky, proxy, bucket, staging):
-    """It answers with what is there now, whatever was asked for."""
+    """A server that answers with what is there now, whatever version was requested."""
     name, client = bucket
     replace = partial(client.put_object, Bucket=name, Key=f"team/a/{WEIGHTS}", Body=BODY[::-1])
     proxy.faults = [

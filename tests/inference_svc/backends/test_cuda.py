@@ -113,7 +113,7 @@ class Spy:
 
 
 class Runs(Eager):
-    """As a graph is recorded: by computing."""
+    """Stands for a recorded graph: recording computes."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__(compute)

@@ -144,7 +144,7 @@ def test_native_backend_stays_within_its_lines(
 
 
 def test_packing_counts_beyond_the_workspace(config: EngineConfig) -> None:
-    """Its unpacked form is gone before the workspace is there."""
+    """The unpacked form is gone before the workspace is there."""
     geometry = replace(load_geometry(config.model_dir), vocab_size=8192)
     small = replace(config, max_model_len=16, max_sequences=1, max_batch_tokens=1)
     budget = budget_of(small, geometry)

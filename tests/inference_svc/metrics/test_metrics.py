@@ -172,8 +172,8 @@ def test_the_gateway_contract() -> None:
 
 
 def pick(text: str) -> tuple[float, list[str], list[str], int]:
-    """As routers do: the queue, the newest sample of the adapters that run and wait, and the
-    limit. Everything but the queue comes in labels."""
+    """Reads what routers read: the queue, the newest sample of the adapters that run and wait, and
+    the limit. Everything but the queue comes in labels."""
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (queue,) = families["vllm:num_requests_waiting"].samples
     assert families["vllm:num_requests_waiting"].type == "gauge"

@@ -219,7 +219,7 @@ def test_answer_from_before_a_reset_is_not_cached() -> None:
 
 
 def test_answer_of_a_replica_behind_the_watch_is_discarded() -> None:
-    """It predates a change that the watch has reported already."""
+    """The answer predates a change that the watch has reported already."""
     catalog, directory, _ = make()
 
     async def body() -> None:

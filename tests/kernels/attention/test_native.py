@@ -152,7 +152,7 @@ def test_parts_do_not_depend_on_the_chunk_where_they_grow(library, make_case, wi
 
 
 def test_a_window_that_touches_most_parts_is_split(library, make_case, assert_close, set_threads):
-    """Its first and last cell lie in parts of their own: 18 of 512 cells, computed apart."""
+    """The first and last cell lie in parts of their own: 18 of 512 cells, computed apart."""
     set_threads(2)
     options = {"scale": 0.3, "window": 8192}
     q, cache, plan = make_case([(8702, 8)], head_dim=32, page_size=16, is_tiled=True)

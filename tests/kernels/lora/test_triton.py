@@ -108,7 +108,7 @@ def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 3, 1]], ids=["decode", "any"])
 def test_a_plan_with_room_left_equals_an_exact_one(make_adapters, interpreter, lengths):
-    """As a recorded step has: base tokens behind its own, items that are nothing, every target."""
+    """A recorded step leaves room: base tokens after its own, empty items, every target."""
     adapters = make_adapters(torch.float32)
     plan = adapters.plan([1, 4, 5], lengths)
     roomy = replace(

@@ -104,7 +104,7 @@ def test_up_prints_commands_that_work(up, tmp_path):
 
 
 def test_adapters_outlast_a_system(client):
-    """Those that an earlier one on the same work dir registered are not registered again."""
+    """Adapters that an earlier demo on the same work dir registered are not registered again."""
     assert {adapter.version for adapter in client.list("tenant=default")} == {1}
 
 

@@ -88,7 +88,7 @@ def connect(request, replica, traces) -> Iterator[Callable[..., Blocking | Async
 
 
 def parent_of(span: ReadableSpan) -> str:
-    """As a service reads it."""
+    """Returns the span as a service reads it from `traceparent`."""
     context = span.context
     assert context is not None
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

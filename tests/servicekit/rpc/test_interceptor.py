@@ -24,7 +24,7 @@ from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.error_kinds import GENERAL, kinds_of
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
-"""Of methods; `writing` is a unary_stream whose handler writes its responses itself."""
+"""Kinds of methods; `writing` is a unary_stream whose handler writes its responses itself."""
 ERRORS = [*GENERAL, *kinds_of(adapter_store.errors), *kinds_of(inference_svc.errors)]
 Action = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
