@@ -158,7 +158,7 @@ def catalog() -> list[Panel]:
             span=6,
         ),
         lines(
-            "Kept sources",
+            "Stored sources",
             "Bytes of blobs. They only shrink when adapters are deleted.",
             "bytes",
             Query(_of_each_catalog("blob_bytes"), _WHOSE),

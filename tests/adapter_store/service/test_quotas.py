@@ -60,7 +60,7 @@ def test_bytes_are_known_after_the_fetch(serve_with, make_adapter, tmp_path, ref
         token_of("a")
     )
     digest = client.register("one", folders[0]).adapter.digest
-    with refused("RESOURCE_EXHAUSTED", "max_bytes", f"keeps {size_bytes} bytes"):
+    with refused("RESOURCE_EXHAUSTED", "max_bytes", f"stores {size_bytes} bytes"):
         client.register("two", folders[1])
     with refused("NOT_FOUND"):
         client.get("two")

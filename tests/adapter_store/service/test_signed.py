@@ -38,7 +38,7 @@ def digest_of(folder) -> str:
 
 @pytest.fixture
 def served(serve, tmp_path):
-    """team-a takes signed adapters only."""
+    """team-a accepts only signed adapters."""
     return serve(policy_file=write_policy(tmp_path, TOKENS, TRUSTED, STRICT))
 
 
@@ -138,7 +138,7 @@ def test_old_version_has_its_signature(served, make_adapter) -> None:
 
 
 def test_what_is_not_signed_does_not_come_back(serve, tmp_path, make_adapter, refused) -> None:
-    """Not by a rollback either, once the tenant takes signed adapters only."""
+    """Not by a rollback either, once the tenant accepts only signed adapters."""
     policy = write_policy(tmp_path, TOKENS, TRUSTED)
     served = serve(policy_file=policy)
     client = served.connect(token_of("a"))
@@ -149,7 +149,7 @@ def test_what_is_not_signed_does_not_come_back(serve, tmp_path, make_adapter, re
     write_policy(tmp_path, TOKENS, TRUSTED, STRICT)
     served.running.store.policies.reload()
     before = client.get("french")
-    with refused("FAILED_PRECONDITION", "signed adapters only") as refusal:
+    with refused("FAILED_PRECONDITION", "only signed adapters") as refusal:
         client.stub.RollbackAdapter(pb.RollbackAdapterRequest(name="french", version=1))
     assert details(refusal.error)["ErrorInfo"].reason == "SIGNATURE_REQUIRED"
     assert client.get("french") == before
