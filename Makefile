@@ -8,6 +8,8 @@ PROTOS := $(shell find protos -name '*.proto')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Processes that tests run in, each of a file's in one. Most wait for services that they have started.
 TEST_WORKERS ?= 2
+# One more without such services: it computes while others wait for threads and timers.
+UNIT_WORKERS ?= 3
 BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
@@ -23,18 +25,18 @@ up: $(VENV)/.installed-demo
 # Kept, whatever the environment says: each of hundreds of processes would compile our modules anew.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTEST = $(BIN)/python -m pytest -q --numprocesses $(TEST_WORKERS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest -q --dist loadfile --numprocesses
 
 test: $(VENV)/.installed-dev $(PROMETHEUS)
-	$(PYTEST) -m "not long"
+	$(PYTEST) $(TEST_WORKERS) -m "not long"
 
 # What starts no process, for the inner loop.
 test-unit: $(VENV)/.installed-dev
-	$(PYTEST) -m "not processes and not slow and not long"
+	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long"
 
 # Heavier proof: run it in full before an issue is closed.
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak
-	$(PYTEST) -m long
+	$(PYTEST) $(TEST_WORKERS) -m long
 
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)
