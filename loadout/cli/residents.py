@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 
+from loadout._routing.replicas import Endpoint
 from loadout.cli import options
 from loadout.cli.completion import adapter_names, resident_names
 from loadout.cli.connection import Connection, connects, only_replica, replicas_of
@@ -230,11 +232,15 @@ class Targets:
     """The replicas that a command goes to, and what has failed at them."""
 
     def __init__(self, inference: str, connection: Connection, *, every_replica: bool) -> None:
-        self.replicas = replicas_of(inference)
         self._inference = inference
         self._connection = connection
         self._is_every = every_replica
         self.failures: list[str] = []
+
+    @cached_property
+    def replicas(self) -> list[Endpoint]:
+        """The replicas that --inference stands for; resolved when a command needs them."""
+        return replicas_of(self._inference)
 
     def __iter__(self) -> Iterator[tuple[str, Client]]:
         """Yields an address and a client for it, which is closed afterwards. Without every replica

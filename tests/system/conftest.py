@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import EngineConfig, InferenceSettings
+from inference_svc.config import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
 from tests.adapter_store.certificates import Authority
 from tests.support.otlp import Receiver
+from tests.system import guarded
 from tests.system.engines import CompilingStore, Running
 from tests.system.guarded import Inference
 from tests.system.observed import ENVIRONMENT, Observed
@@ -101,18 +102,7 @@ def serve_base(zoos: Callable[[str], Zoo]) -> Iterator[Callable[..., Inference]]
     running: list[Inference] = []
 
     def begin(**settings: Any) -> Inference:
-        config = InferenceSettings(
-            model=zoos("llama").model_dir,
-            base_model="llama",
-            listen="127.0.0.1:0",
-            metrics_listen="127.0.0.1:0",
-            num_threads=1,
-            kv_memory=1 << 20,
-            adapter_memory=1 << 20,
-            max_model_len=64,
-            **settings,
-        )
-        running.append(Inference(config))
+        running.append(guarded.serve_base(zoos("llama").model_dir, **settings))
         return running[-1]
 
     yield begin

@@ -91,6 +91,23 @@ class Inference:
         assert self._error is None
 
 
+def serve_base(model_dir: Path, **settings: Any) -> Inference:
+    """Starts an inference service of the base model alone, on free ports."""
+    return Inference(
+        InferenceSettings(
+            model=model_dir,
+            base_model="llama",
+            listen="127.0.0.1:0",
+            metrics_listen="127.0.0.1:0",
+            num_threads=1,
+            kv_memory=1 << 20,
+            adapter_memory=1 << 20,
+            max_model_len=64,
+            **settings,
+        )
+    )
+
+
 class House:
     """Two tenants, each with an adapter `kept` of a content of its own, resident or not.
 

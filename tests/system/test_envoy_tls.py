@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.config import InferenceSettings
 from loadout import Client, TlsConfig, errors
 from loadout.retry import RetryPolicy
 from tests.adapter_store.certificates import Authority
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.system.envoy import Envoy
-from tests.system.guarded import Inference
+from tests.system.guarded import Inference, serve_base
 from tests.system.zoo import Zoo
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -41,20 +40,12 @@ def certificates(authority: Authority, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def inference(zoos: Callable[[str], Zoo], authority: Authority) -> Iterator[Inference]:
     chain, key = authority.issue("inference", NAME)
-    config = InferenceSettings(
-        model=zoos("llama").model_dir,
-        base_model="llama",
-        listen="127.0.0.1:0",
-        metrics_listen="127.0.0.1:0",
-        num_threads=1,
-        kv_memory=1 << 20,
-        adapter_memory=1 << 20,
-        max_model_len=64,
+    running = serve_base(
+        zoos("llama").model_dir,
         tls_cert_file=chain,
         tls_key_file=key,
         policy_file=write_policy(authority.folder, token_lines("backend", ["caller"])),
     )
-    running = Inference(config)
     yield running
     running.stop()
 

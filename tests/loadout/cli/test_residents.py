@@ -164,3 +164,20 @@ def test_a_replica_that_fails_stops_no_other(run, fail, command):
     assert "a" in out
     for each in replicas:
         each.kill()
+
+
+def test_what_succeeded_before_a_failure_is_shown(run, fake_inference, fail):
+    missing = fail(grpc.StatusCode.NOT_FOUND, "NOT_RESIDENT", message="b is not resident")
+    pinned = pb.PinAdapterResponse(adapter=resident("a", pinned=True))
+    fake_inference.on("PinAdapter", pinned, missing)
+    code, out, err = run("pin", "a", "b")
+    assert (code, err) == (1, "loadout: b is not resident\n")
+    assert out.startswith("default/a@1 pinned on the device of ")
+
+
+def test_the_store_alone_needs_no_replica(run, fake_store, monkeypatch):
+    """No name of the inference service is resolved, which may take seconds."""
+    monkeypatch.setattr("loadout.cli.residents.replicas_of", None)
+    adapter = store_pb.Adapter(name="default/a", version=1, pinned=True)
+    fake_store.on("PinAdapter", store_pb.PinAdapterResponse(adapter=adapter))
+    assert run("pin", "a", "--in", "store")[0] == 0
