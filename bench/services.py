@@ -11,7 +11,7 @@ from typing import Self
 
 import grpc
 
-from bench.models import ROOT, arena_bytes
+from bench.models import arena_bytes
 from bench.store_process import CHANNEL_OPTIONS
 from loadout import Client
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
@@ -26,7 +26,10 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Limits of the inference service; `store_bytes` is the store's memory for images."""
+    """Limits of the inference service; `store_bytes` is the store's memory for images.
+
+    The store reads what lies beside the model, and `source_root`.
+    """
 
     model_dir: Path
     base_model: str
@@ -66,7 +69,8 @@ class Services:
     """
 
     def __init__(self, wanted: Wanted, folder: Path) -> None:
-        roots = (ROOT.resolve(), *([wanted.source_root] if wanted.source_root else []))
+        prepared = wanted.model_dir.parent.resolve()
+        roots = (prepared, *([wanted.source_root] if wanted.source_root else []))
         settings = SystemSettings(
             wanted.model_dir,
             wanted.base_model,

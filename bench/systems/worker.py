@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,8 +84,12 @@ class Worker:
 
     def _processor_seconds(self) -> float:
         process = psutil.Process(self._process.pid)
-        times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
-        return sum(t.user + t.system for t in times)
+        seconds = 0.0
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def close(self) -> None:
         assert self._process.stdin is not None
