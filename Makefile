@@ -14,7 +14,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long gpu-emulate check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -35,8 +35,12 @@ test-unit: $(VENV)/.installed-dev
 	$(PYTEST) $(UNIT_WORKERS) -m "not processes and not slow and not long"
 
 # Heavier proof: run it in full before an issue is closed.
-test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak
+test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
+
+# What must hold on a GPU, without one: through Triton's interpreter.
+gpu-emulate: $(VENV)/.installed-dev
+	TRITON_INTERPRET=1 $(PYTEST) $(TEST_WORKERS) --dist load tests/gpu
 
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)

@@ -13,8 +13,7 @@ import psutil
 
 from bench.memory_store import MemoryStore, variant_digest
 from bench.store_copy import AddVariants, Checked, CheckIdle, StoreCopyFactory, check_idle
-from inference_svc.config import EngineConfig
-from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import (
     Call,
     Cancel,

@@ -29,10 +29,8 @@ from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
-from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.cuda_graphs import CudaRecorder
-from inference_svc.backends.cuda_inputs import CudaInputs
-from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.layers import Linear, RMSNorm
@@ -88,7 +86,7 @@ def random_model(geometry: ModelGeometry) -> Transformer:
     for layer in layers:
         num_bytes += sum(p.num_bytes for p in (layer.qkv, layer.o, layer.gate_up, layer.down))
     weights = ModelWeights(embedding.weight, layers, norm(), head, num_bytes)
-    return Transformer(g, weights, is_fused=True)
+    return Transformer(g, weights)
 
 
 def image_of(layout: ModelLayout, digest: str) -> ImageHeader:
@@ -149,13 +147,9 @@ class Served:
         self.arena.apply([TableWrite(resident)])
 
     def model(self, *, is_captured: bool) -> CudaBackend:
-        reserved = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS)
-        max_pages = CONTEXT // PAGE_SIZE + 8
-        device = torch.device("cuda")
-        step = CudaInputs(MAX_TOKENS, MAX_ROWS, max_pages, PAGE_SIZE, device, reserved)
-        lora = CudaLora(self.arena, lora_groups(self.layout), step.block, MAX_TOKENS, MAX_ROWS)
-        record = CudaRecorder() if is_captured else None
-        model = CudaBackend(self.transformer, self.cache, step, lora, MAX_ROWS, record)
+        limits = StepLimits(MAX_TOKENS, MAX_ROWS, CONTEXT // PAGE_SIZE + 8)
+        record, groups = CudaRecorder() if is_captured else None, lora_groups(self.layout)
+        model = CudaBackend(self.transformer, self.cache, self.arena, groups, limits, record)
         model.warm_up()
         return model
 
@@ -188,7 +182,8 @@ def step_times(
         before_step()
         logits = model.forward(model.prepare(batch))
         queued = time.perf_counter()
-        tokens = logits.argmax(dim=-1).tolist()
+        assert logits.argmax is not None
+        tokens = logits.argmax.tolist()
         end = time.perf_counter()
         for sequence, token in zip(rows, tokens, strict=True):
             sequence.token_ids.append(token)

@@ -38,7 +38,7 @@ from bench.plots import plot_lines
 from bench.results import FOLDER, median, percentile, show, write
 from bench.roofline import THREADS
 from bench.trace import Arrival, Traffic
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.status_types import EngineStatus
 
 IN_ARENA = 32

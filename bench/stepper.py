@@ -9,8 +9,7 @@ from typing import Any
 from bench.memory_store import MemoryStore
 from bench.models import RANK, Prepared, arena_bytes, kv_bytes, prompts
 from bench.roofline import THREADS
-from inference_svc.config import EngineConfig
-from inference_svc.core import Request, SamplingParams
+from inference_svc.core import EngineConfig, Request, SamplingParams
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.engine.messages import LayoutAccepted, Submit
 

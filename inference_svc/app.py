@@ -87,7 +87,8 @@ async def serve(config: InferenceSettings) -> int:
     """
     stop = stop_on_signals()
     geometry = load_geometry(config.model)
-    config = resolve(config, find_machine(config), model_facts(geometry))
+    machine = await asyncio.to_thread(find_machine, config)
+    config = resolve(config, machine, model_facts(geometry))
     access = read_store_access(config)
     server = InferenceServer(config, access)
     reload_on_sighup(config, server.reload)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from inference_svc.core import EngineConfig, padding_pages
 from servicekit.errors import InvalidSetting
 from servicekit.settings.service import ACCESS, NETWORK, PROCESS, TELEMETRY, TLS, ServiceSettings
 from servicekit.settings.types import (
@@ -304,54 +305,6 @@ def _kv_memory(settings: InferenceSettings, device: str, machine: Machine) -> in
     return left
 
 
-def padding_pages(device: str) -> int:
-    """Returns the number of pages that no sequence may own: on a device the rows that pad a step
-    write to one."""
-    return int(device != "cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
-
-    `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
-    `num_threads` 0: one per core that this process may use.
-    `memory_limit_bytes` 0: on CPU what the machine leaves, on CUDA what the device has.
-    `frontend_bytes` is what the process takes that the engine serves from a process of its own,
-    `tokenizer_bytes` what it will take in addition when its tokenizer is loaded.
-    """
-
-    model_dir: Path
-    base_model: str
-    aliases: tuple[str, ...] = ()
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_model_len: int = 2048
-    max_sequences: int = 64
-    max_batch_tokens: int = 1024
-    max_prefill_chunk: int = 1024
-    max_queue: int = 1024
-    max_tenant_queue: int = 1024
-    page_size: int = 16
-    kv_bytes: int = 256 << 20
-    arena_bytes: int = 256 << 20
-    host_bytes: int = 0
-    memory_limit_bytes: int = 0
-    frontend_bytes: int = 0
-    tokenizer_bytes: int = 0
-    max_loras: int = 256
-    max_lora_rank: int = 64
-    adapter_wait_s: float = 10.0
-    fair_quantum: int = 1024
-    fair_ageing_s: float = 2.0
-    pull_workers: int = 4
-    prefetch: bool = True
-    prefix_cache: bool = True
-    num_threads: int = 0
-    native_kernels: bool = True
-    cuda_graphs: bool = True
-
-
 def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     """Returns the engine's part of resolved settings."""
     assert settings.kv_memory is not None, "the settings are resolved"
@@ -384,7 +337,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         prefix_cache=settings.prefix_cache,
         num_threads=settings.num_threads,
         native_kernels=settings.native_kernels,
-        cuda_graphs=settings.cuda_graphs,
+        record_steps=settings.cuda_graphs,
     )
 
 

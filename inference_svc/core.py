@@ -1,9 +1,10 @@
-"""Roles, requests, sequences and batches: plain data without tensors."""
+"""Roles, requests, sequences and batches, and the engine's settings: plain data without tensors."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from servicekit.auth import principal
@@ -98,7 +99,8 @@ class Sequence:
     """A request in progress. Only the scheduler and settle change it.
 
     `token_ids` is prompt then output; the keys and values of its first `num_computed` tokens lie
-    in `page_ids`. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
+    in `page_ids`, a list that only grows while it runs and is replaced when it is preempted or
+    ends. Its adapter's slot is held while it runs. `is_aged` if it was aged when it
     started; `is_charged` once its tenant was charged for it. `load_trace`: see Timings.load.
     `token_counts` belong to the sampler.
     """
@@ -157,12 +159,29 @@ class BatchRow(NamedTuple):
         return self.num_tokens == 1 and self.samples
 
 
+class BatchColumns(NamedTuple):
+    """The rows of a batch, field by field."""
+
+    sequences: tuple[Sequence, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
+    is_decode: bool
+    """Whether each row is one token that samples."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work: rows of one slot are adjacent; `residency` takes effect before them."""
 
     rows: tuple[BatchRow, ...]
     residency: tuple[Any, ...] = ()
+
+    def columns(self) -> BatchColumns:
+        """Returns the rows, of which there is at least one, field by field: quicker to work on."""
+        sequences, starts, counts, samples = zip(*self.rows, strict=True)
+        is_decode = all(samples) and sum(counts) == len(counts)
+        return BatchColumns(sequences, starts, counts, samples, is_decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +198,52 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+def padding_pages(device: str) -> int:
+    """Returns the number of pages that no sequence may own: on a device the rows that pad a step
+    write to one."""
+    return int(device != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`dtype` and `device` are resolved ("float32", "cpu"); sizes in bytes.
+
+    `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
+    `record_steps`: decode steps are recorded and replayed where the device can.
+    `num_threads` 0: one per core that this process may use.
+    `memory_limit_bytes` 0: on CPU what the machine leaves, else what the device has.
+    `frontend_bytes` is what the process takes that the engine serves from a process of its own,
+    `tokenizer_bytes` what it will take in addition when its tokenizer is loaded.
+    """
+
+    model_dir: Path
+    base_model: str
+    aliases: tuple[str, ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_model_len: int = 2048
+    max_sequences: int = 64
+    max_batch_tokens: int = 1024
+    max_prefill_chunk: int = 1024
+    max_queue: int = 1024
+    max_tenant_queue: int = 1024
+    page_size: int = 16
+    kv_bytes: int = 256 << 20
+    arena_bytes: int = 256 << 20
+    host_bytes: int = 0
+    memory_limit_bytes: int = 0
+    frontend_bytes: int = 0
+    tokenizer_bytes: int = 0
+    max_loras: int = 256
+    max_lora_rank: int = 64
+    adapter_wait_s: float = 10.0
+    fair_quantum: int = 1024
+    fair_ageing_s: float = 2.0
+    pull_workers: int = 4
+    prefetch: bool = True
+    prefix_cache: bool = True
+    num_threads: int = 0
+    native_kernels: bool = True
+    record_steps: bool = True

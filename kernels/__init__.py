@@ -1,7 +1,8 @@
 """The operations, each with its plain definition beside the fast ones.
 
 attention         attention over keys and values that lie in pages
-elementwise       norms, gathers and activations between projections, in C++
+dispatch          which of an operation's implementations runs
+elementwise       norms, gathers and activations between projections
 host_memory       large host memory that is there from the start
 linear            base projections on the CPU, with weights packed once
 lora              LoRA of many adapters in one batch, over one arena

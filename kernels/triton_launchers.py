@@ -27,14 +27,16 @@ from triton.runtime.build import compile_module_from_src, platform_key
 from triton.runtime.cache import get_cache_manager
 
 from kernels.attention import triton_kernels as attention
+from kernels.elementwise import triton_kernels as elementwise
 from kernels.lora import triton_kernels as lora
 
 POINTER, INTEGER, NUMBER, ABSENT = "*fp32", "i32", "fp32", "constexpr"
 """Triton's names of types. All pointers are launched alike; what is None, or 1, is not passed."""
 
 INTEGERS = {*attention.VARYING, *lora.VARYING}
-NUMBERS = {"eps", "scale"}
+NUMBERS = {"eps", "scale", "scaling"}
 MAYBE_NONE: dict[str, list[set[str]]] = {
+    "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
     "expand_kernel": [{"token_ids"}, {"y"}],
     "store_kernel": [set(), {"q_norm", "k_norm"}],
     "decode_kernel": [set(), {"parts", "lses"}],
@@ -50,7 +52,7 @@ STUB = "void loadout_stub(void) {}\n"
 
 def kernels() -> list[Any]:
     """Whatever is launched."""
-    found = [*vars(lora).values(), *vars(attention).values()]
+    found = [each for module in (attention, elementwise, lora) for each in vars(module).values()]
     return [k for k in found if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")]
 
 

@@ -13,7 +13,8 @@ from tests.support import processes
 
 PROCESS_FIXTURES = {"postgres", "catalog_dsn", "s3_endpoint", "interpreter", "compiler"}
 """Fixtures that start processes: a test that requests one bears the mark `processes` by that."""
-PROCESS_FOLDERS = ("tests/system/", "tests/soak/", "tests/loadout/demo/")
+PROCESS_FOLDERS = ("tests/system/", "tests/soak/", "tests/loadout/demo/", "tests/gpu/")
+"""On a GPU Triton starts an assembler."""
 
 
 def pytest_configure() -> None:
@@ -29,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = {*getattr(item, "fixturenames", ())}
         starts = item.nodeid.startswith(PROCESS_FOLDERS) or "postgres" in item.nodeid
+        starts |= item.get_closest_marker("gpu") is not None
         if starts or not PROCESS_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.processes)
 

@@ -11,7 +11,7 @@ from bench.engine import BenchEngine
 from bench.memory_store import MemoryStore
 from bench.models import arena_bytes
 from bench.systems.protocol import Done, Job, Spec
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 
 
 class OursSystem:

@@ -19,6 +19,10 @@ from inference_svc.adapters.tiers import HostCopy, ResidencyChange, TableClear
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableRow
 
+COPY_BYTES = 4 << 20
+"""Bytes of one copy. A device copies one after the other, and a step's inputs wait for the one that
+runs: for a whole image of 80 MiB 1.5 ms over PCIe 5, for a piece 80 us."""
+
 
 class Arena:
     """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows.
@@ -104,11 +108,12 @@ class Arena:
                 end = min(
                     source.image_offset + source.num_bytes, target.image_offset + target.num_bytes
                 )
-                if start < end:
-                    here = source.start + start - source.image_offset
-                    there = target.start + start - target.image_offset
-                    self._bytes[there : there + end - start].copy_(
-                        self._slab[here : here + end - start], non_blocking=True
+                for first in range(start, end, COPY_BYTES):
+                    num_bytes = min(COPY_BYTES, end - first)
+                    here = source.start + first - source.image_offset
+                    there = target.start + first - target.image_offset
+                    self._bytes[there : there + num_bytes].copy_(
+                        self._slab[here : here + num_bytes], non_blocking=True
                     )
 
     def _row(self, resident: Resident) -> TableRow:

@@ -10,15 +10,13 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from inference_svc.adapters.eviction import EvictionReason
 from inference_svc.adapters.image_source import ImageHeader
 from inference_svc.adapters.load_metrics import LoadTimes
 from inference_svc.adapters.load_states import Load, Loads, LoadState
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Reservation, Slots
-from kernels.host_memory import allocate_host
+from kernels.host_memory import allocate_host, allocate_pinned
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +91,7 @@ class HostTier:
 
     def __init__(self, num_bytes: int, pin_memory: bool) -> None:
         assert num_bytes > 0
-        if pin_memory:
-            self.slab = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        else:
-            self.slab = allocate_host(num_bytes)
+        self.slab = allocate_pinned(num_bytes) if pin_memory else allocate_host(num_bytes)
         self.step_copy_bytes = None if pin_memory else STEP_COPY_BYTES
         self.slots = Slots(num_bytes, MAX_HOST_IMAGES)
         self.memory = memoryview(self.slab.numpy().data)

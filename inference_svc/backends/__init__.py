@@ -8,8 +8,9 @@ native_buffers  the inputs and the workspace of that program, at fixed addresses
 native_lora     the operations that add LoRA in that program
 cuda            a CUDA device: Triton kernels, decode steps recorded and replayed
 cuda_graphs     the recordings, one for each number of rows
-cuda_inputs     a step's inputs at fixed addresses, sent to the device in one copy
+cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
+cuda_pages      the page table on the device, of which a step sends what is new
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
 `select.BACKENDS`, before those that it is preferred to. Its `BackendFactory`

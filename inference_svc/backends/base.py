@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.config import EngineConfig, padding_pages
-from inference_svc.core import Batch
+from inference_svc.core import Batch, EngineConfig, padding_pages
 from inference_svc.model.geometry import ModelGeometry
 from kernels.attention import KVCache, page_bytes
 
@@ -61,9 +60,17 @@ class Backend(Protocol[Inputs]):
         """Returns the step's inputs for `forward`; at most one step is prepared at a time. `batch`
         has rows."""
 
-    def forward(self, inputs: Inputs) -> Tensor:
-        """Returns fp32 logits [rows that sample, vocab_size], in the order of the rows. The caller
-        may change them, and the next step may overwrite them."""
+    def forward(self, inputs: Inputs) -> Logits:
+        """Returns the logits of the rows that sample, in their order. The caller may change them,
+        and the next step may overwrite them."""
+
+
+class Logits(NamedTuple):
+    """What a step computes. `values`: fp32 [N, vocab_size]. `argmax`: int64 [N], the first largest
+    of each row, where the step computes it along; None: it does not."""
+
+    values: Tensor
+    argmax: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

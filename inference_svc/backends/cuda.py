@@ -1,17 +1,20 @@
-"""A step on a CUDA device: inputs at fixed addresses, sent in one copy; decode steps replayed."""
+"""A step on a CUDA device: inputs at fixed addresses, decode steps replayed."""
 
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout, lora_groups
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
+    Logits,
     MemoryNeeds,
     allocate_arena,
     allocate_kv_cache,
@@ -20,31 +23,57 @@ from inference_svc.backends.base import (
 from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
-from inference_svc.backends.torch import step_bytes
-from inference_svc.config import EngineConfig
-from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
+from inference_svc.backends.cuda_pages import PageTable
+from inference_svc.backends.torch import LoraStep, step_bytes
+from inference_svc.core import (
+    Batch,
+    BatchColumns,
+    BatchRow,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    Sequence,
+)
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import load_weights, weights_bytes
 from kernels.attention import KVCache
+from kernels.lora import LoraGroup
 
 SHORT_TOKENS = 16
 """The length of a short prompt: too few for the kernels of many tokens, and not a single one."""
 
 
-class PreparedStep(NamedTuple):
-    """Which of the tensors at fixed addresses a step uses. `size` is that of the recorded step that
-    is replayed for it; None: it is computed operation by operation."""
+class StepLimits(NamedTuple):
+    """The most tokens and rows of a step, and pages of a row."""
 
-    num_rows: int
+    max_tokens: int
+    max_rows: int
+    max_pages: int
+
+
+class FixedStep(NamedTuple):
+    """The inputs and the LoRA plans of steps of up to so many tokens, at fixed addresses."""
+
+    inputs: CudaInputs
+    lora: CudaLora
+
+
+class PreparedStep(NamedTuple):
+    """A step that was filled and sent: `num_logits` rows sample. `size` is that of the recorded
+    step that is replayed for it; None: it is computed operation by operation."""
+
+    step: FixedStep
+    num_logits: int
     has_lora: bool
     size: int | None
 
 
 class CudaBackend:
-    """A `Backend` whose inputs lie in `step`. The cache's last page is padding's: no sequence may
-    own it.
+    """A `Backend` whose inputs lie at fixed addresses: those of decode steps, which are small, and
+    those of steps with prompts. The cache's last page is padding's: no sequence may own it.
 
     `record` records decode steps for replay; None: every step is computed operation by operation.
     """
@@ -53,25 +82,40 @@ class CudaBackend:
         self,
         transformer: Transformer,
         kv_cache: KVCache,
-        step: CudaInputs,
-        lora: CudaLora,
-        max_rows: int,
+        arena: Arena,
+        groups: Mapping[str, LoraGroup],
+        limits: StepLimits,
         record: Record | None,
     ) -> None:
-        self.arena = lora.arena
+        self.arena = arena
         self.num_pages, self.kv_bytes = kv_cache.num_pages - 1, kv_cache.num_bytes
         self.num_lora_steps = 0
         self.num_replays = 0
         self._transformer = transformer
         self._kv_cache = kv_cache
-        self._step = step
-        self._lora = lora
-        self._max_rows = max_rows
+        self._limits = limits
+        max_tokens, max_rows, max_pages = limits
+        self._table = PageTable(max_rows, max_pages, self.num_pages, arena.device)
+        self._prompts = self._make_step(max_tokens, groups)
+        self._decodes = self._make_step(max_rows, groups)
         self._sizes = captured_sizes(max_rows)
+        # One place for every step's result, or each recording would keep its own.
+        vocab_size = transformer.geometry.vocab_size
+        self._logits = torch.zeros(max_rows, vocab_size, device=arena.device)
+        self._argmax = torch.zeros(max_rows, dtype=torch.int64, device=arena.device)
         self._captured: CapturedSteps | None = None
-        self._reserved_bytes = _reserved_bytes(step.block.device)
+        if arena.device.type == "cuda":
+            # What reading the weights has left goes back when steps are recorded.
+            torch.cuda.empty_cache()
+        self._reserved_bytes = _reserved_bytes(arena.device)
         if record is not None:
             self._captured = CapturedSteps(self._sizes, self._decode, record)
+
+    def _make_step(self, max_tokens: int, groups: Mapping[str, LoraGroup]) -> FixedStep:
+        max_rows, page_size = self._limits.max_rows, self._kv_cache.page_size
+        reserved_bytes = CudaLora.num_bytes(max_tokens, max_rows)
+        inputs = CudaInputs(max_tokens, max_rows, self._table, page_size, reserved_bytes)
+        return FixedStep(inputs, CudaLora(self.arena, groups, inputs.block, max_tokens, max_rows))
 
     @property
     def kernels(self) -> str:
@@ -83,10 +127,11 @@ class CudaBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """The inputs, and what torch has reserved on the device since the backend was made: it
-        reuses what a step has freed, and recorded steps hold what they compute in."""
-        device = self._step.block.device
-        return self._step.block.num_bytes + _reserved_bytes(device) - self._reserved_bytes
+        """The inputs, the logits, and what torch has reserved on the device since the backend was
+        made: it reuses what a step has freed, and recorded steps hold what they compute in."""
+        fixed_bytes = self._table.num_bytes + self._logits.nbytes + self._argmax.nbytes
+        fixed_bytes += sum(s.inputs.block.num_bytes for s in (self._prompts, self._decodes))
+        return fixed_bytes + _reserved_bytes(self.arena.device) - self._reserved_bytes
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -96,11 +141,13 @@ class CudaBackend:
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
         shares a context is cut into for so many decode rows: the sizes to record have all of them.
         """
-        for num_tokens in sorted({min(SHORT_TOKENS, self._step.max_tokens), self._step.max_tokens}):
+        max_tokens = self._limits.max_tokens
+        for num_tokens in sorted({min(SHORT_TOKENS, max_tokens), max_tokens}):
             self._warm_up_prompts(num_tokens)
-        self._step.block.wait()
-        self._step.fill_padding(self._padding_page)
-        self._step.send()
+        decodes = self._decodes.inputs
+        decodes.block.wait()
+        decodes.fill_padding()
+        decodes.send()
         if self._captured is not None:
             self._captured.record_all()
             return
@@ -110,50 +157,68 @@ class CudaBackend:
 
     def _warm_up_prompts(self, num_tokens: int) -> None:
         """Runs a step of so many tokens, or as many as fit its rows."""
-        rows, longest = [], self._step.max_context
-        num_rows = min(self._max_rows, -(-num_tokens // longest))
+        _, max_rows, max_pages = self._limits
+        rows, longest = [], max_pages * self._kv_cache.page_size
+        num_rows = min(max_rows, -(-num_tokens // longest))
         for start in range(0, num_rows * longest, longest):
             length = min(longest, num_tokens - start)
             sequence = Sequence(Request("warm-up", (0,) * length, SamplingParams()))
             sequence.page_ids = [self._padding_page] * -(-length // self._kv_cache.page_size)
             rows.append(BatchRow(sequence, 0, length, samples=start == 0))
-        self.prepare(Batch(tuple(rows)))
-        inputs = self._step.inputs()
+        step = self._send(self._prompts, Batch(tuple(rows)).columns())[0]
+        inputs = step.inputs.inputs()
         # Without tiles, too: in a step with prompts of others an adapter may have single tokens
         # only.
-        steps = (self._lora.warm_up_step(len(inputs.token_ids), tiles) for tiles in (True, False))
+        steps = (step.lora.warm_up_step(len(inputs.token_ids), tiles) for tiles in (True, False))
         for lora in (None, *steps):
-            self._transformer.forward(inputs, self._kv_cache, lora)
+            self._compute(step, inputs, lora)
 
     def place_threads(self, processors: abc.Sequence[abc.Sequence[int]]) -> None:
         """Leaves the threads to the system: the device computes."""
 
     def prepare(self, batch: Batch) -> PreparedStep:
         """Sends the step's inputs. Waits for nothing but an earlier step's copy."""
-        self._step.block.wait()
-        self._step.fill(batch)
-        has_lora = self._lora.fill(batch.rows)
+        columns = batch.columns()
+        if not columns.is_decode:
+            return self._send(self._prompts, columns)
+        size = None
+        if self._captured is not None:
+            size = self._captured.size_for(len(batch.rows))
+        return self._send(self._decodes, columns, size)
+
+    def _send(self, step: FixedStep, batch: BatchColumns, size: int | None = None) -> PreparedStep:
+        step.inputs.block.wait()
+        num_logits = step.inputs.fill(batch)
+        has_lora = step.lora.fill(batch)
         self.num_lora_steps += has_lora
-        num_rows, size = len(batch.rows), None
-        if self._captured is not None and all(row.is_decode for row in batch.rows):
-            size = self._captured.size_for(num_rows)
-            if size is not None:
-                self._step.pad(size, self._padding_page)
-        self._step.send()
-        return PreparedStep(num_rows, has_lora, size)
+        if size is not None:
+            step.inputs.pad(size)
+        step.inputs.send()
+        return PreparedStep(step, num_logits, has_lora, size)
 
     @torch.inference_mode()
-    def forward(self, inputs: PreparedStep) -> Tensor:
-        if inputs.size is not None:
+    def forward(self, inputs: PreparedStep) -> Logits:
+        step, num_logits, has_lora, size = inputs
+        if size is not None:
             assert self._captured is not None
             self.num_replays += 1
-            return self._captured.replay(inputs.size, inputs.has_lora)[: inputs.num_rows]
-        lora = self._lora.step() if inputs.has_lora else None
-        return self._transformer.forward(self._step.inputs(), self._kv_cache, lora)
+            self._captured.replay(size, has_lora)
+        else:
+            self._compute(step, step.inputs.inputs(), step.lora.step() if has_lora else None)
+        self._table.close()
+        return Logits(self._logits[:num_logits], self._argmax[:num_logits])
 
-    def _decode(self, size: int, with_lora: bool) -> Tensor:
-        lora = self._lora.decode_step(size) if with_lora else None
-        return self._transformer.forward(self._step.decode_inputs(size), self._kv_cache, lora)
+    def _decode(self, size: int, with_lora: bool) -> None:
+        step = self._decodes
+        lora = step.lora.decode_step(size) if with_lora else None
+        self._compute(step, step.inputs.decode_inputs(size), lora)
+
+    def _compute(self, step: FixedStep, inputs: StepInputs, lora: LoraStep | None) -> None:
+        """Writes the step's logits, and the largest of each row, to their places."""
+        step.inputs.write_pages()
+        logits = self._logits[: len(inputs.logit_rows)]
+        logits.copy_(self._transformer.forward(inputs, self._kv_cache, lora))
+        torch.argmax(logits, dim=-1, out=self._argmax[: len(logits)])
 
     @property
     def _padding_page(self) -> int:
@@ -171,7 +236,7 @@ class CudaFactory:
 
     def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
         dtype = getattr(torch, config.dtype)
-        return MemoryNeeds(weights_bytes(geometry, dtype), step_bytes(config, geometry))
+        return MemoryNeeds(weights_bytes(geometry, dtype), _workspace_bytes(config, geometry))
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return DeviceMemory(*torch.cuda.mem_get_info(torch.device(config.device)))
@@ -183,25 +248,29 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
-        max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
         kv_cache = allocate_kv_cache(config, geometry)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
         weights = load_weights(config.model_dir, geometry, dtype, config.device, Linear)
-        step = CudaInputs(
-            max_tokens,
-            max_rows,
-            max_pages(config),
-            config.page_size,
-            arena.device,
-            reserved_bytes=CudaLora.num_bytes(max_tokens, max_rows),
-        )
-        lora = CudaLora(arena, lora_groups(layout), step.block, max_tokens, max_rows)
-        record = CudaRecorder() if config.cuda_graphs else None
-        transformer = Transformer(geometry, weights, is_fused=True)
-        backend = CudaBackend(transformer, kv_cache, step, lora, max_rows, record)
+        limits = StepLimits(config.max_batch_tokens, config.max_sequences, max_pages(config))
+        record = CudaRecorder() if config.record_steps else None
+        transformer, groups = Transformer(geometry, weights), lora_groups(layout)
+        backend = CudaBackend(transformer, kv_cache, arena, groups, limits, record)
         backend.warm_up()
         return backend
+
+
+def _workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns what the widest step computes with, the logits in the model's dtype and at their
+    place, and the inputs."""
+    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+    logits_bytes = max_rows * geometry.vocab_size * (4 + getattr(torch, config.dtype).itemsize)
+    table_bytes = 4 * (max_rows + 1) * max_pages(config)
+    inputs_bytes = sum(
+        CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
+        for count in (max_tokens, max_rows)
+    )
+    return step_bytes(config, geometry) + logits_bytes + table_bytes + inputs_bytes
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -9,18 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Compute = Callable[[], Tensor]
+Compute = Callable[[], None]
 
 
 class Recorded(Protocol):
-    """One computation over fixed addresses."""
+    """One computation over fixed addresses: what it reads and writes stays where it is."""
 
-    def replay(self) -> Tensor:
-        """Computes it from what lies there now. The next replay of any may overwrite the result."""
+    def replay(self) -> None:
+        """Computes it from what lies there now."""
 
 
 Record = Callable[[Compute], Recorded]
@@ -39,25 +38,15 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: only this one's calls are recorded.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
-        return _CudaGraph(graph, result)
-
-
-class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
-        self._graph = graph
-        self._result = result
-
-    def replay(self) -> Tensor:
-        self._graph.replay()
-        return self._result
+            compute()
+        return graph
 
 
 class CapturedSteps:
     """`compute(size, with_lora)` computes a decode step of `size` rows from fixed addresses."""
 
     def __init__(
-        self, sizes: Sequence[int], compute: Callable[[int, bool], Tensor], record: Record
+        self, sizes: Sequence[int], compute: Callable[[int, bool], None], record: Record
     ) -> None:
         self._sizes = sorted(sizes)
         self._compute = compute
@@ -79,9 +68,9 @@ class CapturedSteps:
             "recorded decode steps of %s rows in %.1f s", self._sizes, time.monotonic() - started_s
         )
 
-    def replay(self, size: int, with_lora: bool) -> Tensor:
-        """Returns fp32 logits [size, vocab_size]."""
-        return self._find(size, with_lora).replay()
+    def replay(self, size: int, with_lora: bool) -> None:
+        """Computes the recorded step."""
+        self._find(size, with_lora).replay()
 
     def _find(self, size: int, with_lora: bool) -> Recorded:
         key = (size, with_lora)

@@ -1,4 +1,5 @@
-"""One step's inputs at fixed addresses on the device: filled on the host, sent in one copy."""
+"""One step's inputs at fixed addresses on the device: filled on the host, sent in one copy, and
+one more for each long run of new pages."""
 
 from __future__ import annotations
 
@@ -6,16 +7,18 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.backends.cuda_pages import MAX_ROW_UPDATES, PageTable, PageUpdates
 from inference_svc.backends.native_buffers import StepArrays
-from inference_svc.core import Batch
+from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs
 from kernels.attention import AttentionPlan
 from kernels.attention.plan import TILE_QUERIES, query_tiles
 
 ALIGNMENT_BYTES = 256
-NUM_TENSORS = 16
+NUM_TENSORS = 18
 """At least the number of tensors in a block."""
 
 
@@ -23,8 +26,7 @@ class StepBlock:
     """`num_bytes` of host memory and their twin on `device`, both at fixed addresses.
 
     On CUDA the host side is pinned and `send` does not wait; the host may write again once `wait`
-    has returned. On the CPU both sides are the same memory. One tensor, made by `zeros_at_end`,
-    lies behind all others: of it `send` copies only the rows in use.
+    has returned. On the CPU both sides are the same memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -33,8 +35,6 @@ class StepBlock:
         self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._twin = self._host.to(device)
         self._used_bytes = 0
-        self._end = num_bytes
-        self._last_row_bytes = 0
         self._sent = torch.cuda.Event() if self._is_cuda else None
 
     @property
@@ -46,17 +46,8 @@ class StepBlock:
         """Allocates a tensor of the host side."""
         num_bytes = math.prod(shape) * dtype.itemsize
         start = self._used_bytes
-        assert start + num_bytes <= self._end, "the block is too small"
+        assert start + num_bytes <= len(self._host), "the block is too small"
         self._used_bytes += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return self._host[start : start + num_bytes].view(dtype).view(shape)
-
-    def zeros_at_end(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocates the one tensor that lies behind all others, whenever they are made."""
-        assert self._end == len(self._host), "there is one already"
-        num_bytes = math.prod(shape) * dtype.itemsize
-        start = (self._end - num_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        assert start >= self._used_bytes, "the block is too small"
-        self._end, self._last_row_bytes = start, num_bytes // shape[0]
         return self._host[start : start + num_bytes].view(dtype).view(shape)
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -65,13 +56,10 @@ class StepBlock:
         assert 0 <= start <= len(self._host) - tensor.nbytes, "not of this block"
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def send(self, num_last_rows: int) -> None:
-        """Copies, at once and ordered on the current stream, everything but the rows behind
-        `num_last_rows` of the tensor at the end, which on the device stay as they are."""
+    def send(self) -> None:
+        """Copies everything, at once and ordered on the current stream."""
         if self._twin is not self._host:
-            # The unused bytes before the tensor at the end cost less than a second copy.
-            used = slice(0, self._end + num_last_rows * self._last_row_bytes)
-            self._twin[used].copy_(self._host[used], non_blocking=True)
+            self._twin.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
 
@@ -82,7 +70,7 @@ class StepBlock:
 
 
 class CudaInputs:
-    """Steps of up to `max_tokens` tokens of up to `max_rows` sequences of `max_pages` pages each.
+    """Steps of up to `max_tokens` tokens of up to `max_rows` sequences, whose pages lie in `table`.
 
     `reserved_bytes` of `block` are left for other tensors that change with every step.
     """
@@ -91,58 +79,69 @@ class CudaInputs:
         self,
         max_tokens: int,
         max_rows: int,
-        max_pages: int,
+        table: PageTable,
         page_size: int,
-        device: torch.device,
         reserved_bytes: int,
     ) -> None:
-        self.max_tokens, self.max_context = max_tokens, max_pages * page_size
+        self.max_tokens = max_tokens
         max_tiles = max_tokens // TILE_QUERIES + max_rows
-        num_bytes = 24 * max_tokens + 16 * (max_rows + 1) + 8 * max_tiles + 12
-        num_bytes += 4 * max_rows * max_pages + NUM_TENSORS * ALIGNMENT_BYTES
-        self.block = StepBlock(num_bytes + reserved_bytes, device)
-        # Rows of the page table that no sequence of the step has are not sent.
-        self._arrays = StepArrays(
-            max_tokens, max_rows, max_pages, page_size, self.block.zeros, self.block.zeros_at_end
-        )
-        self._tiles = self.block.zeros(max_tiles, 2, dtype=torch.int32)
-        arrays, twin = self._arrays, self.block.on_device
+        num_bytes = self.num_bytes(max_tokens, max_rows) + reserved_bytes
+        self.block = block = StepBlock(num_bytes, table.on_device.device)
+        self._pages = pages = _StepPages(table, block, max_rows)
+        self._arrays = arrays = StepArrays(max_tokens, max_rows, page_size, pages, block.zeros)
+        self._tiles = block.zeros(max_tiles, 2, dtype=torch.int32)
+        twin = block.on_device
         self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
         self._cells, self._logit_rows = twin(arrays.cells), twin(arrays.logit_rows)
         self._query_starts = twin(arrays.query_starts)
         self._context_lengths = twin(arrays.context_lengths)
-        self._page_table, self._device_tiles = twin(arrays.page_table), twin(self._tiles)
+        self._device_tiles = twin(self._tiles)
         self._num_tiles = 0
         self._has_decodes = False
 
-    def fill(self, batch: Batch) -> None:
-        """Describes `batch` on the host."""
-        self._arrays.fill(batch)
-        counts = np.diff(self._arrays.query_starts.numpy()[: len(batch.rows) + 1])
-        tiles = query_tiles(counts)
-        self._num_tiles = len(tiles)
-        self._tiles.numpy()[: len(tiles)] = tiles
-        self._has_decodes = bool((counts == 1).any())
+    @staticmethod
+    def num_bytes(max_tokens: int, max_rows: int) -> int:
+        """Returns what it takes of the block, at most."""
+        max_tiles, max_updates = max_tokens // TILE_QUERIES + max_rows, MAX_ROW_UPDATES * max_rows
+        num_bytes = 24 * max_tokens + 20 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
+        return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
 
-    def pad(self, num_rows: int, page: int) -> None:
-        """See `StepArrays.pad`."""
-        self._arrays.pad(num_rows, page)
+    def fill(self, batch: BatchColumns) -> int:
+        """Describes `batch` on the host; returns how many rows sample."""
+        num_rows, num_logits = len(batch.sequences), self._arrays.fill(batch)
+        self._num_tiles, self._has_decodes = 0, True
+        if self._arrays.size.tokens > num_rows:
+            counts = np.array(batch.counts)
+            tiles = query_tiles(counts)
+            self._num_tiles = len(tiles)
+            self._tiles.numpy()[: len(tiles)] = tiles
+            self._has_decodes = bool((counts == 1).any())
+        return num_logits
 
-    def fill_padding(self, page: int) -> None:
+    def pad(self, num_rows: int) -> None:
+        """Adds decode rows up to `num_rows` that read and write nothing but padding's page. All of
+        the step's own rows must decode."""
+        self._pages.pad(self._arrays.size.rows, num_rows)
+        self._arrays.pad(num_rows, self._pages.table.padding_page)
+
+    def fill_padding(self) -> None:
         """Describes a step of as many decode rows as possible, all of them padding."""
         self._arrays.clear()
-        self.pad(len(self._context_lengths), page)
+        self._pages.fill([])
+        self.pad(len(self._context_lengths))
 
     def send(self) -> None:
         """Sends what was filled to the device."""
-        self.block.send(int(self._arrays.num_rows))
+        self._pages.send()
+        self.block.send()
+
+    def write_pages(self) -> None:
+        """Writes the step's new pages to the table: on the device, before all else."""
+        self._pages.write()
 
     def inputs(self) -> StepInputs:
         """Returns what was filled, as views of the device's side."""
-        arrays = self._arrays
-        counts = (arrays.num_tokens, arrays.num_rows, arrays.num_logits)
-        num_tokens, num_rows, num_logits = (int(count) for count in counts)
-        return self._views(num_tokens, num_rows, num_logits, self._num_tiles, self._has_decodes)
+        return self._views(*self._arrays.size, self._num_tiles, self._has_decodes)
 
     def decode_inputs(self, num_rows: int) -> StepInputs:
         """Returns views of a step of so many decode rows, whatever is filled in."""
@@ -158,13 +157,14 @@ class CudaInputs:
             cells=self._cells[:num_tokens],
             query_starts=self._query_starts[: num_rows + 1],
             context_lengths=self._context_lengths[:num_rows],
-            page_table=self._page_table[:num_rows],
+            table_rows=self._pages.device_rows[:num_rows],
+            page_table=self._pages.table.on_device,
             tiles=self._device_tiles[:num_tiles],
             has_decodes=has_decodes,
             page_size=arrays.page_size,
             host_query_starts=arrays.query_starts.numpy()[: seen + 1].astype(np.int64),
             host_context_lengths=arrays.context_lengths.numpy()[:seen].astype(np.int64),
-            host_page_table=arrays.page_table.numpy()[:seen].astype(np.int64),
+            host_page_table=self._pages.host_pages(seen),
         )
         return StepInputs(
             token_ids=self._token_ids[:num_tokens],
@@ -172,3 +172,40 @@ class CudaInputs:
             logit_rows=self._logit_rows[:num_logits],
             attention=attention,
         )
+
+
+class _StepPages:
+    """`PageRows` of one step: which rows of `table` its sequences have, and what is new in them."""
+
+    def __init__(self, table: PageTable, block: StepBlock, max_rows: int) -> None:
+        self.table = table
+        rows = block.zeros(max_rows, dtype=torch.int32)
+        max_updates = MAX_ROW_UPDATES * max_rows
+        cells = block.zeros(max_updates, dtype=torch.int64)
+        pages = block.zeros(max_updates, dtype=torch.int32)
+        self._updates = PageUpdates(cells, pages, table.spare_cell)
+        self._rows = rows.numpy()
+        self.device_rows = block.on_device(rows)
+        self._device_cells, self._device_pages = block.on_device(cells), block.on_device(pages)
+
+    @property
+    def host_table(self) -> Tensor:
+        return self.table.on_host
+
+    def fill(self, pages: list[list[int]]) -> NDArray[np.int64]:
+        rows = self.table.fill(pages, self._updates)
+        self._rows[: len(rows)] = rows
+        return rows
+
+    def pad(self, first: int, end: int) -> None:
+        self._rows[first:end] = self.table.padding_row
+
+    def send(self) -> None:
+        self.table.send()
+
+    def write(self) -> None:
+        self.table.apply(self._device_cells, self._device_pages)
+
+    def host_pages(self, num_rows: int) -> NDArray[np.int64]:
+        """The pages of the first rows of the step, in their order."""
+        return self.table.on_host.numpy()[self._rows[:num_rows]].astype(np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -10,9 +10,16 @@ import torch
 from inference_svc.adapters.arena import Arena
 from inference_svc.backends.cuda_inputs import ALIGNMENT_BYTES, StepBlock
 from inference_svc.backends.torch import LoraStep
-from inference_svc.core import BASE_SLOT, BatchRow
-from kernels.lora import LoraGroup, LoraPlan, LoraSegment
-from kernels.lora.plan import ITEM_TILE, TILE_TOKENS, IntArray, plan_items, plan_segments
+from inference_svc.core import BASE_SLOT, BatchColumns
+from kernels.lora import LoraGroup, LoraPlan
+from kernels.lora.plan import (
+    ITEM_TILE,
+    ITEM_TOKEN,
+    TILE_TOKENS,
+    IntArray,
+    plan_items,
+    plan_segments,
+)
 
 
 class CudaLora:
@@ -30,7 +37,9 @@ class CudaLora:
         self._groups = groups
         self._tokens = _PlanArrays(block, max_tokens, max_rows)
         self._heads = _PlanArrays(block, max_rows, max_rows)
-        self._targets: frozenset[int] = frozenset()
+        self._slots: list[int] = []
+        self._is_decode = False
+        self._every_target = frozenset(range(arena.table.num_targets))
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
@@ -39,51 +48,58 @@ class CudaLora:
             max_rows, max_rows
         )
 
-    def fill(self, rows: Sequence[BatchRow]) -> bool:
+    def fill(self, batch: BatchColumns) -> bool:
         """Plans the step's rows on the host; False when none of them has an adapter."""
-        slots = [row.slot for row in rows]
-        used = set(slots) - {BASE_SLOT}
-        if not used:
+        self._slots = [sequence.slot for sequence in batch.sequences]
+        if max(self._slots) == BASE_SLOT:
             return False
-        adapters = self.arena.table.adapters
-        self._targets = frozenset().union(*{adapters[slot].target_set for slot in used})
-        lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        self._tokens.fill(np.array(slots, dtype=np.int64), lengths)
-        sampling = np.array([row.slot for row in rows if row.samples], dtype=np.int64)
-        self._heads.fill(sampling, np.ones(len(sampling), dtype=np.int64))
+        slots = np.array(self._slots, dtype=np.int64)
+        self._is_decode = batch.is_decode
+        if self._is_decode:
+            self._tokens.fill_decodes(slots)
+        else:
+            self._tokens.fill(slots, np.array(batch.counts, dtype=np.int64))
+            self._heads.fill_decodes(slots[np.array(batch.samples)])
         return True
 
     def step(self) -> LoraStep:
         """Returns the plans that were filled."""
-        plans = (arrays.plan(self.arena, self._targets) for arrays in (self._tokens, self._heads))
+        adapters, used = self.arena.table.adapters, set(self._slots) - {BASE_SLOT}
+        targets = frozenset[int]().union(*{adapters[slot].target_set for slot in used})
+        heads = self._tokens if self._is_decode else self._heads
+        plans = (arrays.plan(self.arena, targets) for arrays in (self._tokens, heads))
         return LoraStep(self.arena, self._groups, *plans)
 
     def decode_step(self, num_rows: int) -> LoraStep:
         """Returns plans for a recorded step of so many decode rows, whatever adapters they use."""
         # Every row is one token that samples.
-        plan = self._tokens.any_plan(self.arena, num_rows, has_tiles=False)
+        plan = self._any_plan(self._tokens, num_rows, has_tiles=False)
         return LoraStep(self.arena, self._groups, plan, plan)
 
     def warm_up_step(self, num_tokens: int, has_tiles: bool) -> LoraStep:
         """Launches every kernel that a step with prompts needs, its adapters with tiles or without,
         over what was filled: for base rows, nothing. One row samples."""
-        plan = self._tokens.any_plan(self.arena, num_tokens, has_tiles)
-        heads = self._heads.any_plan(self.arena, 1, has_tiles=False)
+        plan = self._any_plan(self._tokens, num_tokens, has_tiles)
+        heads = self._any_plan(self._heads, 1, has_tiles=False)
         return LoraStep(self.arena, self._groups, plan, heads)
+
+    def _any_plan(self, arrays: _PlanArrays, num_tokens: int, has_tiles: bool) -> LoraPlan:
+        return arrays.any_plan(self.arena, self._every_target, num_tokens, has_tiles)
 
 
 class _PlanArrays:
     """One plan's device part; see `LoraPlan`."""
 
     def __init__(self, block: StepBlock, max_tokens: int, max_rows: int) -> None:
-        self._slots = block.zeros(max_tokens, dtype=torch.int32)
-        self._items = block.zeros(_max_items(max_tokens, max_rows), 4, dtype=torch.int32)
-        self._slots.fill_(BASE_SLOT)
-        self._device_slots = block.on_device(self._slots)
-        self._device_items = block.on_device(self._items)
+        slots = block.zeros(max_tokens, dtype=torch.int32)
+        items = block.zeros(_max_items(max_tokens, max_rows), 4, dtype=torch.int32)
+        slots.fill_(BASE_SLOT)
+        self._slots, self._items = slots.numpy(), items.numpy()
+        self._device_slots = block.on_device(slots)
+        self._device_items = block.on_device(items)
         self._num_tokens = self._num_items = 0
         self._has_tiles = False
-        self._segments: tuple[LoraSegment, ...] = ()
+        self._rows: tuple[IntArray, IntArray] = _NO_ROWS
 
     @staticmethod
     def num_bytes(max_tokens: int, max_rows: int) -> int:
@@ -91,38 +107,58 @@ class _PlanArrays:
 
     def fill(self, row_slots: IntArray, row_lengths: IntArray) -> None:
         """Fills the rest, after the step's own tokens and items, with base rows and empty items."""
-        slots, items = self._slots.numpy(), self._items.numpy()
-        of_tokens = np.repeat(row_slots, row_lengths)
         found = plan_items(row_slots, row_lengths)
-        self._num_tokens, self._num_items = len(of_tokens), len(found)
-        slots[: len(of_tokens)] = of_tokens
-        slots[len(of_tokens) :] = BASE_SLOT
-        items[: len(found)] = found
-        items[len(found) :] = 0
+        self._fill(np.repeat(row_slots, row_lengths), len(found))
+        self._items[: len(found)] = found
         self._has_tiles = bool((found[:, 3] == ITEM_TILE).any())
-        self._segments = tuple(plan_segments(row_slots.tolist(), row_lengths.tolist()))
+        self._rows = row_slots, row_lengths
+
+    def fill_decodes(self, row_slots: IntArray) -> None:
+        """As `fill` of rows of one token each, in a few operations."""
+        tokens = np.flatnonzero(row_slots != BASE_SLOT)
+        self._fill(row_slots, len(tokens))
+        items = self._items[: len(tokens)]
+        items[:, 0] = tokens
+        items[:, 2] = row_slots[tokens]
+        items[:, 1::2] = 1, ITEM_TOKEN
+        self._has_tiles = False
+        self._rows = row_slots, np.ones_like(row_slots)
+
+    def _fill(self, slots: IntArray, num_items: int) -> None:
+        """Fills the tokens' slots, and clears what the step before has used beyond."""
+        num_tokens = len(slots)
+        self._slots[:num_tokens] = slots
+        self._slots[num_tokens : self._num_tokens] = BASE_SLOT
+        self._items[num_items : self._num_items] = 0
+        self._num_tokens, self._num_items = num_tokens, num_items
 
     def plan(self, arena: Arena, targets: frozenset[int]) -> LoraPlan:
         return self._plan(arena, targets, self._num_tokens, self._num_items, self._has_tiles)
 
-    def any_plan(self, arena: Arena, num_tokens: int, has_tiles: bool) -> LoraPlan:
-        """Claims every target, and an item for each token as far as there are items."""
-        every = frozenset(range(arena.table.num_targets))
+    def any_plan(
+        self, arena: Arena, targets: frozenset[int], num_tokens: int, has_tiles: bool
+    ) -> LoraPlan:
+        """Has an item for each token as far as there are items, whatever is filled in."""
         num_items = min(num_tokens, len(self._items))
-        return self._plan(arena, every, num_tokens, num_items, has_tiles)
+        return self._plan(arena, targets, num_tokens, num_items, has_tiles)
 
     def _plan(
         self, arena: Arena, targets: frozenset[int], num_tokens: int, num_items: int, tiles: bool
     ) -> LoraPlan:
+        slots, lengths = self._rows if arena.device.type == "cpu" else _NO_ROWS
         return LoraPlan(
             num_tokens=num_tokens,
-            segments=self._segments,
+            segments=tuple(plan_segments(slots.tolist(), lengths.tolist())),
             targets=targets,
             max_rank=arena.table.max_rank,
             has_tiles=tiles,
             token_slots=self._device_slots[:num_tokens],
             items=self._device_items[:num_items],
         )
+
+
+_NO_ROWS = np.zeros(0, np.int64), np.zeros(0, np.int64)
+"""Segments are for CPUs alone."""
 
 
 def _max_items(max_tokens: int, max_rows: int) -> int:

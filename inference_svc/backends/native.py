@@ -21,16 +21,16 @@ from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, lora_gro
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
+    Logits,
     MemoryNeeds,
     allocate_arena,
     allocate_kv_cache,
     max_pages,
 )
-from inference_svc.backends.native_buffers import StepArrays, Workspace
+from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.backends.native_lora import NativeLoraOps
 from inference_svc.backends.torch import step_bytes
-from inference_svc.config import EngineConfig
-from inference_svc.core import Batch
+from inference_svc.core import Batch, EngineConfig
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.layers import RMSNorm
 from inference_svc.model.weights import (
@@ -262,13 +262,13 @@ class NativeBackend:
         self._library.place_threads(processors)
 
     def prepare(self, batch: Batch) -> frozenset[str]:
-        self._step.fill(batch)
+        self._step.fill(batch.columns())
         groups = self._lora.plan(batch.rows)
         self.num_lora_steps += bool(groups)
         return groups
 
-    def forward(self, inputs: frozenset[str]) -> Tensor:
-        return self._transformer.forward(inputs)
+    def forward(self, inputs: frozenset[str]) -> Logits:
+        return Logits(self._transformer.forward(inputs))
 
 
 class NativeFactory:
@@ -314,7 +314,8 @@ class NativeFactory:
         arena = allocate_arena(config, layout, host_slab)
         pack = partial(PackedLinear.pack, allocate=Slab().take)
         packed = load_weights(config.model_dir, geometry, dtype, config.device, pack)
-        step = StepArrays(max_tokens, max_rows, max_pages(config), config.page_size)
+        pages = BatchPages(max_rows, max_pages(config))
+        step = StepArrays(max_tokens, max_rows, config.page_size, pages)
         lora = NativeLoraOps(arena, lora_groups(layout), max_tokens, max_rows)
         workspace = Workspace.allocate(geometry, max_tokens, max_rows, dtype)
         transformer = NativeTransformer(geometry, packed, kv_cache, step, workspace, lora, library)

@@ -5,127 +5,164 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import is_
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.core import Batch
+from inference_svc.core import BatchColumns
 from inference_svc.model.geometry import ModelGeometry
 from kernels.attention.native import StepRows
 from kernels.host_memory import allocate_host
 
 
+class StepSize(NamedTuple):
+    """The numbers of a step's tokens, rows, and rows that sample."""
+
+    tokens: int
+    rows: int
+    logits: int
+
+
+class PageRows(Protocol):
+    """The pages of a step's sequences, each in a row of a table."""
+
+    @property
+    def host_table(self) -> Tensor:
+        """int32 [rows, pages], on the host."""
+
+    def fill(self, pages: list[list[int]]) -> NDArray[np.int64]:
+        """Writes these, the pages of the batch's rows, to the table; returns the row of each."""
+
+
+class BatchPages:
+    """`PageRows` in the order of the batch. `host_table` is int32 [R, max_pages]."""
+
+    def __init__(self, max_rows: int, max_pages: int) -> None:
+        self.host_table = torch.zeros(max_rows, max_pages, dtype=torch.int32)
+        self._table = self.host_table.numpy()
+        self._row_numbers = np.arange(max_rows)
+        # What lies in the table: of each row the list, and how many of its pages.
+        self._lists: list[list[int]] = [[] for _ in range(max_rows)]
+        self._num_pages = np.zeros(max_rows, dtype=np.int64)
+
+    def fill(self, pages: list[list[int]]) -> NDArray[np.int64]:
+        num_rows = len(pages)
+        num_pages = np.fromiter(map(len, pages), np.int64, num_rows)
+        is_changed = num_pages != self._num_pages[:num_rows]
+        if not all(map(is_, pages, self._lists)):
+            is_changed |= [new is not old for new, old in zip(pages, self._lists, strict=False)]
+        for row in np.flatnonzero(is_changed).tolist():
+            self._table[row, : num_pages[row]] = pages[row]
+            self._lists[row], self._num_pages[row] = pages[row], num_pages[row]
+        return self._row_numbers[:num_rows]
+
+
 class StepArrays:
-    """Host memory for steps of up to `max_tokens` tokens of up to `max_rows` sequences with up to
-    `max_pages` pages each.
+    """Host memory for steps of up to `max_tokens` tokens of up to `max_rows` sequences.
 
     T tokens in the order of the batch's R rows, of which N sample. All of `token_ids`,
     `positions` and `cells` (where a token's keys and values go) are int64 [T]; `query_starts` int32
-    [R + 1], `context_lengths` int32 [R] and `page_table` int32 [R, max_pages] as in
-    `kernels.attention.AttentionPlan`; `logit_rows` int64 [N], the last token of each row that
-    samples. The counts `num_tokens`, `num_rows` and `num_logits` are int32 [1].
+    [R + 1] and `context_lengths` int32 [R] as in `kernels.attention.AttentionPlan`; `logit_rows`
+    int64 [N], the last token of each row that samples. The counts `num_tokens`, `num_rows` and
+    `num_logits` are int32 [1].
     """
 
     def __init__(
         self,
         max_tokens: int,
         max_rows: int,
-        max_pages: int,
         page_size: int,
+        pages: PageRows,
         zeros: Callable[..., Tensor] = torch.zeros,
-        zeros_of_table: Callable[..., Tensor] = torch.zeros,
     ) -> None:
-        """`zeros` allocates, as torch's does, on the CPU; `zeros_of_table` the page table, the one
-        that may be large."""
+        """`zeros` allocates, as torch's does, on the CPU."""
         self.page_size = page_size
         self.token_ids = zeros(max_tokens, dtype=torch.int64)
         self.positions = zeros(max_tokens, dtype=torch.int64)
         self.cells = zeros(max_tokens, dtype=torch.int64)
         self.query_starts = zeros(max_rows + 1, dtype=torch.int32)
         self.context_lengths = zeros(max_rows, dtype=torch.int32)
-        self.page_table = zeros_of_table(max_rows, max_pages, dtype=torch.int32)
         self.logit_rows = zeros(max_rows, dtype=torch.int64)
         self.num_tokens = zeros(1, dtype=torch.int32)
         self.num_rows = zeros(1, dtype=torch.int32)
         self.num_logits = zeros(1, dtype=torch.int32)
-        self._table = self.page_table.numpy()
-        self._pages_of_row: list[list[int]] = [[] for _ in range(max_rows)]
-        self._num_pages_of_row = [0] * max_rows
+        self._pages, self._table = pages, pages.host_table.numpy()
+        self._token_ids, self._positions = self.token_ids.numpy(), self.positions.numpy()
+        self._cells, self._logit_rows = self.cells.numpy(), self.logit_rows.numpy()
+        self._query_starts = self.query_starts.numpy()
+        self._context_lengths = self.context_lengths.numpy()
+        self._counts = [n.numpy() for n in (self.num_tokens, self.num_rows, self.num_logits)]
+        self._row_numbers = np.arange(max_rows)
+        self.size = StepSize(0, 0, 0)
 
     @property
     def rows(self) -> StepRows:
-        """The inputs of attention."""
+        """The inputs of attention where pages lie in the order of the batch."""
         return StepRows(
             self.num_rows,
             self.num_tokens,
             self.query_starts,
             self.context_lengths,
-            self.page_table,
+            self._pages.host_table,
             self.cells,
         )
 
-    def fill(self, batch: Batch) -> int:
-        """Describes `batch`, which has rows; returns N."""
-        rows = batch.rows
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int32)
-        ends = np.cumsum(counts, dtype=np.int32)
+    def fill(self, batch: BatchColumns) -> int:
+        """Describes `batch`; returns N."""
+        sequences, starts, counts, samples, _ = batch
+        num_rows, firsts = len(sequences), np.array(starts, dtype=np.int64)
+        lengths = np.array(counts, dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int32)
         total = int(ends[-1])
-        if total == len(rows):
-            tokens = [row.sequence.token_ids[row.start] for row in rows]
-            positions, row_of_token = starts, np.arange(total)
+        if total == num_rows:
+            tokens = [s.token_ids[start] for s, start in zip(sequences, starts, strict=True)]
+            positions, row_of_token = firsts, self._row_numbers[:num_rows]
         else:
             tokens = []
-            for row in rows:
-                tokens += row.sequence.token_ids[row.start : row.start + row.num_tokens]
-            row_of_token = np.repeat(np.arange(len(rows)), counts)
-            positions = np.arange(total) + (starts - ends + counts)[row_of_token]
+            for sequence, start, count in zip(sequences, starts, counts, strict=True):
+                tokens += sequence.token_ids[start : start + count]
+            row_of_token = np.repeat(self._row_numbers[:num_rows], lengths)
+            positions = np.arange(total) + (firsts - ends + lengths)[row_of_token]
         assert len(tokens) == total, "a row has tokens that are not known yet"
-        self._fill_pages(batch)
-        pages = self._table[row_of_token, positions // self.page_size]
-        self.token_ids.numpy()[:total] = tokens
-        self.positions.numpy()[:total] = positions
-        self.cells.numpy()[:total] = pages * self.page_size + positions % self.page_size
-        self.query_starts.numpy()[1 : len(rows) + 1] = ends
-        self.context_lengths.numpy()[: len(rows)] = starts + counts
-        samples = ends[[row.samples for row in rows]] - 1
-        self.logit_rows.numpy()[: len(samples)] = samples
-        self.num_tokens[0], self.num_rows[0] = total, len(rows)
-        self.num_logits[0] = len(samples)
-        return len(samples)
+        table_rows = self._pages.fill([sequence.page_ids for sequence in sequences])
+        page_indices, offsets = np.divmod(positions, self.page_size)
+        pages = self._table[table_rows[row_of_token], page_indices]
+        self._token_ids[:total] = tokens
+        self._positions[:total] = positions
+        self._cells[:total] = pages * np.int64(self.page_size) + offsets
+        self._query_starts[1 : num_rows + 1] = ends
+        self._context_lengths[:num_rows] = firsts + lengths
+        last_tokens = (ends if all(samples) else ends[np.array(samples)]) - 1
+        self._logit_rows[: len(last_tokens)] = last_tokens
+        self._set_counts(total, num_rows, len(last_tokens))
+        return len(last_tokens)
 
     def clear(self) -> None:
         """Describes a step of no rows."""
-        for counts in (self.num_tokens, self.num_rows, self.num_logits):
-            counts[0] = 0
+        self._set_counts(0, 0, 0)
 
     def pad(self, num_rows: int, page: int) -> None:
-        """Adds decode rows up to `num_rows`, of one token each, that read and write nothing but
-        `page`. All of the step's own rows must decode."""
-        used = int(self.num_rows[0])
-        assert self.num_tokens[0] == self.num_logits[0] == used, "not only decode rows"
+        """Adds decode rows up to `num_rows`, of one token each, that write nothing but `page`. All
+        of the step's own rows must decode."""
+        used = self.size.rows
+        assert self.size.tokens == self.size.logits == used, "not only decode rows"
         padded = slice(used, num_rows)
-        self.token_ids.numpy()[padded] = 0
-        self.positions.numpy()[padded] = 0
-        self.cells.numpy()[padded] = page * self.page_size
-        self.query_starts.numpy()[used + 1 : num_rows + 1] = np.arange(used + 1, num_rows + 1)
-        self.context_lengths.numpy()[padded] = 1
-        self.logit_rows.numpy()[padded] = np.arange(used, num_rows)
-        self._table[padded, 0] = page
-        self._num_pages_of_row[padded] = [-1] * (num_rows - used)  # to be filled again
-        for counts in (self.num_tokens, self.num_rows, self.num_logits):
-            counts[0] = num_rows
+        self._token_ids[padded] = 0
+        self._positions[padded] = 0
+        self._cells[padded] = page * self.page_size
+        self._query_starts[used + 1 : num_rows + 1] = self._row_numbers[padded] + 1
+        self._context_lengths[padded] = 1
+        self._logit_rows[padded] = self._row_numbers[padded]
+        self._set_counts(num_rows, num_rows, num_rows)
 
-    def _fill_pages(self, batch: Batch) -> None:
-        """Skips rows whose sequence and pages are those of the step before."""
-        for index, row in enumerate(batch.rows):
-            pages = row.sequence.page_ids
-            if self._pages_of_row[index] is pages and self._num_pages_of_row[index] == len(pages):
-                continue
-            self._table[index, : len(pages)] = pages
-            self._pages_of_row[index] = pages
-            self._num_pages_of_row[index] = len(pages)
+    def _set_counts(self, *counts: int) -> None:
+        self.size = StepSize(*counts)
+        for array, count in zip(self._counts, counts, strict=True):
+            array[0] = count
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from inference_svc.backends.base import BackendFactory
 from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
 from inference_svc.backends.torch import TorchFactory
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 
 BACKENDS: tuple[BackendFactory, ...] = (CudaFactory(), NativeFactory(), TorchFactory())
 """In order of preference."""

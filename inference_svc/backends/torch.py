@@ -14,12 +14,12 @@ from inference_svc.adapters.layout import EMBEDDING, HEAD, ModelLayout, lora_gro
 from inference_svc.backends.base import (
     Backend,
     DeviceMemory,
+    Logits,
     MemoryNeeds,
     allocate_arena,
     allocate_kv_cache,
 )
-from inference_svc.config import EngineConfig
-from inference_svc.core import BASE_SLOT, Batch, BatchRow
+from inference_svc.core import BASE_SLOT, Batch, BatchRow, EngineConfig
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.inputs import StepInputs
@@ -107,8 +107,9 @@ class TorchBackend:
         self.num_lora_steps += lora is not None
         return TorchInputs(step, lora)
 
-    def forward(self, inputs: TorchInputs) -> Tensor:
-        return self._transformer.forward(inputs.step, self._kv_cache, inputs.lora)
+    def forward(self, inputs: TorchInputs) -> Logits:
+        logits = self._transformer.forward(inputs.step, self._kv_cache, inputs.lora)
+        return Logits(logits.float())
 
 
 class TorchFactory:

@@ -17,7 +17,7 @@ from inference_svc.adapters.residency import Residency, build_residency
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostTier
 from inference_svc.backends.select import select_backend
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.commands import Commands
 from inference_svc.engine.engine import Engine
@@ -128,7 +128,10 @@ def _limits(config: EngineConfig) -> Limits:
 def _allocate_host_tier(config: EngineConfig, *, pin_memory: bool) -> HostTier | None:
     """Returns None if images are pulled straight into the arena."""
     if config.host_bytes:
-        return HostTier(config.host_bytes, pin_memory)
+        try:
+            return HostTier(config.host_bytes, pin_memory)
+        except OSError as error:
+            raise ValueError(f"--host-memory: {error.strerror}") from error
     if pin_memory:
         raise ValueError("host_memory must be above 0 on this device: images are pulled into it")
     return None

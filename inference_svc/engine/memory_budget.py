@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 
 from inference_svc.backends.base import BackendFactory, DeviceMemory, MemoryNeeds
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.host.memory import available_bytes, resident_bytes
 from inference_svc.model.geometry import ModelGeometry
 

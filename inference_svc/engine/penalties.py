@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from inference_svc.core import SamplingParams, Sequence
+from inference_svc.host.copies import to_device
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
@@ -68,8 +69,7 @@ def penalise(logits: torch.Tensor, rows: SequenceOf[tuple[int, Sequence]]) -> No
         factors.append(np.full(len(ids), sampling.repetition_penalty, np.float32))
         changes.append(np.where(counts > 0, change, 0.0).astype(np.float32))
     at, factor, less = (
-        torch.from_numpy(np.concatenate(parts)).to(logits.device)
-        for parts in (places, factors, changes)
+        to_device(np.concatenate(parts), logits.device) for parts in (places, factors, changes)
     )
     flat = logits.view(-1)  # one index is much faster than two
     values = flat.index_select(0, at)
@@ -89,5 +89,5 @@ def ban_ends(
             ends = () if sampling.ignore_eos else eos_token_ids
             banned += [(row, token) for token in (*sampling.stop_token_ids, *ends)]
     if banned:
-        at = torch.tensor(banned, device=logits.device).unbind(1)
+        at = to_device(banned, logits.device).unbind(1)
         logits[at] = -torch.inf

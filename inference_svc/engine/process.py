@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Message, StepOutputs, Stop, StoreMessage
 from inference_svc.engine.process_main import Ready, StoreFactory, encode
 from inference_svc.errors import EngineFailed

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Stop, StoreMessage
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import UnsupportedModel

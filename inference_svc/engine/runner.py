@@ -58,10 +58,10 @@ class Runner:
         sampling = [row.sequence for row in batch.rows if row.samples]
         prepared_s = time.perf_counter()
         with self._marks("forward"):
-            logits = self.backend.forward(inputs)
+            logits, argmax = self.backend.forward(inputs)
         computed_s = time.perf_counter()
         with self._marks("sample"):
-            sampled = self._sampler.sample(logits, sampling)
+            sampled = self._sampler.sample(logits, sampling, argmax)
         timings = RunTimings(
             changed_s - began_s,
             prepared_s - changed_s,

@@ -7,7 +7,7 @@ tokens whatever the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from inference_svc.core import SampledToken, SamplingParams, Sequence, TokenLogprobs
 from inference_svc.engine.penalties import ban_ends, has_penalties, penalise
+from inference_svc.host.copies import to_device
 
 _MASK64 = (1 << 64) - 1
 
 NUM_CANDIDATES = 1024
 """The number of most likely tokens that are tried before the full vocabulary is sorted."""
+
+OPEN = -1
+"""In place of the token of a row that NUM_CANDIDATES do not suffice for."""
 
 _BLOCK = 256
 """Probabilities that are summed on their own, so that only one block's sums are walked."""
@@ -63,9 +67,9 @@ class _Limits:
     @classmethod
     def of(cls, params: list[SamplingParams], device: torch.device) -> _Limits:
         return cls(
-            torch.tensor([[p.top_k] for p in params], device=device),
-            torch.tensor([[p.top_p] for p in params], device=device),
-            torch.tensor([[p.min_p] for p in params], device=device),
+            to_device([[p.top_k] for p in params], device),
+            to_device([[p.top_p] for p in params], device),
+            to_device([[p.min_p] for p in params], device),
         )
 
     def select(self, rows: Tensor) -> _Limits:
@@ -75,41 +79,35 @@ class _Limits:
 class _Draws:
     """Rows that are drawn: what of them stays the same from step to step."""
 
-    def __init__(
-        self, rows: list[tuple[int, Sequence]], device: torch.device, *, has_device_memory: bool
-    ) -> None:
-        self._has_device_memory = has_device_memory
-        self.rows = torch.tensor([row for row, _ in rows], device=device)
+    def __init__(self, rows: list[tuple[int, Sequence]], device: torch.device) -> None:
+        self._device = device
+        self.rows = to_device([row for row, _ in rows], device)
         self._sequences = [sequence for _, sequence in rows]
         params = [sequence.request.sampling for sequence in self._sequences]
-        self.temperatures = torch.tensor([[p.temperature] for p in params], device=device)
+        self.temperatures = to_device([[p.temperature] for p in params], device)
         self.limits = _Limits.of(params, device)
         self._seeds = np.array([p.seed & _MASK64 for p in params], np.uint64)
 
     def numbers(self) -> Tensor:
         """This step's number of each row: fp64 [N, 1]."""
         positions = np.array([len(s.token_ids) for s in self._sequences], np.uint64)
-        drawn = torch.from_numpy(uniforms(self._seeds, positions)).unsqueeze(1)
-        if self._has_device_memory:
-            # From memory that is not pinned the copy would wait for the step.
-            drawn = drawn.pin_memory()
-        return drawn.to(self.rows.device, non_blocking=True)
+        return to_device(uniforms(self._seeds, positions)[:, None], self._device)
 
 
 class _Rows:
     """The sampling parameters of a batch, as tensors. Steps of the same sequences share them."""
 
-    def __init__(
-        self, sequences: list[Sequence], device: torch.device, *, has_device_memory: bool
-    ) -> None:
+    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
         def draws(rows: list[tuple[int, Sequence]]) -> _Draws | None:
-            return _Draws(rows, device, has_device_memory=has_device_memory) if rows else None
+            return _Draws(rows, device) if rows else None
 
         self.sequences = list(sequences)
         rows = [(row, s, s.request.sampling) for row, s in enumerate(sequences)]
         self.limited = [(row, s) for row, s, p in rows if p.min_tokens > 0]
         self.penalised = [(row, s) for row, s, p in rows if has_penalties(p)]
-        self.with_logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
+        self.logprobs = [(row, p.logprobs) for row, _, p in rows if p.logprobs is not None]
+        numbers = [row for row, _ in self.logprobs]
+        self.logprob_rows = to_device(numbers, device) if numbers else None
         drawn = [(row, s, _is_cut(p)) for row, s, p in rows if p.temperature > 0]
         self.uncut = draws([(row, s) for row, s, is_cut in drawn if not is_cut])
         self.cut = draws([(row, s) for row, s, is_cut in drawn if is_cut])
@@ -124,25 +122,39 @@ class Sampler:
         self._has_device_memory = has_device_memory
         self._rows: _Rows | None = None
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`. May change
-        the logits in place; logprobs are of the model's own distribution, before any change."""
+    def sample(
+        self, logits: Tensor, sequences: list[Sequence], argmax: Tensor | None = None
+    ) -> list[SampledToken]:
+        """Returns one token per row of `logits` [N, vocab] fp32, for the N `sequences`; `argmax`
+        int64 [N] are the rows' largest, if known. May change both in place; logprobs are of the
+        model's own distribution, before any change."""
         if self._rows is None or self._rows.sequences != sequences:
-            self._rows = _Rows(sequences, logits.device, has_device_memory=self._has_device_memory)
-        rows = self._rows
-        logprobs = [(row, logits[row].log_softmax(-1), count) for row, count in rows.with_logprobs]
+            self._rows = _Rows(sequences, logits.device)
+        rows, logprobs = self._rows, None
+        if rows.logprob_rows is not None:
+            logprobs = logits.index_select(0, rows.logprob_rows).log_softmax(dim=-1)
         if rows.limited:
             ban_ends(logits, rows.limited, self._eos_token_ids)
         if rows.penalised:
             penalise(logits, rows.penalised)
-        chosen = self._choose(logits, rows)
+        if argmax is None or rows.limited or rows.penalised:
+            argmax = self._argmax(logits)
+        token_ids = self._choose(logits, argmax, rows)
+        chosen: list[int] = token_ids.tolist()
+        if OPEN in chosen:
+            assert rows.cut is not None
+            token_ids[token_ids == OPEN] = _draw_sorted(logits, rows.cut, token_ids)
+            chosen = token_ids.tolist()
         sampled = [SampledToken(token) for token in chosen]
-        for row, values, count in logprobs:
-            sampled[row] = SampledToken(chosen[row], _token_logprobs(values, chosen[row], count))
+        if logprobs is not None and rows.logprob_rows is not None:
+            counts = [count for _, count in rows.logprobs]
+            found = _token_logprobs(logprobs, token_ids[rows.logprob_rows], counts)
+            for (row, _), token_logprobs in zip(rows.logprobs, found, strict=True):
+                sampled[row] = SampledToken(chosen[row], token_logprobs)
         return sampled
 
-    def _choose(self, logits: Tensor, rows: _Rows) -> list[int]:
-        token_ids = self._argmax(logits)
+    def _choose(self, logits: Tensor, token_ids: Tensor, rows: _Rows) -> Tensor:
+        """Writes the tokens of rows that are drawn; OPEN where more must be sorted for it."""
         if rows.uncut is not None:
             chunk_rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
             if self._has_device_memory:
@@ -150,8 +162,7 @@ class Sampler:
             token_ids[rows.uncut.rows] = _draw_uncut(logits, rows.uncut, chunk_rows)
         if rows.cut is not None:
             token_ids[rows.cut.rows] = _draw_cut(logits, rows.cut)
-        chosen: list[int] = token_ids.tolist()
-        return chosen
+        return token_ids
 
     def _argmax(self, logits: Tensor) -> Tensor:
         if self._has_device_memory:
@@ -179,7 +190,8 @@ def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
     """Returns token ids [N] of rows that top_k, top_p or min_p cut.
 
     Sorting the full vocabulary is what costs here. The first NUM_CANDIDATES nearly always suffice;
-    whether they do depends on the row alone, so its numbers do not depend on the batch.
+    whether they do depends on the row alone, so its numbers do not depend on the batch. Where they
+    do not, OPEN: to ask here whether there is such a row would be to wait for the step.
     """
     scaled, u, limits = logits[draws.rows] / draws.temperatures, draws.numbers(), draws.limits
     width = min(NUM_CANDIDATES, scaled.shape[1])
@@ -187,14 +199,20 @@ def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
     values, order = scaled.topk(width, dim=-1)
     kept = _truncate((values - totals).exp(), limits)
     tokens = order.gather(1, _invert(kept, u).unsqueeze(1)).squeeze(1)
+    if width == scaled.shape[1]:
+        return tokens
     # Where the cut, if any, lies further down, or top_k's total does.
-    open_rows = ((kept[:, -1] > 0) | (limits.top_k[:, 0] > width)).nonzero().squeeze(1)
-    if width < scaled.shape[1] and open_rows.numel():
-        values, order = scaled[open_rows].sort(dim=-1, descending=True, stable=True)
-        kept = _truncate((values - totals[open_rows]).exp(), limits.select(open_rows))
-        found = order.gather(1, _invert(kept, u[open_rows]).unsqueeze(1)).squeeze(1)
-        tokens[open_rows] = found
-    return tokens
+    return tokens.masked_fill((kept[:, -1] > 0) | (limits.top_k[:, 0] > width), OPEN)
+
+
+def _draw_sorted(logits: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
+    """Returns token ids of the rows whose token is OPEN, all of `draws`, from all their tokens."""
+    is_open = token_ids[draws.rows] == OPEN
+    limits = draws.limits.select(is_open)
+    scaled = logits[draws.rows[is_open]] / draws.temperatures[is_open]
+    values, order = scaled.sort(dim=-1, descending=True, stable=True)
+    kept = _truncate((values - scaled.logsumexp(dim=-1, keepdim=True)).exp(), limits)
+    return order.gather(1, _invert(kept, draws.numbers()[is_open]).unsqueeze(1)).squeeze(1)
 
 
 def _truncate(probs: Tensor, limits: _Limits) -> Tensor:
@@ -233,7 +251,15 @@ def _first_above(cumulative: Tensor, number: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
-def _token_logprobs(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
-    values, ids = logprobs.topk(min(count, logprobs.numel()))
-    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
+def _token_logprobs(
+    logprobs: Tensor, token_ids: Tensor, counts: list[int]
+) -> Iterator[TokenLogprobs]:
+    """Yields what each row of `logprobs` [N, vocab] says of its token and of the `counts[row]` most
+    likely. One search for each different count: of equal values it may find others for another."""
+    tops = {count: logprobs.topk(min(count, logprobs.shape[1])) for count in set(counts)}
+    own = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
+    found = {count: (ids.tolist(), values.tolist()) for count, (values, ids) in tops.items()}
+    for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True)):
+        ids, values = found[count]
+        top = tuple(zip(ids[row], values[row], strict=True))
+        yield TokenLogprobs(token_id, own[row], top)

@@ -149,18 +149,21 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         grants = self._grants()
         rows: list[BatchRow] = []
+        page_size = self.pages.page_size
         for sequence in list(self.running):
             num_tokens = grants.get(id(sequence), 0)
-            if sequence.state is not SequenceState.RUNNING:
+            if not num_tokens or sequence.state is not SequenceState.RUNNING:
                 continue  # preempted in this loop, for one before it
-            if num_tokens and self._ensure_pages(sequence, num_tokens, now_s):
+            end = sequence.num_computed + num_tokens
+            has_pages = end <= len(sequence.page_ids) * page_size
+            if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
             self._admit(rows, self.limits.max_batch_tokens - sum(grants.values()), now_s)
         changes = self.adapters.pop_changes()
         if not rows and not changes:
             return None
-        rows.sort(key=lambda row: (row.sequence.slot, row.num_tokens > 1 or not row.samples))
+        rows.sort(key=_place)
         return Batch(tuple(rows), changes)
 
     def _grants(self) -> dict[int, int]:
@@ -170,13 +173,19 @@ class Scheduler:
         in rank gets up to half, so that it always progresses; then the shortest go first, so that
         no prompt waits for the end of a much longer one.
         """
-        grants = {id(s): 1 for s in self.running if s.num_uncomputed == 1}
-        budget = self.limits.max_batch_tokens - len(grants)
-        if len(grants) == len(self.running):
+        grants = {}
+        prompts = []
+        for sequence in self.running:
+            if sequence.num_uncomputed == 1:
+                grants[id(sequence)] = 1
+            else:
+                prompts.append(sequence)
+        if not prompts:
             return grants
+        budget = self.limits.max_batch_tokens - len(grants)
         if self.num_free and not self.is_short:
             budget -= min(budget // 4, self.queue.ready_tokens)
-        first, *others = [s for s in self.running if s.num_uncomputed > 1]
+        first, *others = prompts
         others.sort(key=lambda sequence: sequence.num_uncomputed)
         grants[id(first)] = self._chunk(first, -(-budget // 2))
         budget -= grants[id(first)]
@@ -189,12 +198,10 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.num_uncomputed, budget, self.limits.max_prefill_chunk)
 
-    def _ensure_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
-        """Allocates pages for the next `num_tokens` of a running sequence, preempting others.
+    def _add_pages(self, sequence: Sequence, num_tokens: int, now_s: float) -> bool:
+        """Allocates what the first `num_tokens` of a running sequence lack, preempting others.
         Returns False if it had to preempt the sequence itself."""
-        if sequence.num_computed + num_tokens <= len(sequence.page_ids) * self.pages.page_size:
-            return True
-        needed = self.pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.page_ids)
+        needed = self.pages.pages_for(num_tokens) - len(sequence.page_ids)
         while not self.pages.can_allocate(needed):
             victim = self.running[-1]
             self._preempt(victim, now_s)
@@ -295,6 +302,11 @@ def extend_page_keys(sequence: Sequence, num_pages: int, page_size: int) -> None
         parent = keys[-1] if keys else root_key(request.digest, request.cache_seed)
         start = len(keys) * page_size
         keys.append(page_key(parent, sequence.token_ids[start : start + page_size]))
+
+
+def _place(row: BatchRow) -> int:
+    """Orders a batch's rows: by slot, decodes first."""
+    return 2 * row.sequence.slot + (row.num_tokens > 1 or not row.samples)
 
 
 def _row(sequence: Sequence, num_tokens: int) -> BatchRow:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from inference_svc.adapters.image_source import AdapterStore
 from inference_svc.adapters.layout import ModelLayout
 from inference_svc.adapters.pull import PullEvent
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.messages import Call, Message, Output, Reply, StepOutputs, Stop, Submit
 from inference_svc.errors import EngineFailed

@@ -1,6 +1,7 @@
 """The device that computes: whether there is a GPU, its name and its properties.
 
-All but `find_machine` is called in the engine's process only: querying a GPU takes memory on it.
+All but `find_machine` is called in the engine's process only: asking torch about a GPU takes memory
+of it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import torch
 
 from inference_svc.config import InferenceSettings, Machine
 from inference_svc.host.cpus import usable_cpus
+from inference_svc.host.cuda_memory import ask_memory
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
 
 
 def find_machine(settings: InferenceSettings) -> Machine:
-    """Returns what decides the settings that are "auto". Asks for a GPU only if one may be used:
-    asking takes memory of it."""
+    """Returns what decides the settings that are "auto". Raises CudaUnavailable where the driver
+    does not answer."""
     if settings.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
     weights_bytes = sum(path.stat().st_size for path in settings.model.glob("*.safetensors"))
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    free_bytes, total_bytes = ask_memory()
     if settings.memory_limit is not None:
         free_bytes = min(free_bytes, settings.memory_limit - (total_bytes - free_bytes))
     return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)

@@ -1,14 +1,16 @@
-"""The decoder's parts, with the numerics of transformers' modules."""
+"""The decoder's parts that hold something: weights of projections and norms, frequencies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inference_svc.model.rope import Rope
+from kernels.attention import rotary_angles
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +29,18 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Computes weight * x / sqrt(mean(x^2) + eps) over the last dimension, in fp32 up to the
-    product with the weight, which is in x's dtype."""
+class RMSNorm(NamedTuple):
+    """A norm over the last dimension; see `kernels.elementwise.reference.rms_norm`."""
 
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        # One fp32 copy that is worked on in place: fresh memory costs more than the arithmetic.
-        wide = x.to(torch.float32, copy=True)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        wide *= norm.square_().mul_(1 / x.shape[-1]).add_(self.eps).rsqrt_()
-        return wide.to(x.dtype).mul_(self.weight)
 
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """One step's angles: `cos` and `sin` [T, 1, head_dim] in the model's dtype, with the sign of
-    the rotation already in `sin`."""
+class Rotation(NamedTuple):
+    """One step's angles [T, 1, head_dim]; see `kernels.attention.reference.rotary_angles`."""
 
     cos: Tensor
     sin: Tensor
-
-    def __call__(self, heads: Tensor) -> Tensor:
-        """heads: [T, num_heads, head_dim]; element i is rotated with element i + head_dim / 2."""
-        swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-        return (heads * self.cos).addcmul_(swapped, self.sin)
 
 
 class RotaryEmbedding:
@@ -67,13 +53,4 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions: int64 [T]."""
-        angles = positions[:, None, None].float() * self._inverse_frequencies
-        cos = (angles.cos() * self._scaling).to(dtype)
-        sin = (angles.sin() * self._scaling).to(dtype)
-        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up. gate_up: [T, 2 * intermediate_size] -> [T, intermediate_size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+        return Rotation(*rotary_angles(positions, self._inverse_frequencies, self._scaling, dtype))

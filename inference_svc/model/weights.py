@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inference_svc.errors import UnsupportedModel
@@ -72,6 +71,8 @@ def load_weights(
     Raises UnsupportedModel naming a missing, unexpected or misshapen tensor, before anything large
     is allocated.
     """
+    from safetensors import safe_open  # models that are made in memory do without
+
     parameters = _parameters(geometry)
     tensors = _tensors(model_dir)
     _check(tensors, parameters)
@@ -259,6 +260,8 @@ class _StoredTensor:
 
 def _tensors(model_dir: Path) -> list[_StoredTensor]:
     """Returns the tensors of a model directory, in the order in which they lie in its files."""
+    from safetensors import SafetensorError, safe_open
+
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.exists():
         paths = [single]

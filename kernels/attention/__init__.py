@@ -1,26 +1,36 @@
 """Attention of many sequences at once over keys and values that lie in pages.
 
-`attend` runs `cpu.attend`, or on CUDA the kernels of `triton_ops`, as does `rotate_and_store`.
+The functions below run `cpu` or `reference` on CPUs and `triton_ops` on CUDA.
 
 cpu             paged attention in plain torch, shaped for few large operations
 kv_cache        the memory of keys and values
 native          attention in C++, as operations of a program
 native_memory   the workspace of attention in C++, whose size is known before it runs
 plan            one step's attention: which queries see which cells
-reference       the definition: one query at a time, in fp32
-triton_kernels  the Triton kernels: store, decode, combine, prefill
+reference       the definitions: one query at a time, in fp32, and what comes before
+triton_kernels  the Triton kernels: angles, store, decode, combine, prefill
 triton_ops      their launches; grids follow from the plan's sizes alone
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kernels.attention import cpu
+from kernels.attention import cpu, reference
 from kernels.attention.kv_cache import KVCache, can_tile, page_bytes
 from kernels.attention.plan import AttentionPlan
+from kernels.dispatch import uses_triton
 
-__all__ = ["AttentionPlan", "KVCache", "attend", "can_tile", "page_bytes", "rotate_and_store"]
+__all__ = [
+    "AttentionPlan",
+    "KVCache",
+    "attend",
+    "can_tile",
+    "page_bytes",
+    "rotary_angles",
+    "rotate_and_store",
+]
 
 
 def attend(
@@ -34,11 +44,22 @@ def attend(
 ) -> Tensor:
     """What `reference.attend` defines. q: [T, num_heads, head_dim]; tokens may be apart, a token's
     heads lie side by side."""
-    if q.device.type == "cpu":
-        return cpu.attend(q, cache, layer, plan, scale=scale, window=window)
-    from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
+    if uses_triton(q):
+        from kernels.attention import triton_ops  # Triton is an extra that the CPU does without
 
-    return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window)
+        return triton_ops.attend(q, cache, layer, plan, scale=scale, window=window)
+    return cpu.attend(q, cache, layer, plan, scale=scale, window=window)
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`."""
+    if uses_triton(positions):
+        from kernels.attention import triton_ops
+
+        return triton_ops.rotary_angles(positions, inverse_frequencies, scaling, dtype)
+    return reference.rotary_angles(positions, inverse_frequencies, scaling, dtype)
 
 
 def rotate_and_store(
@@ -52,7 +73,10 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """See `triton_ops.rotate_and_store`; on CUDA only."""
-    from kernels.attention import triton_ops
+    """See `reference.rotate_and_store`."""
+    if uses_triton(qkv):
+        from kernels.attention import triton_ops
 
-    triton_ops.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)
+        triton_ops.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)
+        return
+    reference.rotate_and_store(qkv, cache, layer, cells, cos, sin, q_norm, k_norm, eps)

@@ -135,7 +135,7 @@ class StepRows:
             torch.tensor([len(plan.cells)], dtype=torch.int32),
             plan.query_starts,
             plan.context_lengths,
-            plan.page_table.contiguous(),
+            plan.page_table[plan.table_rows.long()],
             plan.cells,
         )
 

@@ -21,18 +21,20 @@ TILE_QUERIES = 64
 class AttentionPlan:
     """Row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step; they stand at
     positions [context_lengths[r] - number of queries, context_lengths[r]) of its sequence, and
-    position j's cell is `page_table[r, j // page_size] * page_size + j % page_size`.
+    position j's cell is `page_table[table_rows[r], j // page_size] * page_size + j % page_size`.
 
     Device tensors: `cells` int64 [T] is where the step's tokens go; `query_starts` int32 [R + 1],
-    `context_lengths` int32 [R], `page_table` int32 [R, longest], padded with 0. `tiles` int32
+    `context_lengths` and `table_rows` int32 [R], `page_table` int32 [any, longest]. `tiles` int32
     [n, 2] cuts the rows of several queries: row, and first query in it. `has_decodes`: whether any
     row has one query.
-    The `host_` arrays are the same facts as numpy; `derived` memoises what a path makes of them.
+    The `host_` arrays are the same facts as numpy, the table's rows in the order of the step;
+    `derived` memoises what a path makes of them.
     """
 
     cells: Tensor
     query_starts: Tensor
     context_lengths: Tensor
+    table_rows: Tensor
     page_table: Tensor
     tiles: Tensor
     has_decodes: bool
@@ -65,6 +67,7 @@ class AttentionPlan:
             cells=_to(cells_of(table, rows, positions, page_size), device),
             query_starts=_to(starts.astype(np.int32), device),
             context_lengths=_to(contexts.astype(np.int32), device),
+            table_rows=_to(np.arange(len(counts), dtype=np.int32), device),
             page_table=_to(table.astype(np.int32), device),
             tiles=_to(query_tiles(counts), device),
             has_decodes=bool((counts == 1).any()),

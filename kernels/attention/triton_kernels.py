@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: store, decode, combine, prefill.
+"""The Triton kernels of paged attention: angles, store, decode, combine, prefill.
 
 All read where things lie from device memory: page tables, context lengths, where a row's queries
 start. A grid depends on the number of rows or tiles and on nothing else, so that one captured graph
@@ -33,13 +33,38 @@ def normalised(b_x1, b_x2, p_weight, o_d, m_d, eps, HALF: tl.constexpr):
 
 @triton.jit
 def rotated(b_x1, b_x2, p_cos, p_sin, o_rows, m_block, o_d, HALF: tl.constexpr):
-    """Element i turns with element i + D / 2. `sin` [T, D] has the sign of the rotation."""
+    """Element i turns with element i + D / 2. `sin` [T, D] has the sign of the rotation. Products
+    are rounded to its dtype, as transformers does in 16 bits."""
+    dtype = p_sin.dtype.element_ty
     o_1 = o_rows[:, None] + o_d[None, :]
     b_cos1 = tl.load(p_cos + o_1, mask=m_block, other=0.0).to(tl.float32)
     b_cos2 = tl.load(p_cos + o_1 + HALF, mask=m_block, other=0.0).to(tl.float32)
     b_sin1 = tl.load(p_sin + o_1, mask=m_block, other=0.0).to(tl.float32)
     b_sin2 = tl.load(p_sin + o_1 + HALF, mask=m_block, other=0.0).to(tl.float32)
-    return b_x1 * b_cos1 + b_x2 * b_sin1, b_x2 * b_cos2 + b_x1 * b_sin2
+    b_y1 = (b_x1 * b_cos1).to(dtype).to(tl.float32) + (b_x2 * b_sin1).to(dtype).to(tl.float32)
+    b_y2 = (b_x2 * b_cos2).to(dtype).to(tl.float32) + (b_x1 * b_sin2).to(dtype).to(tl.float32)
+    return b_y1, b_y2
+
+
+@triton.jit
+def rotary_angles_kernel(
+    cos, sin, positions, inverse_frequencies, scaling, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    """See `reference.rotary_angles`. cos, sin: [T, 2 * HALF]. Grid: (T,)."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o = tl.arange(0, BLOCK)
+    m = o < HALF
+    dtype = cos.dtype.element_ty
+    # [BLOCK]
+    b_frequency = tl.load(inverse_frequencies + o, mask=m, other=0.0)
+    b_angle = tl.load(positions + i_token).to(tl.float32) * b_frequency
+    b_cos = (tl.cos(b_angle) * scaling).to(dtype)
+    b_sin = (tl.sin(b_angle) * scaling).to(dtype)
+    o_out = i_token * (2 * HALF) + o
+    tl.store(cos + o_out, b_cos, mask=m)
+    tl.store(cos + o_out + HALF, b_cos, mask=m)
+    tl.store(sin + o_out, -b_sin, mask=m)
+    tl.store(sin + o_out + HALF, b_sin, mask=m)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -120,7 +145,7 @@ def attended(b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION: tl.co
 
 @triton.jit
 def decode_kernel(
-    out, parts, lses, q, kv, query_starts, context_lengths, page_table, scale,
+    out, parts, lses, q, kv, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr,
@@ -152,7 +177,7 @@ def decode_kernel(
     o_head = i_h * G + o_g
     p_q = q + token.to(tl.int64) * q_stride + o_head[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q, mask=m_q, other=0.0)
-    p_pages = page_table + i_r.to(tl.int64) * table_stride
+    p_pages = page_table + tl.load(table_rows + i_r).to(tl.int64) * table_stride
     p_kv = kv + i_h * head_stride
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
     b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
@@ -202,7 +227,7 @@ def combine_kernel(
 
 @triton.jit
 def prefill_kernel(
-    out, q, kv, tiles, query_starts, context_lengths, page_table, scale,
+    out, q, kv, tiles, query_starts, context_lengths, table_rows, page_table, scale,
     q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -227,7 +252,7 @@ def prefill_kernel(
     o_token = (row_start + o_m).to(tl.int64)
     p_q = q + o_token[:, None] * q_stride + i_h * D + o_d[None, :]
     b_q = tl.load(p_q, mask=m_q, other=0.0)
-    p_pages = page_table + i_r.to(tl.int64) * table_stride
+    p_pages = page_table + tl.load(table_rows + i_r).to(tl.int64) * table_stride
     p_kv = kv + (i_h // G) * head_stride
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)

@@ -8,11 +8,14 @@ from torch import Tensor
 from kernels.attention import triton_kernels as kernels
 from kernels.attention.kv_cache import KVCache
 from kernels.attention.plan import TILE_QUERIES, AttentionPlan
+from kernels.elementwise.triton_ops import power_of_2
 
 DECODE_PROGRAMS = 1024
 """How many programs few rows are split into: what keeps a large device's memory busy."""
 MAX_SPLITS = 64
-BLOCK_N = 64
+BLOCK_N, WIDE_BLOCK_N = 64, 32
+"""Positions that a program takes at once; of prompts with heads wider than 128 fewer, so that its
+registers suffice."""
 MANY_TOKENS = 256
 """From here on a program stores several tokens."""
 
@@ -23,6 +26,28 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     while splits < MAX_SPLITS and splits * num_rows * num_kv_heads < DECODE_PROGRAMS:
         splits *= 2
     return splits
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`."""
+    num_tokens, half = len(positions), len(inverse_frequencies)
+    cos, sin = (
+        torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
+        for _ in range(2)
+    )
+    kernels.rotary_angles_kernel[(num_tokens,)](
+        cos,
+        sin,
+        positions,
+        inverse_frequencies,
+        float(scaling),
+        HALF=half,
+        BLOCK=power_of_2(half),
+        num_warps=1,
+    )
+    return cos, sin
 
 
 def rotate_and_store(
@@ -36,12 +61,7 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """q[t] = rotate(norm(q[t])) in place; cell cells[t] gets rotate(norm(k[t])) and v[t].
-
-    qkv: [T, q | k | v of all heads], rows of unit stride; cells: int64 [T]; cos, sin: [T, 1, D] in
-    the same dtype, sin with the sign of the rotation; q_norm, k_norm: weights [D] of an RMSNorm
-    over a head, or None. k in qkv stays as it is.
-    """
+    """See `reference.rotate_and_store`. Rows of qkv have unit stride; its k stays as it is."""
     assert not cache.is_tiled, "the kernels read caches in rows"
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     num_tokens, width = qkv.shape
@@ -69,7 +89,7 @@ def rotate_and_store(
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=cache.page_size,
         HALF=head_dim // 2,
-        BLOCK_H=_power_of_2(head_dim // 2),
+        BLOCK_H=power_of_2(head_dim // 2),
         BLOCK_T=block_t,
         num_warps=1 if block_t == 1 else 4,
     )
@@ -116,6 +136,7 @@ def _decode(
         kv,
         plan.query_starts,
         plan.context_lengths,
+        plan.table_rows,
         plan.page_table,
         scale,
         q.stride(0),
@@ -129,8 +150,8 @@ def _decode(
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
         SPLITS=splits,
-        BLOCK_G=max(16, _power_of_2(group)),
-        BLOCK_D=max(16, _power_of_2(head_dim)),
+        BLOCK_G=max(16, power_of_2(group)),
+        BLOCK_D=max(16, power_of_2(head_dim)),
         BLOCK_N=BLOCK_N,
         PRECISION="ieee",
         num_warps=4,
@@ -144,7 +165,7 @@ def _decode(
             NUM_HEADS=num_heads,
             D=head_dim,
             SPLITS=splits,
-            BLOCK_D=max(16, _power_of_2(head_dim)),
+            BLOCK_D=max(16, power_of_2(head_dim)),
             num_warps=4,
         )
 
@@ -161,6 +182,7 @@ def _prefill(
         plan.tiles,
         plan.query_starts,
         plan.context_lengths,
+        plan.table_rows,
         plan.page_table,
         scale,
         q.stride(0),
@@ -174,12 +196,8 @@ def _prefill(
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_D=max(16, _power_of_2(cache.head_dim)),
-        BLOCK_N=BLOCK_N,
+        BLOCK_D=max(16, power_of_2(cache.head_dim)),
+        BLOCK_N=BLOCK_N if cache.head_dim <= 128 else WIDE_BLOCK_N,
         PRECISION="ieee",
         num_warps=4,
     )
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

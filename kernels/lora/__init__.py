@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import uses_triton
+
 from . import cpu
 from .plan import BASE_SLOT, LoraGroup, LoraPlan, LoraSegment
 from .table import GRANULE_BYTES, LoraTable, TableEntry, TableRow
@@ -57,12 +59,12 @@ def add_lora(
     _count()
     if not plan.has_group(group):
         return
-    if out.device.type == "cpu":
-        cpu.add_lora(out, x, table, plan, group)
-    else:
+    if uses_triton(out):
         from .triton_ops import add_lora as launch  # Triton is an extra that the CPU does without
 
         launch(out, x, arena, table, plan, group)
+    else:
+        cpu.add_lora(out, x, table, plan, group)
 
 
 def add_lora_embedding(
@@ -81,12 +83,12 @@ def add_lora_embedding(
     _count()
     if target not in plan.targets:
         return
-    if out.device.type == "cpu":
-        cpu.add_lora_embedding(out, token_ids, table, plan, target)
-    else:
+    if uses_triton(out):
         from .triton_ops import add_lora_embedding as launch
 
         launch(out, token_ids, arena, table, plan, target)
+    else:
+        cpu.add_lora_embedding(out, token_ids, table, plan, target)
 
 
 def _count() -> None:

@@ -1,9 +1,28 @@
 import gc
 
+import pytest
+
 from inference_svc.host.memory import resident_bytes
-from kernels.host_memory import Slab, allocate_host
+from kernels import host_memory
+from kernels.host_memory import Slab, allocate_host, allocate_pinned
 
 MIB = 1 << 20
+
+
+class CudaRuntime:
+    """Keeps what is registered, by address."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self._status = status
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        if not self._status:
+            self.registered[address] = num_bytes
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.registered[address]
 
 
 def test_large_memory_is_resident_from_the_start_and_freed_with_its_last_view() -> None:
@@ -36,3 +55,26 @@ def test_pieces_of_a_slab_are_apart_and_zero() -> None:
     for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
         assert len(piece) == size
         assert (piece == number + 1).all()
+
+
+def test_pinned_memory_is_exact_and_unpinned_with_its_last_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    memory = allocate_pinned(5 * MIB)
+    assert not memory.any()
+    assert runtime.registered == {memory.data_ptr(): 5 * MIB}
+    view = memory[MIB:]
+    del memory
+    gc.collect()
+    assert runtime.registered
+    del view
+    gc.collect()
+    assert not runtime.registered
+
+
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: CudaRuntime(status=2))
+    with pytest.raises(OSError, match="4096 bytes of host memory cannot be pinned"):
+        allocate_pinned(4096)

@@ -10,6 +10,7 @@ from worker import NoDevice
 from kernels import triton_launchers
 from kernels.attention import AttentionPlan, KVCache
 from kernels.attention import triton_ops as attention_ops
+from kernels.elementwise import triton_ops as elementwise_ops
 from kernels.lora import LoraGroup, LoraPlan, LoraTable
 from kernels.lora import triton_ops as lora_ops
 
@@ -38,11 +39,20 @@ def launch_attention(rows: list[tuple[int, int]], page_size: int, *, has_norms: 
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, page_size)
     num_tokens = len(plan.cells)
     qkv = torch.zeros(num_tokens, 8 * 64, dtype=torch.bfloat16)
-    angles = torch.zeros(num_tokens, 1, 64, dtype=torch.bfloat16)
+    angles = attention_ops.rotary_angles(plan.cells, torch.zeros(32), 1, torch.bfloat16)
     norm = torch.ones(64, dtype=torch.bfloat16) if has_norms else None
-    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, angles, angles, norm, norm)
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norm, norm)
     q = qkv[:, : 4 * 64].view(num_tokens, 4, 64)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
+
+
+def launch_between(num_tokens: int) -> None:
+    """What lies between projections, of a first layer, of the others, and of the last norm."""
+    hidden, weight = torch.zeros(num_tokens, 256, dtype=torch.bfloat16), torch.ones(256)
+    weight, rows = weight.to(torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    for delta, chosen in ((None, None), (hidden, None), (hidden, rows)):
+        elementwise_ops.add_rms_norm(hidden, delta, weight, 1e-5, chosen)
+    elementwise_ops.swiglu(torch.zeros(num_tokens, 512, dtype=torch.bfloat16))
 
 
 def launched_signatures() -> list[tuple[str, dict[str, str]]]:
@@ -61,6 +71,7 @@ def launched_signatures() -> list[tuple[str, dict[str, str]]]:
     try:
         for row_lengths in ([1], [1] * 8, [100, 1], [MANY]):
             launch_lora(row_lengths)
+            launch_between(sum(row_lengths))
         for rows in ([(5, 1)], [(5, 1)] * 8, [(0, 40), (9, 1)], [(0, MANY)]):
             for page_size in (16, 1024):
                 for has_norms in (False, True):
@@ -87,9 +98,16 @@ def num_launches_by_kernel() -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
+def every_kernel() -> set[str]:
+    return {kernel.__name__ for kernel in triton_launchers.kernels()}
+
+
 def has_driver_module() -> bool:
     [(source, name)] = [each for each in triton_launchers.modules().items() if "cuda" in each[1]]
     return triton_launchers.is_cached(source, name)
 
 
-OPERATIONS = {f.__name__: f for f in (missing_modules, num_launches_by_kernel, has_driver_module)}
+OPERATIONS = {
+    f.__name__: f
+    for f in (missing_modules, num_launches_by_kernel, every_kernel, has_driver_module)
+}

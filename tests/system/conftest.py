@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import LayoutAccepted
 from inference_svc.engine.thread import EngineThread
 from tests.adapter_store.certificates import Authority

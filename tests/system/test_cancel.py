@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import EngineConfig
-from inference_svc.core import FinishReason, Request, SamplingParams
+from inference_svc.core import EngineConfig, FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Cancel, Submit
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import AdapterNotFound, AdapterUnavailable, QueueFull

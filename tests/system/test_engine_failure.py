@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Call, Command, LayoutAccepted
 from inference_svc.engine.thread import EngineThread
 from inference_svc.errors import EngineFailed

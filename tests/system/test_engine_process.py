@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.messages import Command
 from inference_svc.engine.process import EngineProcess
 from inference_svc.errors import EngineFailed, UnsupportedModel

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.config import EngineConfig
-from inference_svc.core import FinishReason
+from inference_svc.core import EngineConfig, FinishReason
 from inference_svc.engine.messages import Command
 from inference_svc.errors import AdapterNotFound, AdapterUnusable, DuplicateRequest, QueueFull
 from servicekit.errors import Draining

@@ -21,10 +21,15 @@ class RecordingSampler(Sampler):
         super().__init__(eos_token_ids)
         self.logits: dict[str, list[torch.Tensor]] = {}
 
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequences: list[Sequence],
+        argmax: torch.Tensor | None = None,
+    ) -> list[SampledToken]:
         for row, sequence in enumerate(sequences):
             self.logits.setdefault(sequence.request.request_id, []).append(logits[row].clone())
-        return super().sample(logits, sequences)
+        return super().sample(logits, sequences, argmax)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

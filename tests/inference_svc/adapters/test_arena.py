@@ -1,30 +1,24 @@
-"""Copies from the host tier into the arena, and the table's rows."""
+"""Copies from the host tier into the arena, and the table's rows; `tests/gpu` has a device's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from inference_svc.adapters import arena as arena_module
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableWrite
 from tests.inference_svc.adapters.conftest import reserve
 from tests.support.wait import until
 
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
 
-
-@pytest.mark.parametrize("device_name", ["cpu", GPU])
-def test_copy_is_visible_once_complete(store, layout, device_name) -> None:
-    device = torch.device(device_name)
+@pytest.mark.parametrize("copy_bytes", [4 << 20, 100])
+def test_copy_is_visible_once_complete(store, layout, monkeypatch, copy_bytes) -> None:
+    monkeypatch.setattr(arena_module, "COPY_BYTES", copy_bytes)
+    device = torch.device("cpu")
     image = store.add("aaaa")
-    host = HostTier(1 << 20, pin_memory=device.type == "cuda")
+    host = HostTier(1 << 20, pin_memory=False)
     arena = Arena(layout, 16384, 4, 64, device, host.slab)
     slots = Slots(16384, 4)
     hosted, resident = reserve(host.slots, image.header), reserve(slots, image.header)
@@ -38,22 +32,3 @@ def test_copy_is_visible_once_complete(store, layout, device_name) -> None:
     assert bytes(there.cpu().numpy().data) == bytes(image.data)
     arena.apply([TableWrite(resident)])
     assert arena.table.ranks.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copy_waits_for_earlier_steps(store, layout) -> None:
-    """A step may still read an extent whose bytes have been reserved for another image."""
-    image = store.add("aaaa")
-    host = HostTier(1 << 20, pin_memory=True)
-    arena = Arena(layout, 16384, 4, 64, torch.device("cuda"), host.slab)
-    hosted, resident = reserve(host.slots, image.header), reserve(Slots(16384, 4), image.header)
-    host.slab.fill_(1)
-    before = arena.flat.view(torch.uint8).clone()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
-    seen = arena.flat.view(torch.uint8).clone()
-    arena.apply([HostCopy(hosted, resident)])
-    torch.cuda.synchronize()
-    assert torch.equal(seen, before)
-    assert arena.pop_completed_copies() == ["aaaa"]

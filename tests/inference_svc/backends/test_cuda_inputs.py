@@ -6,14 +6,18 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inference_svc.backends import cuda_inputs
 from inference_svc.backends.cuda_inputs import CudaInputs, StepBlock
+from inference_svc.backends.cuda_pages import MAX_ROW_UPDATES, PageTable
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 10, 100, 6
+PADDING_PAGE = 99
 
 
 class ApartBlock(StepBlock):
@@ -24,67 +28,153 @@ class ApartBlock(StepBlock):
         self._twin = self._host.clone()
 
 
+class WatchedTable(PageTable):
+    """Counts what is sent apart from the block."""
+
+    num_copies = 0
+
+    def send(self) -> None:
+        self.num_copies += len(self._copies)
+        super().send()
+
+
+class Device:
+    """Steps of prompts and of decodes over one page table."""
+
+    def __init__(self) -> None:
+        self.table = WatchedTable(MAX_ROWS, MAX_PAGES, PADDING_PAGE, CPU)
+        self.prompts, self.decodes = (
+            CudaInputs(count, MAX_ROWS, self.table, PAGE_SIZE, reserved_bytes=0)
+            for count in (MAX_TOKENS, MAX_ROWS)
+        )
+
+    def send(self, batch: Batch, pad_to: int | None = None) -> StepInputs:
+        """The step as the device sees it."""
+        step = self.decodes if batch.columns().is_decode else self.prompts
+        step.fill(batch.columns())
+        if pad_to is not None:
+            step.pad(pad_to)
+        step.send()
+        step.write_pages()
+        self.table.close()
+        return step.inputs()
+
+    def pages_of(self, inputs: StepInputs, row: int) -> list[int]:
+        plan = inputs.attention
+        count = -(-int(plan.context_lengths[row]) // PAGE_SIZE)
+        return plan.page_table[plan.table_rows[row], :count].tolist()
+
+
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> CudaInputs:
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(cuda_inputs, "StepBlock", ApartBlock)
-    made = CudaInputs(MAX_TOKENS, MAX_ROWS, MAX_PAGES, PAGE_SIZE, CPU, reserved_bytes=512)
-    made.block.zeros(128, dtype=torch.int32)  # made later, and lies before the page table
-    return made
+    return Device()
 
 
 def make_sequence(length: int, rng: random.Random) -> Sequence:
     prompt = tuple(rng.randrange(1000) for _ in range(length))
     sequence = Sequence(Request("r", prompt, SamplingParams()))
-    sequence.page_ids = rng.sample(range(100), -(-length // PAGE_SIZE))
+    sequence.page_ids = rng.sample(range(90), -(-length // PAGE_SIZE))
     return sequence
 
 
-def check(step: CudaInputs, batch: Batch) -> None:
+def grow(sequence: Sequence, rng: random.Random) -> None:
+    """By a token, and a page when it needs one."""
+    sequence.token_ids.append(rng.randrange(1000))
+    if len(sequence.token_ids) > PAGE_SIZE * len(sequence.page_ids):
+        sequence.page_ids += rng.sample(range(90), 1)
+
+
+def decodes(sequences: list[Sequence]) -> Batch:
+    return Batch(tuple(BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in sequences))
+
+
+def check(device: Device, batch: Batch) -> None:
     """What the device has is what the step's tensors say."""
-    step.fill(batch)
-    step.send()
-    got, wanted = step.inputs(), StepInputs.build(batch, PAGE_SIZE)
+    got, wanted = device.send(batch), StepInputs.build(batch, PAGE_SIZE)
     for name in ("token_ids", "positions", "logit_rows"):
         assert getattr(got, name).equal(getattr(wanted, name)), name
     for name in ("cells", "query_starts", "context_lengths", "tiles"):
         assert getattr(got.attention, name).equal(getattr(wanted.attention, name)), name
-    table, wanted_table = got.attention.page_table, wanted.attention.page_table
-    assert table.stride(0) == MAX_PAGES, "as a recorded step reads it"
-    for row, context in enumerate(wanted.attention.context_lengths.tolist()):
-        pages = -(-context // PAGE_SIZE)
-        assert table[row, :pages].equal(wanted_table[row, :pages])
+    assert got.attention.page_table.stride(0) == MAX_PAGES, "as a recorded step reads it"
+    for row, (sequence, *_) in enumerate(batch.rows):
+        pages = device.pages_of(got, row)
+        assert pages == sequence.page_ids[: len(pages)]
 
 
-def test_steps_arrive_whole(step: CudaInputs) -> None:
-    """Also the rows that an earlier step wrote, and that a later one finds unchanged."""
-    rng = random.Random(0)
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_steps_arrive_whole(seed: int) -> None:
+    """Sequences come, grow, change places, are preempted, and go; some steps are given up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_inputs, "StepBlock", ApartBlock)
+        device = Device()
+    rng = random.Random(seed)
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(MAX_ROWS)]
-    for _ in range(200):
-        if rng.random() < 0.1:
+    for _ in range(30):
+        if rng.random() < 0.2:
             sequences[rng.randrange(MAX_ROWS)] = make_sequence(rng.randint(1, 30), rng)
+        if rng.random() < 0.2:
+            chosen = rng.choice(sequences)
+            chosen.page_ids = rng.sample(range(90), len(chosen.page_ids))
+        if rng.random() < 0.3:
+            rng.shuffle(sequences)
+        for sequence in sequences:
+            if len(sequence.token_ids) < PAGE_SIZE * MAX_PAGES:
+                grow(sequence, rng)
+        running = sequences[: rng.randint(1, MAX_ROWS)]
+        if rng.random() < 0.2:
+            lost = device.decodes
+            lost.fill(decodes(running).columns())
+            if rng.random() < 0.5:
+                lost.send()
+        if rng.random() < 0.6:
+            check(device, decodes(running))
+            continue
         rows, left = [], MAX_TOKENS
-        for sequence in sequences[: rng.randint(1, MAX_ROWS)]:
+        for sequence in running:
             length = len(sequence.token_ids)
             start = rng.choice([0, length - 1])
             if length - start <= left:
                 rows.append(BatchRow(sequence, start, length - start, samples=rng.random() < 0.7))
                 left -= length - start
-        check(step, Batch(tuple(rows)))
+        check(device, Batch(tuple(rows)))
 
 
-def test_rows_behind_the_last_are_not_sent(step: CudaInputs) -> None:
+def test_only_new_pages_are_sent(device: Device) -> None:
     rng = random.Random(1)
-    batches = [
-        Batch(tuple(BatchRow(make_sequence(9, rng), 0, 9, samples=True) for _ in range(count)))
-        for count in (MAX_ROWS, 2)
-    ]
-    check(step, batches[0])
-    table = step.decode_inputs(MAX_ROWS).attention.page_table
-    before = table.clone()
-    step.fill_padding(99)
-    check(step, batches[1])
-    assert table[2:].equal(before[2:])
-    step.fill_padding(99)
-    step.send()
-    assert (table[:, 0] == 99).all()
-    assert step.decode_inputs(MAX_ROWS).attention.page_table.data_ptr() == table.data_ptr()
+    sequences = [make_sequence(4 * (MAX_ROW_UPDATES + 1), rng) for _ in range(MAX_ROWS)]
+    device.send(decodes(sequences))
+    assert device.table.num_copies == MAX_ROWS, "each of them is new"
+    for _ in range(8):
+        for sequence in sequences:
+            grow(sequence, rng)
+        rng.shuffle(sequences)
+        check(device, decodes(sequences))
+    assert device.table.num_copies == MAX_ROWS, "a page at a time rides in the block"
+    sequences[2] = make_sequence(20, rng)
+    check(device, decodes(sequences))
+    assert device.table.num_copies == MAX_ROWS + 1
+
+
+def test_padding_reads_its_own_page(device: Device) -> None:
+    rng = random.Random(2)
+    sequences = [make_sequence(9, rng) for _ in range(2)]
+    inputs = device.send(decodes(sequences), pad_to=5)
+    assert len(inputs.token_ids) == 5
+    for row in range(5):
+        wanted = sequences[row].page_ids if row < 2 else [PADDING_PAGE]
+        assert device.pages_of(inputs, row) == wanted
+    assert (inputs.attention.cells[2:] == PADDING_PAGE * PAGE_SIZE).all()
+    device.decodes.fill_padding()
+    device.decodes.send()
+    whole = device.decodes.decode_inputs(MAX_ROWS).attention
+    assert (whole.table_rows == MAX_ROWS).all()
+    assert whole.page_table.data_ptr() == inputs.attention.page_table.data_ptr()
+
+
+def test_a_batch_of_other_sequences_takes_the_rows_least_used(device: Device) -> None:
+    """Also right after one that filled the table."""
+    rng = random.Random(3)
+    for _ in range(5):
+        check(device, decodes([make_sequence(11, rng) for _ in range(MAX_ROWS)]))

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_buffers import BatchPages, StepArrays
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
 
@@ -23,7 +23,7 @@ def make_sequence(length: int, rng: random.Random) -> Sequence:
 
 def check(arrays: StepArrays, batch: Batch) -> None:
     wanted = StepInputs.build(batch, PAGE_SIZE)
-    num_logits = arrays.fill(batch)
+    num_logits = arrays.fill(batch.columns())
     num_tokens, num_rows = len(wanted.token_ids), len(batch.rows)
     assert int(arrays.num_tokens) == num_tokens
     assert int(arrays.num_rows) == num_rows
@@ -37,21 +37,20 @@ def check(arrays: StepArrays, batch: Batch) -> None:
     assert arrays.context_lengths[:num_rows].equal(plan.context_lengths)
     for row, context in enumerate(plan.context_lengths.tolist()):
         pages = -(-context // PAGE_SIZE)
-        assert arrays.page_table[row, :pages].equal(plan.page_table[row, :pages])
+        assert arrays.rows.page_table[row, :pages].equal(plan.page_table[row, :pages])
 
 
 def check_padding(arrays: StepArrays, num_rows: int) -> None:
-    """Padding reads and writes one page; the rows before it stay as they are."""
-    own = [t[:num_rows].clone() for t in (arrays.token_ids, arrays.cells, arrays.page_table)]
+    """Padding writes one page; the rows before it stay as they are."""
+    own = [t[:num_rows].clone() for t in (arrays.token_ids, arrays.cells)]
     arrays.pad(6, page=77)
-    kept = [t[:num_rows] for t in (arrays.token_ids, arrays.cells, arrays.page_table)]
+    kept = [t[:num_rows] for t in (arrays.token_ids, arrays.cells)]
     assert all(one.equal(other) for one, other in zip(own, kept, strict=True))
     assert int(arrays.num_tokens) == int(arrays.num_rows) == int(arrays.num_logits) == 6
     assert arrays.query_starts.tolist() == list(range(7))
     assert arrays.logit_rows.tolist() == list(range(6))
     assert (arrays.context_lengths[num_rows:] == 1).all()
     assert (arrays.cells[num_rows:6] == 77 * PAGE_SIZE).all()
-    assert (arrays.page_table[num_rows:, 0] == 77).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +58,7 @@ def check_padding(arrays: StepArrays, num_rows: int) -> None:
 def test_step_after_step(seed: int) -> None:
     """Sequences grow, are recomputed on other pages, change places and leave."""
     rng = random.Random(seed)
-    arrays = StepArrays(200, 6, 12, PAGE_SIZE)
+    arrays = StepArrays(200, 6, PAGE_SIZE, BatchPages(6, 12))
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(6)]
     for _ in range(8):
         rows, all_decode = [], rng.random() < 0.4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine import build
 from inference_svc.engine.build import BuiltEngine, build_engine
 from inference_svc.store.client import NoStore

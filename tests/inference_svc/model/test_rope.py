@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from inference_svc.model.layers import RotaryEmbedding
 from inference_svc.model.rope import parse_rope
+from kernels.attention.reference import rotate
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -57,4 +58,4 @@ def test_rotation(name, head_dim):
     cos, sin = theirs(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads, heads, cos[0], sin[0])
     rotation = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions, torch.float32)
-    torch.testing.assert_close(rotation(heads), expected)
+    torch.testing.assert_close(rotate(heads, *rotation), expected)

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from inference_svc.errors import UnsupportedModel
-from inference_svc.model import weights as weights_module
 from inference_svc.model.geometry import load_geometry
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import ModelWeights, load_weights
@@ -78,7 +77,7 @@ def test_each_tensor_is_read_once_in_file_order(model_dir, monkeypatch):
             yield recorder
             read.extend(name for call in recorder.get_tensor.call_args_list for name in call.args)
 
-    monkeypatch.setattr(weights_module, "safe_open", recording)
+    monkeypatch.setattr("safetensors.safe_open", recording)
     load(model_dir)
     with safe_open(model_dir / "model.safetensors", framework="pt") as file:
         assert read == file.offset_keys()

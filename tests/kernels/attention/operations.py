@@ -32,6 +32,10 @@ def rotate_and_store(
     return qkv, cache.data
 
 
+def rotary_angles(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return triton_ops.rotary_angles(*args)
+
+
 def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]) -> dict[str, str]:
     """The PTX of a step of `rows` (first position, queries) of a model of the Llama-3-8B shape, by
     name of the kernel; raises where a kernel does not compile."""
@@ -42,15 +46,15 @@ def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]
     cache = KVCache.allocate(**shape, dtype=dtype)
     pages = [[0] * (1 + (first + count) // 16) for first, count in rows]
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, 16)
-    names = ("store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel")
+    names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     kernels = {name: getattr(triton_kernels, name) for name in names}
     launches = {name: CompileOnly(kernel) for name, kernel in kernels.items()}
     vars(triton_kernels).update(launches)
     try:
         num_tokens = len(plan.cells)
         qkv = torch.zeros(num_tokens, 48 * 128, dtype=dtype)
-        angles = torch.zeros(num_tokens, 1, 128, dtype=dtype)
-        triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, angles, angles)
+        angles = triton_ops.rotary_angles(plan.cells, torch.zeros(64), 1.0, dtype)
+        triton_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles)
         q = qkv[:, : 32 * 128].view(num_tokens, 32, 128)
         triton_ops.attend(q, cache, 0, plan, scale=0.1)
     finally:
@@ -60,4 +64,4 @@ def compile_ptx(capability: int, dtype: torch.dtype, rows: list[tuple[int, int]]
     }
 
 
-OPERATIONS = {f.__name__: f for f in (attend, rotate_and_store, compile_ptx)}
+OPERATIONS = {f.__name__: f for f in (attend, rotary_angles, rotate_and_store, compile_ptx)}

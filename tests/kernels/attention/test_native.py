@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference_svc.model.layers import RMSNorm, RotaryEmbedding
 from inference_svc.model.rope import Rope
 from kernels.attention import AttentionPlan, KVCache, can_tile, native, reference
 from kernels.attention.native import NativeAttention, StepRows
 from kernels.attention.native_memory import AttentionScratch, AttentionShape
+from kernels.elementwise.reference import rms_norm
 from tests.support.native import native_library
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -257,10 +257,11 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     q_norm, k_norm = (torch.randn(2, head_dim)).to(dtype) if has_norms else (None, None)
     if q_norm is not None:
-        q, k = RMSNorm(q_norm, 1e-6)(q), RMSNorm(k_norm, 1e-6)(k)
+        q, k = rms_norm(q, q_norm, 1e-6), rms_norm(k, k_norm, 1e-6)
     rope = Rope("linear", factor=2.5)
     positions = torch.randint(0, 3000, (num_tokens + 1,))
-    rotation = RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions[:-1], dtype)
+    frequencies = rope.inverse_frequencies(head_dim)
+    angles = reference.rotary_angles(positions[:-1], frequencies, rope.attention_scaling, dtype)
 
     cells = torch.randperm(100)[: num_tokens + 1]
     cos, sin = torch.full((2, num_tokens + 1, head_dim // 2), torch.nan, dtype=dtype)
@@ -268,9 +269,9 @@ def test_rope_and_store(library, assert_close, head_dim, page_size, is_tiled, ha
     run_rope_and_store(library, qkv, cache, cells, rope, positions, cos, sin, num_heads, norms)
     ratio = {torch.float32: 1e-6, torch.bfloat16: 2e-3}[dtype]
     got = qkv[:num_tokens].unflatten(1, (-1, head_dim))
-    assert_close("q", rotation(q), got[:, :num_heads], ratio)
+    assert_close("q", reference.rotate(q, *angles), got[:, :num_heads], ratio)
     keys, values = cache.gather(1, cells[:-1])
-    assert_close("k", rotation(k), keys, ratio)
+    assert_close("k", reference.rotate(k, *angles), keys, ratio)
     assert torch.equal(values, v)
     assert cos[num_tokens].isnan().all(), "a row beyond num_tokens was written"
     assert not torch.cat(cache.gather(1, cells[-1:])).any()

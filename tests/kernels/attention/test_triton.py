@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels.attention import KVCache, reference
 
@@ -76,27 +77,44 @@ def test_rotate_and_store(interpreter, assert_close, has_norms, num_tokens):
     """Against the steps one by one, in torch."""
     heads, kv_heads, dim = 3, 1, 12
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
-    angles = torch.randn(num_tokens, 1, dim // 2)
-    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    cos, sin = reference.rotary_angles(torch.arange(num_tokens), torch.rand(dim // 2), 0.8, FP32)
     shape = {"num_pages": 80, "page_size": 5, "num_kv_heads": kv_heads, "head_dim": dim}
     cache = KVCache.allocate(num_layers=2, dtype=FP32, **shape)
     cells = torch.randperm(400)[:num_tokens]
     q_norm, k_norm = (torch.rand(dim) + 0.5 for _ in range(2)) if has_norms else (None, None)
-
-    def turned(x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        if norm is not None:
-            x = torch.nn.functional.rms_norm(x, (dim,), norm, 1e-5)
-        return x * cos + x.roll(dim // 2, dims=-1) * sin
-
-    q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
-    turned_q, turned_k = turned(q, q_norm), turned(k, k_norm)
-    got_qkv, got_data = interpreter.call(
-        "rotate_and_store", qkv, cache, 1, cells, cos, sin, q_norm, k_norm, 1e-5
-    )
-    assert_close("q", turned_q.flatten(1), got_qkv[:, : heads * dim], 1e-6)
-    assert torch.equal(got_qkv[:, heads * dim :], qkv[:, heads * dim :])
-    cache.write(1, cells, torch.cat((turned_k, v), dim=1).flatten(1))
+    args = (cells, cos, sin, q_norm, k_norm, 1e-5)
+    got_qkv, got_data = interpreter.call("rotate_and_store", qkv, cache, 1, *args)
+    assert torch.equal(got_qkv[:, heads * dim :], qkv[:, heads * dim :]), "k and v stay"
+    reference.rotate_and_store(qkv, cache, 1, *args)
+    assert_close("q", qkv[:, : heads * dim], got_qkv[:, : heads * dim], 1e-6)
     assert_close("cache", cache.data, got_data, 1e-6)
+
+
+def test_rotation_rounds_as_transformers_does(interpreter):
+    """Each product, and their sum: bit by bit."""
+    heads, dim, num_tokens = 3, 12, 4
+    qkv = torch.randn(num_tokens, (heads + 2) * dim, dtype=torch.float16)
+    cos, sin = reference.rotary_angles(
+        torch.arange(num_tokens), torch.rand(dim // 2), 1.0, torch.float16
+    )
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=2, page_size=5, num_kv_heads=1, head_dim=dim, dtype=torch.float16
+    )
+    cells = torch.arange(num_tokens)
+    got, _ = interpreter.call("rotate_and_store", qkv, cache, 0, cells, cos, sin)
+    q = qkv[:, : heads * dim].unflatten(1, (-1, dim))
+    unsigned = torch.cat((-sin[..., : dim // 2], sin[..., dim // 2 :]), dim=-1)
+    theirs, _ = apply_rotary_pos_emb(q, q, cos[:, 0], unsigned[:, 0])
+    assert torch.equal(got[:, : heads * dim], theirs.flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
+def test_rotary_angles(interpreter, dtype):
+    positions = torch.tensor([0, 1, 77, 130_000])
+    frequencies = torch.rand(6)
+    wanted = reference.rotary_angles(positions, frequencies, 1.3, dtype)
+    got = interpreter.call("rotary_angles", positions, frequencies, 1.3, dtype)
+    torch.testing.assert_close(got, wanted)
 
 
 def vector_loads(ptx: str) -> int:
@@ -110,7 +128,8 @@ def element_loads(ptx: str) -> int:
 
 def test_keys_and_values_are_loaded_as_vectors(compiler):
     ptx = compiler.call("compile_ptx", 90, torch.bfloat16, [(100, 1), (0, 100)])
-    assert set(ptx) == {"store_kernel", "decode_kernel", "combine_kernel", "prefill_kernel"}
+    names = ("rotary_angles", "store", "decode", "combine", "prefill")
+    assert set(ptx) == {f"{name}_kernel" for name in names}
     for name in ("decode_kernel", "prefill_kernel"):
         # 64 keys and 64 values of 128 elements, by 128 threads of 16 bytes: 8 loads each.
         assert vector_loads(ptx[name]) >= 16, name

@@ -1,0 +1,202 @@
+"""The host's time of a decode step on a GPU, which is idle meanwhile: measured without one.
+
+    python -m bench.gpu_host [--rows 1,32,128,256] [--steps 300] [--out FILE]
+
+The engine's own schedule, prepare and settle, and the encoding of its outputs, for the shape of
+Llama-3-8B at a context of 512 tokens; in place of the recorded step stands nothing. For each number
+of rows all of the base model, all of one adapter, and each of another. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.results import FOLDER, median, show, write
+from inference_svc import core
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.engine.messages import StepOutputs
+from inference_svc.engine.pages import PagePool
+from inference_svc.engine.process_main import encode
+from inference_svc.engine.profiler import Marks
+from inference_svc.engine.runner import Runner
+from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.scheduler import Limits, Scheduler
+from inference_svc.engine.settle import Settler
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from kernels.attention import KVCache
+from kernels.lora import TableEntry
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
+PAGE_SIZE, CONTEXT, MAX_LEN, MAX_TOKENS, RANK = 16, 512, 8192, 2048, 16
+WARM_UP_STEPS = 40
+ENDLESS = core.SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)
+
+
+class NothingToCompute:
+    """A decoder, and its recorded step: the logits are there already."""
+
+    def __init__(self, geometry: ModelGeometry, max_rows: int) -> None:
+        self.geometry = geometry
+        self._logits = torch.zeros(max_rows, geometry.vocab_size)
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self._logits
+
+    def replay(self) -> torch.Tensor:
+        return self._logits
+
+
+class AlwaysResident:
+    """Adapters by the number of their slot."""
+
+    def add_waiter(self, digest: str, now_s: float, count: bool = True) -> None: ...
+    def remove_waiter(self, digest: str, *, expired: bool = False) -> None: ...
+    def ensure_loading(self, digest: str, now_s: float) -> None: ...
+    def trace_load(self, digest: str, asker: Any, now_s: float) -> None: ...
+    def release(self, digest: str) -> None: ...
+
+    def is_schedulable(self, digest: str) -> bool:
+        return True
+
+    def acquire(self, digest: str) -> int:
+        return int(digest)
+
+    def pop_ready(self) -> list[str]:
+        return []
+
+    def pop_changes(self) -> tuple[Any, ...]:
+        return ()
+
+
+class HostTimes(NamedTuple):
+    """Seconds of one step's parts."""
+
+    schedule: float
+    prepare: float
+    settle: float
+    encode: float
+
+
+def make_arena(layout: ModelLayout, num_adapters: int) -> Arena:
+    arena = Arena(layout, 8 << 20, max(1, num_adapters), RANK, CPU)
+    for slot in range(num_adapters):
+        entries = [
+            TableEntry(index, 0, 0, RANK, target.in_features, target.out_features)
+            for index, target in enumerate(layout.targets)
+            if target.layer is not None
+        ]
+        arena.table.set_row(slot, entries)
+    return arena
+
+
+def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        geometry = load_geometry(Path(folder))
+    layout = build_layout(geometry, "bench", (), DTYPE)
+    arena = make_arena(layout, num_adapters)
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=num_rows * MAX_LEN // PAGE_SIZE // 8 + 1, page_size=PAGE_SIZE,
+        num_kv_heads=1, head_dim=2, dtype=DTYPE,
+    )  # fmt: skip
+    limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
+    nothing: Any = NothingToCompute(geometry, num_rows)
+    groups = lora_groups(layout)
+    return CudaBackend(nothing, cache, arena, groups, limits, lambda compute: nothing)
+
+
+def steps(num_rows: int, num_adapters: int, num_steps: int) -> Iterator[HostTimes]:
+    """The times of each decode step of so many rows, after a warm-up."""
+    backend = make_backend(num_rows, num_adapters)
+    limits = Limits(num_rows, MAX_TOKENS, MAX_TOKENS)
+    scheduler = Scheduler(limits, PagePool(backend.num_pages, PAGE_SIZE), AlwaysResident())
+    runner = Runner(backend, Sampler(()), Marks())
+    settler = Settler(scheduler, frozenset(), MAX_LEN)
+    for row in range(num_rows):
+        digest = str(row % num_adapters) if num_adapters else ""
+        prompt = tuple((row + 7 * index) % 500 for index in range(CONTEXT))
+        request = core.Request(f"request-{row:06}", prompt, ENDLESS, digest, arrival_s=float(row))
+        scheduler.add(core.Sequence(request), 0.0)
+    while len(scheduler.running) < num_rows or any(s.num_uncomputed > 1 for s in scheduler.running):
+        batch = scheduler.schedule(1.0)
+        assert batch is not None
+        settler.settle(batch, [core.SampledToken(7) for row in batch.rows if row.samples], 1.0)
+    for index in range(WARM_UP_STEPS + num_steps):
+        times = _step(scheduler, runner, settler, 1.0 + 0.01 * index)
+        if index >= WARM_UP_STEPS:
+            yield times
+
+
+def _step(scheduler: Scheduler, runner: Runner, settler: Settler, now_s: float) -> HostTimes:
+    began_s = time.perf_counter()
+    batch = scheduler.schedule(now_s)
+    scheduled_s = time.perf_counter()
+    assert batch is not None
+    sampled, timings = runner.run(batch)
+    ran_s = time.perf_counter()
+    outputs = settler.settle(batch, sampled, now_s)
+    settled_s = time.perf_counter()
+    encode(StepOutputs(tuple(outputs)))
+    encoded_s = time.perf_counter()
+    return HostTimes(
+        scheduled_s - began_s, timings.prepare, settled_s - ran_s, encoded_s - settled_s
+    )
+
+
+def measure(num_rows: int, num_adapters: int, num_steps: int) -> dict[str, Any]:
+    """Microseconds of each part, and their sum."""
+    found = list(steps(num_rows, num_adapters, num_steps))
+    parts = {
+        name: 1e6 * median(values)
+        for name, values in zip(HostTimes._fields, zip(*found, strict=True), strict=True)
+    }
+    return {
+        "rows": num_rows,
+        "adapters": num_adapters,
+        **parts,
+        "sum": 1e6 * median([sum(times) for times in found]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", default="1,32,128,256")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=FOLDER / "gpu_host.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = [
+        measure(num_rows, num_adapters, options.steps)
+        for num_rows in map(int, options.rows.split(","))
+        for num_adapters in sorted({0, 1, num_rows})
+    ]
+    columns = list(found[0])
+    show("host, microseconds", columns, [[row[column] for column in columns] for row in found])
+    write(options.out, "gpu_host", {"steps": options.steps, "found": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The Triton kernels of what lies between the projections: each is one pass over its rows.
+
+Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, N rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    out, hidden, delta, weight, rows, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """See `reference.add_rms_norm`. hidden, delta: [T, SIZE]; out: [N, SIZE]; `delta` and `rows`
+    may be None. Grid: (N,)."""
+    i_out = tl.program_id(0).to(tl.int64)
+    i_row = i_out if rows is None else tl.load(rows + i_out)
+    o = tl.arange(0, BLOCK)
+    m = o < SIZE
+    dtype = hidden.dtype.element_ty
+    # [BLOCK]
+    b_x = tl.load(hidden + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+    if delta is not None:
+        b_x += tl.load(delta + i_row * SIZE + o, mask=m, other=0.0).to(tl.float32)
+        b_sum = b_x.to(dtype)
+        if rows is None:
+            tl.store(hidden + i_row * SIZE + o, b_sum, mask=m)
+        b_x = b_sum.to(tl.float32)
+    b_x *= 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=0) / SIZE + eps)
+    b_weight = tl.load(weight + o, mask=m, other=0.0)
+    b_out = b_x.to(dtype).to(tl.float32) * b_weight.to(tl.float32)
+    tl.store(out + i_out * SIZE + o, b_out.to(dtype), mask=m)
+
+
+@triton.jit
+def swiglu_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """See `reference.swiglu`. gate_up: [T, 2 * SIZE]; out: [T, SIZE]. Grid: (T, blocks)."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m = o < SIZE
+    p_gate = gate_up + i_token * (2 * SIZE) + o
+    dtype = out.dtype.element_ty
+    # [BLOCK]
+    b_gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate + SIZE, mask=m, other=0.0).to(tl.float32)
+    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(dtype).to(tl.float32)
+    tl.store(out + i_token * SIZE + o, (b_silu * b_up).to(dtype), mask=m)

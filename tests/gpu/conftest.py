@@ -1,0 +1,60 @@
+"""The device that the tests run on: a GPU, or the CPU through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention import triton_ops
+from kernels.dispatch import interpreted
+from tests.kernels.worker import teach_the_interpreter_ranges
+
+IS_EMULATED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not IS_EMULATED and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "smoke: the smallest of its kind, for every run")
+    config.addinivalue_line(
+        "markers", "real: not for the interpreter, whose bf16 products are wrong"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if IS_EMULATED:
+        items[:] = [item for item in items if item.get_closest_marker("real") is None]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> None:
+    torch.set_num_threads(1)
+    if IS_EMULATED:
+        teach_the_interpreter_ranges()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if IS_EMULATED else "cuda")
+
+
+@pytest.fixture
+def on_device() -> Callable[[], AbstractContextManager[None]]:
+    """While `on_device()` lasts, Triton computes; on the CPU otherwise torch does."""
+    return interpreted if IS_EMULATED else nullcontext
+
+
+@pytest.fixture(autouse=True)
+def _emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few programs, which run one after the other; and what a kernel masks, such as the logarithm
+    of 0, makes numpy warn."""
+    if IS_EMULATED:
+        monkeypatch.setattr(triton_ops, "DECODE_PROGRAMS", 16)
+    with np.errstate(all="ignore"):
+        yield

@@ -1,0 +1,235 @@
+"""Tiny decoders with random weights, adapters for them, and batches of their steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_svc import core
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.layout import build_layout, lora_groups
+from inference_svc.backends.base import Logits
+from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.backends.torch import TorchBackend
+from inference_svc.model.decoder import Transformer
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.layers import Linear, RMSNorm
+from inference_svc.model.weights import LayerWeights, ModelWeights
+from kernels.attention import KVCache
+from kernels.lora import TableEntry
+
+PAGE_SIZE, NUM_PAGES, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 60, 20, 70, 6
+NUM_SLOTS, MAX_RANK = 3, 4
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2, biases": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3, norms of heads": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mistral, a window": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 9,
+    },
+}
+"""A model for every feature that the decoder has."""
+
+
+def make_geometry(name: str, folder: Path, **changes: Any) -> ModelGeometry:
+    (folder / "config.json").write_text(json.dumps(SHAPE | FEATURES[name] | changes))
+    return load_geometry(folder)
+
+
+def random_weights(
+    geometry: ModelGeometry, dtype: torch.dtype, generator: torch.Generator
+) -> ModelWeights[Linear]:
+    g = geometry
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return values.to(dtype)
+
+    def linear(num_out: int, num_in: int, *, has_bias: bool) -> Linear:
+        return Linear(random(num_out, num_in), random(num_out) if has_bias else None)
+
+    def norm(size: int) -> RMSNorm:
+        return RMSNorm((torch.rand(size, generator=generator) + 0.5).to(dtype), g.rms_norm_eps)
+
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm(g.hidden_size),
+            qkv=linear(g.q_size + 2 * g.kv_size, g.hidden_size, has_bias=g.qkv_bias),
+            q_norm=norm(g.head_dim) if g.qk_norm else None,
+            k_norm=norm(g.head_dim) if g.qk_norm else None,
+            o=linear(g.hidden_size, g.q_size, has_bias=g.o_bias),
+            post_attention_norm=norm(g.hidden_size),
+            gate_up=linear(2 * g.intermediate_size, g.hidden_size, has_bias=g.mlp_bias),
+            down=linear(g.hidden_size, g.intermediate_size, has_bias=g.mlp_bias),
+        )
+        for _ in range(g.num_layers)
+    )
+    head = linear(g.vocab_size, g.hidden_size, has_bias=False)
+    embedding = random(g.vocab_size, g.hidden_size)
+    return ModelWeights(embedding, layers, norm(g.hidden_size), head, num_bytes=0)
+
+
+def moved(weights: Any, device: torch.device) -> Any:
+    """Returns weights, or a part of them, on `device`."""
+    if isinstance(weights, Tensor):
+        return weights.to(device)
+    if isinstance(weights, RMSNorm):
+        return RMSNorm(weights.weight.to(device), weights.eps)
+    if isinstance(weights, tuple):
+        return tuple(moved(each, device) for each in weights)
+    if isinstance(weights, Linear | LayerWeights | ModelWeights):
+        parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
+        return replace(weights, **parts)
+    return weights
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder on one device, with an arena of NUM_SLOTS adapters."""
+
+    transformer: Transformer
+    arena: Arena
+
+    @classmethod
+    def make(cls, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> Model:
+        """The same values on every device."""
+        generator = torch.Generator().manual_seed(0)
+        weights = random_weights(geometry, dtype, generator)
+        layout = build_layout(geometry, "model", (), dtype)
+        arena = Arena(layout, 1 << 20, NUM_SLOTS, MAX_RANK, device)
+        values = torch.randn(arena.flat.shape, generator=generator) * 0.1
+        arena.flat.copy_(values.to(dtype))
+        for slot in range(NUM_SLOTS):
+            # The embedding and every other target; matrices may lie anywhere, one over another.
+            entries = [
+                TableEntry(
+                    index,
+                    slot + index,
+                    slot + 2 * index,
+                    slot + 2 if slot + 2 <= MAX_RANK else 1,
+                    target.in_features,
+                    target.out_features,
+                    is_embedding=target.kind == "embedding",
+                )
+                for index, target in enumerate(layout.targets)
+                if index % 2 == 0
+            ]
+            arena.table.set_row(slot, entries)
+        return cls(Transformer(geometry, moved(weights, device)), arena)
+
+    def cache(self) -> KVCache:
+        g = self.transformer.geometry
+        return KVCache.allocate(
+            num_layers=g.num_layers,
+            num_pages=NUM_PAGES,
+            page_size=PAGE_SIZE,
+            num_kv_heads=g.num_kv_heads,
+            head_dim=g.head_dim,
+            dtype=self.arena.flat.dtype,
+            device=self.arena.device,
+        )
+
+    def plain(self) -> TorchBackend:
+        groups = lora_groups(self.arena.layout)
+        return TorchBackend(self.transformer, self.cache(), self.arena, groups)
+
+    def fixed(
+        self,
+        record: Callable[..., Any] | None,
+        *,
+        is_warm: bool = True,
+        max_tokens: int = MAX_TOKENS,
+        cache: KVCache | None = None,
+        transformer: Any = None,
+    ) -> CudaBackend:
+        """`is_warm`: kernels are compiled, and steps recorded, before the first one."""
+        backend = CudaBackend(
+            transformer or self.transformer,
+            cache or self.cache(),
+            self.arena,
+            lora_groups(self.arena.layout),
+            StepLimits(max_tokens, MAX_ROWS, MAX_PAGES),
+            record,
+        )
+        if is_warm:
+            backend.warm_up()
+        return backend
+
+
+class Eager:
+    """Computes anew at every replay: what a recording must equal."""
+
+    def __init__(self, compute: Callable[[], None]) -> None:
+        self._compute = compute
+
+    def replay(self) -> None:
+        self._compute()
+
+
+def _sequence(length: int, first_page: int, slot: int) -> core.Sequence:
+    tokens = tuple((7 * index + 3 * first_page) % 64 for index in range(length))
+    made = core.Sequence(core.Request(f"{first_page}", tokens, core.SamplingParams()))
+    made.page_ids = [first_page + page for page in range(-(-length // PAGE_SIZE))]
+    made.slot = slot
+    return made
+
+
+def steps(slots: list[int]) -> list[core.Batch]:
+    """A prompt in two parts beside others, then decodes of all, of some, and of one."""
+    lengths = [50, 9, 1, 22, 5]
+    sequences = [
+        _sequence(length, 15 * bool(index) + 8 * index, slot)
+        for index, (length, slot) in enumerate(zip(lengths, slots, strict=True))
+    ]
+    long, *others = sequences
+    first = [core.BatchRow(long, 0, 30, samples=False)]
+    first += [core.BatchRow(s, 0, len(s.token_ids), samples=True) for s in others]
+    batches = [first, [core.BatchRow(long, 30, 20, samples=True)]]
+    for chosen in (sequences, sequences[1:4], sequences[:1], sequences):
+        rows = []
+        for s in chosen:
+            s.token_ids.append(len(s.token_ids) % 64)
+            if len(s.token_ids) > PAGE_SIZE * len(s.page_ids):
+                s.page_ids.append(s.page_ids[-1] + 1)
+            rows.append(core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True))
+        batches.append(rows)
+    return [core.Batch(tuple(rows)) for rows in batches]
+
+
+@torch.inference_mode()
+def run(backend: CudaBackend | TorchBackend, batches: list[core.Batch]) -> list[Logits]:
+    """What each batch gives, where it lies; waits for nothing."""
+    found = []
+    for batch in batches:
+        values, argmax = backend.forward(backend.prepare(batch))
+        found.append(Logits(values.clone(), None if argmax is None else argmax.clone()))
+    return found
+
+
+def assert_close(wanted: list[Logits], got: list[Logits], tolerance: float) -> None:
+    for one, other in zip(wanted, got, strict=True):
+        torch.testing.assert_close(
+            other.values.cpu(), one.values.cpu(), rtol=tolerance, atol=tolerance
+        )
+        if other.argmax is not None:
+            assert torch.equal(other.argmax, other.values.argmax(dim=-1))

@@ -1,0 +1,102 @@
+"""A whole step on the device gives what torch gives on the CPU: every feature of the decoder, with
+prompts, decodes and padding, with adapters and without."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from inference_svc.backends.cuda_graphs import CudaRecorder
+from tests.gpu.models import FEATURES, Eager, Model, assert_close, make_geometry, run, steps
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
+"""Adapters of the five rows."""
+
+
+@pytest.fixture
+def check_equal(tmp_path, device, on_device):
+    """`check_equal(feature, dtype, slots)` computes the same steps in both ways."""
+
+    def check(feature: str, dtype: torch.dtype, slots: list[int], num_layers: int = 2) -> None:
+        geometry = make_geometry(feature, tmp_path, num_hidden_layers=num_layers)
+        host, there = (Model.make(geometry, dtype, at) for at in (torch.device("cpu"), device))
+        wanted = run(host.plain(), steps(slots))
+        with on_device():
+            # The interpreter compiles nothing, and takes its time.
+            is_cuda = device.type == "cuda"
+            backend = there.fixed(CudaRecorder() if is_cuda else Eager, is_warm=is_cuda)
+            got = run(backend, steps(slots))
+        assert_close(wanted, got, TOLERANCES[dtype])
+        assert backend.num_replays == 4
+
+    return check
+
+
+@pytest.mark.smoke
+def test_one_layer(check_equal):
+    check_equal("qwen3, norms of heads", torch.float16, SOME, num_layers=1)
+
+
+@pytest.mark.parametrize("slots", [BASE, ALL, SOME], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(check_equal, feature, slots):
+    check_equal(feature, torch.float32, slots)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_half_precision(check_equal, feature):
+    check_equal(feature, torch.float16, ALL)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("feature", FEATURES)
+def test_bfloat16(check_equal, feature):
+    check_equal(feature, torch.bfloat16, ALL)
+
+
+def test_warm_up_leaves_pages_alone(tmp_path, device, on_device):
+    geometry = make_geometry("llama", tmp_path, num_hidden_layers=1)
+    model = Model.make(geometry, torch.float16, device)
+    cache = model.cache()
+    cache.data.fill_(1.5)
+    with on_device():
+        model.fixed(None, cache=cache)
+    assert (cache.data[:, :-1] == 1.5).all(), "what sequences may own"
+    assert (cache.data[:, -1] != 1.5).any(), "padding's page"
+
+
+@pytest.fixture
+def qwen3(tmp_path, device):
+    return Model.make(make_geometry("qwen3, norms of heads", tmp_path), torch.float16, device)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("slots", [BASE, ALL, SOME], ids=str)
+def test_replay_is_bitwise_the_computed_step(qwen3, slots):
+    """At the same padded size: a wider product may be another one."""
+    captured = run(qwen3.fixed(CudaRecorder()), steps(slots))
+    for one, got in zip(captured, run(qwen3.fixed(Eager), steps(slots)), strict=True):
+        assert torch.equal(one.values, got.values)
+
+
+@pytest.mark.real
+def test_steps_do_not_synchronize(qwen3):
+    """Nor compile: the warm-up has."""
+    backend = qwen3.fixed(CudaRecorder())
+    run(backend, steps(ALL)[:3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            run(backend, steps(ALL))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.real
+def test_workspace_has_the_recordings(qwen3):
+    eager, recorded = qwen3.fixed(None).workspace_bytes, qwen3.fixed(CudaRecorder()).workspace_bytes
+    assert recorded > max(eager, 1 << 20)

@@ -1,0 +1,57 @@
+"""The Triton kernels, run by Triton's interpreter, against the definitions; and compiled for sm_90
+without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.elementwise import reference
+
+OPERATIONS = Path(__file__).parent / "operations.py"
+DTYPES = [torch.float32, torch.float16]
+SIZES = [8, 101, 1500]
+
+
+@pytest.fixture(scope="module")
+def interpreter(start_worker):
+    return start_worker(OPERATIONS, interpret=True)
+
+
+@pytest.fixture(scope="module")
+def compiler(start_worker):
+    return start_worker(OPERATIONS, interpret=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("rows", [None, [4, 0]], ids=str)
+def test_add_rms_norm(interpreter, dtype, size, has_delta, rows):
+    hidden, delta, weight = ((torch.randn(5, size) * 3).to(dtype) for _ in range(3))
+    rows = None if rows is None else torch.tensor(rows)
+    args = (delta if has_delta else None, weight[0], 1e-5, rows)
+    got, got_hidden = interpreter.call("add_rms_norm", hidden, *args)
+    wanted = reference.add_rms_norm(hidden, *args)
+    assert torch.equal(got_hidden, hidden), "the residual stream is the same to the bit"
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_swiglu(interpreter, dtype, size):
+    gate_up = (torch.randn(3, 2 * size) * 10).to(dtype)
+    gate_up[0, 0] = -200.0  # where exp overflows
+    torch.testing.assert_close(interpreter.call("swiglu", gate_up), reference.swiglu(gate_up))
+
+
+def test_vectors_are_loaded_and_stored(compiler):
+    ptx = compiler.call("compile_ptx", 90, torch.bfloat16)
+    assert set(ptx) == {"add_rms_norm_kernel", "swiglu_kernel"}
+    for name, text in ptx.items():
+        for direction in ("ld", "st"):
+            assert re.search(rf"{direction}\.global(?:\.\w+)*\.v4\.b32", text), (name, direction)
+            assert not re.search(rf"{direction}\.global(?:\.\w+)*\.[bu]16", text), (name, direction)

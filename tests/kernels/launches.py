@@ -1,0 +1,201 @@
+"""What a step of a model's shape launches, compiled for a GPU without one, as worker.py runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from worker import CompileOnly, NoDevice
+
+from kernels.attention import AttentionPlan, KVCache
+from kernels.attention import triton_kernels as attention
+from kernels.attention import triton_ops as attention_ops
+from kernels.elementwise import triton_kernels as elementwise
+from kernels.elementwise import triton_ops as elementwise_ops
+from kernels.lora import LoraGroup, LoraPlan, LoraTable
+from kernels.lora import triton_kernels as lora
+from kernels.lora import triton_ops as lora_ops
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora)
+DTYPE, PAGE_SIZE, CONTEXT, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 500, 64, 226
+SM_THREADS, SM_REGISTERS, SM_SHARED_BYTES, SM_CTAS = 2048, 1 << 16, 228 << 10, 32
+"""Of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
+specifications."""
+CTA_SHARED_BYTES = 1 << 10
+"""That the system takes of each CTA's."""
+
+
+class Shape(NamedTuple):
+    """One layer of a model, or of a slice of it."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def groups(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Inputs and outputs of the projections with adapters."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": (self.hidden, (q, kv, kv)),
+            "o": (q, (self.hidden,)),
+            "gate_up": (self.hidden, (self.intermediate, self.intermediate)),
+            "down": (self.intermediate, (self.hidden,)),
+        }
+
+
+class Compiled(NamedTuple):
+    """What became of one launch. `num_ctas` fit an SM at once."""
+
+    registers: int
+    stack_bytes: int
+    num_ctas: int
+    spills: int
+    """Loads and stores of local memory."""
+    wide_loads: int
+    """Of 16 bytes, to registers or to shared memory."""
+    narrow_loads: int
+    """Of 2 bytes: elements, one by one."""
+    wgmma: int
+    mma: int
+
+
+def compiled_step(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, dict[str, int]]:
+    """Every launch of a step of `rows` (first position, queries) of one layer, by kernel and, for
+    adapters, group: the fields of `Compiled`, as a process passes them on."""
+    launched = launch_step(Shape(*shape), rows)
+    return {name: describe(each)._asdict() for name, each in launched.items()}
+
+
+def launch_step(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, Any]:
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    found: dict[str, Any] = {}
+    with recorded() as launched:
+        _launch_layer(shape, rows)
+        found |= dict(launched())
+        for label, compiled in _launch_norms(shape, launched).items():
+            found[label] = compiled
+        for group, (num_in, num_out) in shape.groups.items():
+            _launch_lora(num_in, num_out, [count for _, count in rows])
+            found |= {f"{name} {group}": each for name, each in launched()}
+    return found
+
+
+@contextmanager
+def recorded() -> Iterator[Callable[[], list[tuple[str, Any]]]]:
+    """Launches only compile; the function returns what was launched since its last call."""
+    places = [(m, n, k) for m in MODULES for n, k in vars(m).items() if n.endswith("_kernel")]
+    launches = {name: CompileOnly(kernel) for _, name, kernel in places}
+
+    def launched() -> list[tuple[str, Any]]:
+        found = [(name, each) for name, launch in launches.items() for each in launch.compiled]
+        for launch in launches.values():
+            launch.compiled = []
+        return found
+
+    for module, name, _ in places:
+        setattr(module, name, launches[name])
+    try:
+        yield launched
+    finally:
+        for module, name, kernel in places:
+            setattr(module, name, kernel)
+
+
+def _launch_layer(shape: Shape, rows: list[tuple[int, int]]) -> None:
+    dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    cache = KVCache.allocate(
+        num_layers=1, num_pages=4, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=dim,
+        dtype=DTYPE,
+    )  # fmt: skip
+    pages = [[0] * (1 + (first + count) // PAGE_SIZE) for first, count in rows]
+    plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
+    num_tokens = len(plan.cells)
+    elementwise_ops.swiglu(torch.zeros(num_tokens, 2 * shape.intermediate, dtype=DTYPE))
+    angles = attention_ops.rotary_angles(plan.cells, torch.zeros(dim // 2), 1.0, DTYPE)
+    qkv = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=DTYPE)
+    norm = torch.zeros(dim, dtype=DTYPE)
+    attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norm, norm, 1e-5)
+    q = qkv[:, : num_heads * dim].view(num_tokens, num_heads, dim)
+    attention_ops.attend(q, cache, 0, plan, scale=0.1)
+
+
+def _launch_norms(shape: Shape, launched: Callable[[], list[tuple[str, Any]]]) -> dict[str, Any]:
+    """The norms of a first layer, of the others, and before the head."""
+    hidden, weight = (torch.zeros(n, shape.hidden, dtype=DTYPE) for n in (3, 1))
+    rows = torch.zeros(2, dtype=torch.int64)
+    found = {}
+    for label, delta, chosen in (
+        ("first", None, None),
+        ("inner", hidden, None),
+        ("last", hidden, rows),
+    ):
+        elementwise_ops.add_rms_norm(hidden, delta, weight[0], 1e-5, chosen)
+        [(name, compiled)] = launched()
+        found[f"{name} {label}"] = compiled
+    return found
+
+
+def _launch_lora(num_in: int, num_out: tuple[int, ...], lengths: list[int]) -> None:
+    arena = torch.zeros(1024, dtype=DTYPE)
+    table = LoraTable.create(4, NUM_TARGETS, arena, "cpu", max_rank=MAX_RANK)
+    plan = LoraPlan.build([0] * len(lengths), lengths, table, "cpu")
+    offsets = tuple(sum(num_out[:k]) for k in range(len(num_out)))
+    group = LoraGroup(tuple(range(1, 1 + len(num_out))), num_in, offsets, num_out)
+    x = torch.zeros(plan.num_tokens, num_in, dtype=DTYPE)
+    out = torch.zeros(plan.num_tokens, group.out_end, dtype=DTYPE)
+    lora_ops.add_lora(out, x, arena, table, plan, group)
+
+
+def describe(compiled: Any) -> Compiled:
+    """Reads what the assembler made of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "-res-usage", file.name)
+        sass = _run("nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack_bytes = (int(number) for number in found.groups())
+    threads = 32 * compiled.metadata.num_warps
+    num_ctas = min(
+        SM_CTAS,
+        SM_THREADS // threads,
+        SM_REGISTERS // (-(-registers // 8) * 8 * threads),
+        SM_SHARED_BYTES // (compiled.metadata.shared + CTA_SHARED_BYTES),
+    )
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, sass))
+
+    return Compiled(
+        registers,
+        stack_bytes,
+        num_ctas,
+        spills=count(r"\b(?:LDL|STL)\b"),
+        wide_loads=count(r"\b(?:LDG|LDGSTS)\b[.\w]*\.128\b"),
+        narrow_loads=count(r"\bLDG\b[.\w]*\.U?16\b"),
+        wgmma=count(r"\bHGMMA\b"),
+        mma=count(r"\bHMMA\b"),
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+OPERATIONS = {f.__name__: f for f in (compiled_step,)}

@@ -1,0 +1,75 @@
+"""What the assembler makes of every launch on an H200: no spills, enough programs at a time, wide
+loads, and the tensor cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+OPERATIONS = Path(__file__).parent / "launches.py"
+SHAPES = {
+    "8B": (4096, 14336, 32, 8, 128),
+    "an eighth of 70B": (8192, 3584, 8, 1, 128),
+    "heads of 256": (2560, 10240, 8, 4, 256),
+}
+DECODE = {f"{count} rows": [(500, 1)] * count for count in (1, 32, 128)}
+PROMPTS = {"a short prompt": [(0, 100), (500, 1)], "a long prompt": [(0, 2048)]}
+STEPS = DECODE | PROMPTS
+
+MIN_CTAS = {
+    "add_rms_norm_kernel": 4,
+    "swiglu_kernel": 8,
+    "rotary_angles_kernel": 32,
+    "store_kernel": 8,
+    "decode_kernel": 3,
+    "combine_kernel": 8,
+    "prefill_kernel": 2,
+    "shrink_kernel": 4,
+    "expand_kernel": 2,
+}
+"""Programs that fit an SM at once, at least."""
+STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
+"""Kernels that read much: 16 bytes at a time, and nothing element by element."""
+NARROW_LOADS = {"expand_kernel": 1}
+"""Of what is added to, an element of each thread."""
+LOCAL_MEMORY = {"rotary_angles_kernel"}
+"""Sine and cosine of large angles, from CUDA's library, use a table of local memory."""
+
+
+@pytest.fixture(scope="module")
+def compiler(start_worker):
+    return start_worker(OPERATIONS, interpret=False)
+
+
+SHORT = {("8B", "32 rows"), ("8B", "a short prompt"), ("heads of 256", "a long prompt")}
+"""The others take minutes to compile."""
+CASES = [
+    pytest.param(shape, step, marks=() if (shape, step) in SHORT else pytest.mark.long)
+    for shape in SHAPES
+    for step in STEPS
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("shape", "step"), CASES)
+def test_launches(compiler, shape, step):
+    found = compiler.call("compiled_step", SHAPES[shape], STEPS[step])
+    for name, facts in found.items():
+        kernel = SimpleNamespace(**facts)
+        label = f"{name}, {shape}, {step}: {kernel}"
+        kind = name.split()[0]
+        if kind not in LOCAL_MEMORY:
+            assert kernel.spills == kernel.stack_bytes == 0, label
+        assert kernel.num_ctas >= MIN_CTAS[kind], label
+        if kind.removesuffix("_kernel") in STREAMS:
+            assert kernel.wide_loads > 0, label
+            assert kernel.narrow_loads <= NARROW_LOADS.get(kind, 0), label
+        if kind == "decode_kernel":
+            assert kernel.mma > 0, label
+    assert ("prefill_kernel" in found) == (step in PROMPTS)
+    for name in ("prefill_kernel", "shrink_kernel qkv", "expand_kernel qkv"):
+        if step in PROMPTS:
+            assert found[name]["wgmma"] > 0, found[name]
