@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.gpu import CONFIG
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
@@ -36,19 +37,8 @@ from inference_svc.model.geometry import ModelGeometry, load_geometry
 from kernels.attention import KVCache
 from kernels.lora import TableEntry
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+SMALL_VOCABULARY = {"vocab_size": 512}
+"""The logits are not computed, and the prompts need few tokens."""
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 PAGE_SIZE, CONTEXT, MAX_LEN, MAX_TOKENS, RANK = 16, 512, 8192, 2048, 16
 WARM_UP_STEPS = 40
@@ -56,17 +46,13 @@ ENDLESS = core.SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True
 
 
 class NothingToCompute:
-    """A decoder, and its recorded step: the logits are there already."""
+    """A decoder, and its recorded step."""
 
-    def __init__(self, geometry: ModelGeometry, max_rows: int) -> None:
+    def __init__(self, geometry: ModelGeometry) -> None:
         self.geometry = geometry
-        self._logits = torch.zeros(max_rows, geometry.vocab_size)
 
-    def forward(self, *_: Any) -> torch.Tensor:
-        return self._logits
-
-    def replay(self) -> torch.Tensor:
-        return self._logits
+    def replay(self) -> None:
+        """Leaves the logits as they are."""
 
 
 class AlwaysResident:
@@ -114,7 +100,7 @@ def make_arena(layout: ModelLayout, num_adapters: int) -> Arena:
 
 def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        Path(folder, "config.json").write_text(json.dumps(CONFIG | SMALL_VOCABULARY))
         geometry = load_geometry(Path(folder))
     layout = build_layout(geometry, "bench", (), DTYPE)
     arena = make_arena(layout, num_adapters)
@@ -123,7 +109,7 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
         num_kv_heads=1, head_dim=2, dtype=DTYPE,
     )  # fmt: skip
     limits = StepLimits(MAX_TOKENS, num_rows, MAX_LEN // PAGE_SIZE)
-    nothing: Any = NothingToCompute(geometry, num_rows)
+    nothing: Any = NothingToCompute(geometry)
     groups = lora_groups(layout)
     return CudaBackend(nothing, cache, arena, groups, limits, lambda compute: nothing)
 

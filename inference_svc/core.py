@@ -154,10 +154,6 @@ class BatchRow(NamedTuple):
     def slot(self) -> int:
         return self.sequence.slot
 
-    @property
-    def is_decode(self) -> bool:
-        return self.num_tokens == 1 and self.samples
-
 
 class BatchColumns(NamedTuple):
     """The rows of a batch, field by field."""

@@ -83,7 +83,6 @@ class CudaInputs:
         page_size: int,
         reserved_bytes: int,
     ) -> None:
-        self.max_tokens = max_tokens
         max_tiles = max_tokens // TILE_QUERIES + max_rows
         num_bytes = self.num_bytes(max_tokens, max_rows) + reserved_bytes
         self.block = block = StepBlock(num_bytes, table.on_device.device)

@@ -93,7 +93,6 @@ def rows_of(
 
 def record(bench: Bench, x: torch.Tensor, before: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A decode step of as many rows as `x` has, to be replayed; on the CPU it is computed anew."""
-
     out = before.clone()
 
     def compute() -> None:
@@ -125,7 +124,7 @@ def check_replays(bench: Bench) -> None:
 
 
 def check_longer_rows(bench: Bench) -> None:
-    """So is a step with prompts."""
+    """A step with prompts, refilled, is bitwise a step that was planned anew."""
     for slots, lengths in (([BASE_SLOT, 0, 1, 2, 3], [1, 8, 1, 2, 4]), ([4, 5], [300, 70])):
         rows = rows_of(slots, lengths)
         x, out = bench.inputs(sum(lengths))

@@ -103,6 +103,18 @@ def start_worker():
         worker.close()
 
 
+@pytest.fixture(scope="module")
+def interpreter(request, start_worker):
+    """Runs the OPERATIONS beside the test's file in Triton's interpreter."""
+    return start_worker(request.path.parent / "operations.py", interpret=True)
+
+
+@pytest.fixture(scope="module")
+def compiler(request, start_worker):
+    """Runs the OPERATIONS beside the test's file, which compile without a GPU."""
+    return start_worker(request.path.parent / "operations.py", interpret=False)
+
+
 @pytest.fixture(params=build.FLAGS, scope="module")
 def library(request: pytest.FixtureRequest) -> Library:
     """The native kernels of every instruction set that runs here."""

@@ -26,12 +26,12 @@ from kernels.lora import triton_ops as lora_ops
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MODULES: tuple[ModuleType, ...] = (attention, elementwise, lora)
-DTYPE, PAGE_SIZE, CONTEXT, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 500, 64, 226
+DTYPE, PAGE_SIZE, MAX_RANK, NUM_TARGETS = torch.bfloat16, 16, 64, 226
 SM_THREADS, SM_REGISTERS, SM_SHARED_BYTES, SM_CTAS = 2048, 1 << 16, 228 << 10, 32
-"""Of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
+"""Limits of an SM of compute capability 9.0: CUDA C++ Programming Guide, table of technical
 specifications."""
 CTA_SHARED_BYTES = 1 << 10
-"""That the system takes of each CTA's."""
+"""Shared memory that the system takes for each CTA."""
 
 
 class Shape(NamedTuple):
@@ -64,9 +64,9 @@ class Compiled(NamedTuple):
     spills: int
     """Loads and stores of local memory."""
     wide_loads: int
-    """Of 16 bytes, to registers or to shared memory."""
+    """Loads of 16 bytes, to registers or to shared memory."""
     narrow_loads: int
-    """Of 2 bytes: elements, one by one."""
+    """Loads of 2 bytes: elements, one by one."""
     wgmma: int
     mma: int
 
@@ -86,8 +86,7 @@ def launch_step(shape: Shape, rows: list[tuple[int, int]]) -> dict[str, Any]:
     with recorded() as launched:
         _launch_layer(shape, rows)
         found |= dict(launched())
-        for label, compiled in _launch_norms(shape, launched).items():
-            found[label] = compiled
+        found |= _launch_norms(shape, launched)
         for group, (num_in, num_out) in shape.groups.items():
             _launch_lora(num_in, num_out, [count for _, count in rows])
             found |= {f"{name} {group}": each for name, each in launched()}

@@ -33,7 +33,7 @@ MIN_CTAS = {
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 NARROW_LOADS = {"expand_kernel": 1}
-"""Of what is added to, an element of each thread."""
+"""Each thread loads an element of the output, which it adds to."""
 LOCAL_MEMORY = {"rotary_angles_kernel"}
 """Sine and cosine of large angles, from CUDA's library, use a table of local memory."""
 

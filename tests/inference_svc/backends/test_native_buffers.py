@@ -68,7 +68,7 @@ def test_step_after_step(seed: int) -> None:
             start = end - 1 if all_decode or rng.random() < 0.5 else rng.randrange(end)
             rows.append(BatchRow(sequence, start, end - start, end == known))
         check(arrays, Batch(tuple(rows)))
-        if all(row.is_decode for row in rows):
+        if Batch(tuple(rows)).columns().is_decode:
             check_padding(arrays, len(rows))
         sequence = rng.choice(sequences)
         if rng.random() < 0.3:  # preempted: other pages, in another list

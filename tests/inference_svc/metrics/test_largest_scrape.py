@@ -33,8 +33,8 @@ VALUES = {
 """The values of histograms' labels."""
 HISTOGRAM = HistogramState(STEP_BOUNDS_S, (1,) * (len(STEP_BOUNDS_S) + 1), 1.0)
 TIER = TierStatus(1, 2, 0, 1, 1, 1, 1, 1, {reason.value: 1 for reason in EvictionReason})
-MAX_CPU_S = 0.1
-"""Twice the goal: the reference machine meets 0.05, slower ones are just above it."""
+MAX_CPU_S = 0.05
+MAX_TRIES = 200
 
 
 def snapshot() -> Snapshot:
@@ -96,11 +96,11 @@ def test_the_largest_scrape_is_bounded(metrics: Metrics) -> None:
 
 
 def test_the_largest_scrape_is_fast(metrics: Metrics) -> None:
-    """The thread's own time counts, and the best of 20: a busy sibling core halves the speed."""
+    """The thread's own time counts, and the best of many: a busy sibling core halves the speed."""
 
     def cpu_s() -> float:
         began_s = time.thread_time()
         metrics.exposition()
         return time.thread_time() - began_s
 
-    assert min(cpu_s() for _ in range(20)) < MAX_CPU_S
+    assert any(cpu_s() < MAX_CPU_S for _ in range(MAX_TRIES))

@@ -4,7 +4,6 @@ without a GPU."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +11,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kernels.attention import KVCache, reference
 
-OPERATIONS = Path(__file__).parent / "operations.py"
 FP32 = torch.float32
 TOLERANCES = {FP32: 2e-6, torch.float16: 1e-3}
 DECODE = [(0, 1), (130, 1), (7, 1), (63, 1)]
 MIXED = [(0, 17), (40, 1), (70, 5), (0, 1), (0, 66)]
-
-
-@pytest.fixture(scope="module")
-def interpreter(start_worker):
-    return start_worker(OPERATIONS, interpret=True)
-
-
-@pytest.fixture(scope="module")
-def compiler(start_worker):
-    return start_worker(OPERATIONS, interpret=False)
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,14 @@ without a GPU."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.elementwise import reference
 
-OPERATIONS = Path(__file__).parent / "operations.py"
 DTYPES = [torch.float32, torch.float16]
 SIZES = [8, 101, 1500]
-
-
-@pytest.fixture(scope="module")
-def interpreter(start_worker):
-    return start_worker(OPERATIONS, interpret=True)
-
-
-@pytest.fixture(scope="module")
-def compiler(start_worker):
-    return start_worker(OPERATIONS, interpret=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
