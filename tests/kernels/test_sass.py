@@ -23,13 +23,14 @@ MIN_CTAS = {
     "swiglu_kernel": 8,
     "rotary_angles_kernel": 32,
     "store_kernel": 8,
-    "decode_kernel": 3,
+    "decode_kernel": 4,
     "combine_kernel": 8,
     "prefill_kernel": 2,
     "shrink_kernel": 4,
     "expand_kernel": 2,
 }
 """Programs that fit an SM at once, at least."""
+MIN_CTAS_OF_WIDE_HEADS = MIN_CTAS | {"decode_kernel": 3, "combine_kernel": 6}
 STREAMS = ("add_rms_norm", "swiglu", "decode", "prefill", "shrink", "expand")
 """Kernels that read much: 16 bytes at a time, and nothing element by element."""
 NARROW_LOADS = {"expand_kernel": 1}
@@ -57,13 +58,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("shape", "step"), CASES)
 def test_launches(compiler, shape, step):
     found = compiler.call("compiled_step", SHAPES[shape], STEPS[step])
+    min_ctas = MIN_CTAS_OF_WIDE_HEADS if shape == "heads of 256" else MIN_CTAS
     for name, facts in found.items():
         kernel = SimpleNamespace(**facts)
         label = f"{name}, {shape}, {step}: {kernel}"
         kind = name.split()[0]
         if kind not in LOCAL_MEMORY:
             assert kernel.spills == kernel.stack_bytes == 0, label
-        assert kernel.num_ctas >= MIN_CTAS[kind], label
+        assert kernel.num_ctas >= min_ctas[kind], label
         if kind.removesuffix("_kernel") in STREAMS:
             assert kernel.wide_loads > 0, label
             assert kernel.narrow_loads <= NARROW_LOADS.get(kind, 0), label
