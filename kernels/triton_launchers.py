@@ -39,7 +39,6 @@ MAYBE_NONE: dict[str, list[set[str]]] = {
     "add_rms_norm_kernel": [set(), {"rows"}, {"delta", "rows"}],
     "expand_kernel": [{"token_ids"}, {"y"}],
     "store_kernel": [set(), {"q_norm", "k_norm"}],
-    "decode_kernel": [set(), {"parts", "lses"}],
 }
 """What is None together in launches of a kernel; of the others, nothing."""
 MAYBE_ONE = {"table_stride"}

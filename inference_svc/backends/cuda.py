@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import abc
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -39,8 +40,11 @@ from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
 from inference_svc.model.weights import load_weights, weights_bytes
+from kernels import tuning
 from kernels.attention import KVCache
 from kernels.lora import LoraGroup
+
+logger = logging.getLogger(__name__)
 
 SHORT_TOKENS = 16
 """The length of a short prompt: too few for the kernels of many tokens, and not a single one."""
@@ -139,7 +143,7 @@ class CudaBackend:
         page.
 
         Kernels differ between few tokens and many, between tiles and single tokens, and in how many
-        shares a context is cut into for so many decode rows: the sizes to record have all of them.
+        decode rows they look for a segment's among: the sizes to record have all of them.
         """
         max_tokens = self._limits.max_tokens
         for num_tokens in sorted({min(SHORT_TOKENS, max_tokens), max_tokens}):
@@ -248,6 +252,9 @@ class CudaFactory:
         layout: ModelLayout,
         host_slab: Tensor | None,
     ) -> Backend[PreparedStep]:
+        device_name = torch.cuda.get_device_name(torch.device(config.device))
+        table = "its own" if tuning.use_device(device_name) else "the default"
+        logger.info("kernels on %s: %s constants", device_name, table)
         kv_cache = allocate_kv_cache(config, geometry)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)

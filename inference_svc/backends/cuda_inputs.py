@@ -15,10 +15,10 @@ from inference_svc.backends.native_buffers import StepArrays
 from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs
 from kernels.attention import AttentionPlan
-from kernels.attention.plan import TILE_QUERIES, query_tiles
+from kernels.attention.plan import TILE_QUERIES, query_tiles, segment_starts
 
 ALIGNMENT_BYTES = 256
-NUM_TENSORS = 18
+NUM_TENSORS = 19
 """At least the number of tensors in a block."""
 
 
@@ -89,12 +89,13 @@ class CudaInputs:
         self._pages = pages = _StepPages(table, block, max_rows)
         self._arrays = arrays = StepArrays(max_tokens, max_rows, page_size, pages, block.zeros)
         self._tiles = block.zeros(max_tiles, 2, dtype=torch.int32)
+        self._segment_starts = block.zeros(max_rows + 1, dtype=torch.int32)
         twin = block.on_device
         self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
         self._cells, self._logit_rows = twin(arrays.cells), twin(arrays.logit_rows)
         self._query_starts = twin(arrays.query_starts)
         self._context_lengths = twin(arrays.context_lengths)
-        self._device_tiles = twin(self._tiles)
+        self._device_tiles, self._device_segments = twin(self._tiles), twin(self._segment_starts)
         self._num_tiles = 0
         self._has_decodes = False
 
@@ -102,15 +103,17 @@ class CudaInputs:
     def num_bytes(max_tokens: int, max_rows: int) -> int:
         """Returns what it takes of the block, at most."""
         max_tiles, max_updates = max_tokens // TILE_QUERIES + max_rows, MAX_ROW_UPDATES * max_rows
-        num_bytes = 24 * max_tokens + 20 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
+        num_bytes = 24 * max_tokens + 24 * (max_rows + 1) + 8 * max_tiles + 12 * max_updates + 12
         return num_bytes + NUM_TENSORS * ALIGNMENT_BYTES
 
     def fill(self, batch: BatchColumns) -> int:
         """Describes `batch` on the host; returns how many rows sample."""
         num_rows, num_logits = len(batch.sequences), self._arrays.fill(batch)
+        counts = np.array(batch.counts)
+        contexts = self._arrays.context_lengths.numpy()[:num_rows]
+        self._segment_starts.numpy()[: num_rows + 1] = segment_starts(counts, contexts)
         self._num_tiles, self._has_decodes = 0, True
         if self._arrays.size.tokens > num_rows:
-            counts = np.array(batch.counts)
             tiles = query_tiles(counts)
             self._num_tiles = len(tiles)
             self._tiles.numpy()[: len(tiles)] = tiles
@@ -120,12 +123,15 @@ class CudaInputs:
     def pad(self, num_rows: int) -> None:
         """Adds decode rows up to `num_rows` that read and write nothing but padding's page. All of
         the step's own rows must decode."""
-        self._pages.pad(self._arrays.size.rows, num_rows)
+        used, segments = self._arrays.size.rows, self._segment_starts.numpy()
+        segments[used + 1 : num_rows + 1] = segments[used] + np.arange(1, num_rows - used + 1)
+        self._pages.pad(used, num_rows)
         self._arrays.pad(num_rows, self._pages.table.padding_page)
 
     def fill_padding(self) -> None:
         """Describes a step of as many decode rows as possible, all of them padding."""
         self._arrays.clear()
+        self._segment_starts[0] = 0
         self._pages.fill([])
         self.pad(len(self._context_lengths))
 
@@ -159,6 +165,7 @@ class CudaInputs:
             table_rows=self._pages.device_rows[:num_rows],
             page_table=self._pages.table.on_device,
             tiles=self._device_tiles[:num_tiles],
+            segment_starts=self._device_segments[: num_rows + 1],
             has_decodes=has_decodes,
             page_size=arrays.page_size,
             host_query_starts=arrays.query_starts.numpy()[: seen + 1].astype(np.int64),

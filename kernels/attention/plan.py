@@ -11,10 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import tuning
+
 Ints = NDArray[np.int64]
 
 TILE_QUERIES = 64
 """Most queries of one tile: neighbours of one row that read keys and values together."""
+MAX_SEGMENTS = 64
+"""Most segments that the context of a row of one query is cut into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,9 @@ class AttentionPlan:
 
     Device tensors: `cells` int64 [T] is where the step's tokens go; `query_starts` int32 [R + 1],
     `context_lengths` and `table_rows` int32 [R], `page_table` int32 [any, longest]. `tiles` int32
-    [n, 2] cuts the rows of several queries: row, and first query in it. `has_decodes`: whether any
-    row has one query.
+    [n, 2] cuts the rows of several queries: row, and first query in it. `segment_starts` int32
+    [R + 1] numbers the segments of the rows of one query: row r's are [segment_starts[r],
+    segment_starts[r + 1]). `has_decodes`: whether any row has one query.
     The `host_` arrays are the same facts as numpy, the table's rows in the order of the step;
     `derived` memoises what a path makes of them.
     """
@@ -37,6 +42,7 @@ class AttentionPlan:
     table_rows: Tensor
     page_table: Tensor
     tiles: Tensor
+    segment_starts: Tensor
     has_decodes: bool
     page_size: int
     host_query_starts: Ints
@@ -70,6 +76,7 @@ class AttentionPlan:
             table_rows=_to(np.arange(len(counts), dtype=np.int32), device),
             page_table=_to(table.astype(np.int32), device),
             tiles=_to(query_tiles(counts), device),
+            segment_starts=_to(segment_starts(counts, contexts), device),
             has_decodes=bool((counts == 1).any()),
             page_size=page_size,
             host_query_starts=starts,
@@ -80,6 +87,11 @@ class AttentionPlan:
     @property
     def num_rows(self) -> int:
         return len(self.host_context_lengths)
+
+    @property
+    def max_segments(self) -> int:
+        """The most segments that rows of any length have which the page table can hold."""
+        return max_segments(len(self.context_lengths), self.page_table.shape[1] * self.page_size)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +110,25 @@ def query_tiles(num_queries: Ints) -> NDArray[np.int32]:
     first_tiles = np.cumsum(tiles_of) - tiles_of
     firsts = (np.arange(len(rows)) - first_tiles[rows]) * TILE_QUERIES
     return np.stack((rows, firsts), axis=1).astype(np.int32)
+
+
+def segment_starts(num_queries: Ints, contexts: Ints) -> NDArray[np.int32]:
+    """`AttentionPlan.segment_starts` of rows with so many queries and so long contexts. A row's own
+    context decides how it is cut: in the same way in any batch."""
+    counts = np.where(num_queries == 1, _num_segments(contexts), 0)
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def max_segments(num_rows: int, longest: int) -> int:
+    """Returns the most segments of a step of so many rows whose contexts are at most `longest`."""
+    return num_rows * int(_num_segments(np.array([longest]))[0])
+
+
+def _num_segments(contexts: Ints) -> Ints:
+    positions = tuning.constants("segments")["positions"]
+    return np.minimum(-(-contexts // positions), MAX_SEGMENTS)
 
 
 def _page_table(page_ids: Sequence[Sequence[int]], contexts: Ints, page_size: int) -> Ints:

@@ -4,8 +4,12 @@ All read where things lie from device memory: page tables, context lengths, wher
 start. A grid depends on the number of rows or tiles and on nothing else, so that one captured graph
 serves any lengths. The cache is laid out in rows (see kv_cache.py); its strides are arguments.
 
+A row's numbers do not depend on the batch: how its context is cut into segments follows from its
+own length, and `combine` adds them in their order. Whose segments a program takes does depend on
+it, so that a long row's are spread over the device instead of holding up all others.
+
 Names: p_ pointer, o_ offsets, m_ mask, b_ block, i_ index. Sizes: T tokens, R rows, G query heads
-that share a key head, D head_dim.
+that share a key head, D head_dim, S segments of all rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,7 +18,7 @@ import triton
 import triton.language as tl
 
 # Their values change from step to step: none is worth a compilation.
-VARYING = ("num_tokens",)
+VARYING = ("num_rows", "num_tokens")
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -143,61 +147,64 @@ def attended(b_acc, b_max, b_sum, b_q, b_k, b_v, m_seen, scale, PRECISION: tl.co
     return b_acc, b_new, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def decode_kernel(
-    out, parts, lses, q, kv, query_starts, context_lengths, table_rows, page_table, scale,
-    q_stride, table_stride, page_stride, head_stride, side_stride,
+    parts, lses, q, kv, query_starts, context_lengths, table_rows, page_table, segment_starts,
+    num_rows, scale, q_stride, table_stride, page_stride, head_stride, side_stride,
     NUM_KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query: the G heads of one key head over one split of the context.
+    """Rows of one query: the G heads of one key head over one segment of a context, and then the
+    next one that is this program's.
 
-    q: [T, heads, D]; out: [T, heads, D], written when SPLITS is 1; else parts
-    [R, heads, SPLITS, D] and lses [R, heads, SPLITS], fp32. Grid: (R, NUM_KV_HEADS, SPLITS).
-    Rows of several queries are left alone. WINDOW 0: none.
+    q: [T, heads, D]; segment_starts: int32 [R + 1]; parts [S, heads, D] and lses [S, heads], fp32,
+    have room for the S that `segment_starts` ends with. WINDOW 0: none. Grid: any (n,).
     """
-    i_r, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_starts + i_r)
-    if tl.load(query_starts + i_r + 1) - token != 1:
-        return
-    context = tl.load(context_lengths + i_r)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0)
-    first_block = first // BLOCK_N
-    share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_block, SPLITS)
-    begin = (first_block + i_s * share) * BLOCK_N
-    end = tl.minimum(begin + share * BLOCK_N, context)
-
+    o_r = tl.arange(0, BLOCK_ROWS)
+    num_items = tl.load(segment_starts + num_rows) * NUM_KV_HEADS
     o_g = tl.arange(0, BLOCK_G)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     m_q = (o_g < G)[:, None] & m_d[None, :]
-    o_head = i_h * G + o_g
-    p_q = q + token.to(tl.int64) * q_stride + o_head[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_q, mask=m_q, other=0.0)
-    p_pages = page_table + tl.load(table_rows + i_r).to(tl.int64) * table_stride
-    p_kv = kv + i_h * head_stride
-    b_acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
-    b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
-    b_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
-    for start in tl.range(begin, end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        m_n = (o_n < end) & (o_n >= first)
-        b_k, b_v = load_pair(
-            p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
-        )  # fmt: skip
-        b_acc, b_max, b_sum = attended(
-            b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, PRECISION
-        )  # fmt: skip
-    # A split without positions has the weight 0.
-    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    if SPLITS == 1:
-        p_out = out + (token.to(tl.int64) * (NUM_KV_HEADS * G) + o_head)[:, None] * D + o_d[None, :]
-        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_q)
-    else:
-        o_part = (i_r.to(tl.int64) * (NUM_KV_HEADS * G) + o_head) * SPLITS + i_s
+    for i_item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        i_segment = i_item // NUM_KV_HEADS
+        i_h = i_item % NUM_KV_HEADS
+        # Read for each item: to keep it would take registers that fewer programs per SM have.
+        b_end = tl.load(segment_starts + 1 + o_r, mask=o_r < num_rows, other=0x7FFFFFFF)
+        i_r = tl.sum((b_end <= i_segment).to(tl.int32), axis=0)
+        first_segment = tl.load(segment_starts + i_r)
+        num_segments = tl.load(segment_starts + i_r + 1) - first_segment
+        context = tl.load(context_lengths + i_r)
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(context - WINDOW, 0)
+        first_block = first // BLOCK_N
+        share = tl.cdiv(tl.cdiv(context, BLOCK_N) - first_block, num_segments)
+        begin = (first_block + (i_segment - first_segment) * share) * BLOCK_N
+        end = tl.minimum(begin + share * BLOCK_N, context)
+
+        o_head = i_h * G + o_g
+        token = tl.load(query_starts + i_r).to(tl.int64)
+        p_q = q + token * q_stride + o_head[:, None] * D + o_d[None, :]
+        b_q = tl.load(p_q, mask=m_q, other=0.0)
+        p_pages = page_table + tl.load(table_rows + i_r).to(tl.int64) * table_stride
+        p_kv = kv + i_h * head_stride
+        b_acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+        b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+        b_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
+        for start in tl.range(begin, end, BLOCK_N):
+            o_n = start + tl.arange(0, BLOCK_N)
+            m_n = (o_n < end) & (o_n >= first)
+            b_k, b_v = load_pair(
+                p_kv, p_pages, o_n, m_n, o_d, m_d, page_stride, side_stride, PAGE_SIZE, D
+            )  # fmt: skip
+            b_acc, b_max, b_sum = attended(
+                b_acc, b_max, b_sum, b_q, b_k, b_v, m_n[None, :], scale, PRECISION
+            )  # fmt: skip
+        # A segment without positions, before the window or behind the last block, has the weight 0.
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        o_part = i_segment.to(tl.int64) * (NUM_KV_HEADS * G) + o_head
         tl.store(parts + o_part[:, None] * D + o_d[None, :], b_out, mask=m_q)
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_sum), float("-inf"))
         tl.store(lses + o_part, b_lse, mask=o_g < G)
@@ -205,23 +212,39 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    out, parts, lses, query_starts,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    out, parts, lses, query_starts, segment_starts,
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out = the splits' parts, weighted by 2 ** lse. SPLITS is a power of 2. Grid: (R, heads)."""
+    """out = the parts of a row's segments, weighted by 2 ** lse. Rows without segments are left
+    alone. out: [T, heads, D]. Grid: (R, heads)."""
     i_r, i_h = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_starts + i_r)
-    if tl.load(query_starts + i_r + 1) - token != 1:
+    first_segment = tl.load(segment_starts + i_r)
+    num_segments = tl.load(segment_starts + i_r + 1) - first_segment
+    if num_segments == 0:
         return
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    o_part = (i_r.to(tl.int64) * NUM_HEADS + i_h) * SPLITS + tl.arange(0, SPLITS)
-    b_lse = tl.load(lses + o_part)
-    b_weight = tl.exp2(b_lse - tl.max(b_lse, axis=0))
-    # [SPLITS, BLOCK_D]
-    b_part = tl.load(parts + o_part[:, None] * D + o_d[None, :], mask=m_d[None, :], other=0.0)
-    b_out = tl.sum(b_part * b_weight[:, None], axis=0) / tl.sum(b_weight, axis=0)
-    p_out = out + (token.to(tl.int64) * NUM_HEADS + i_h) * D + o_d
+    p_lse = lses + first_segment.to(tl.int64) * NUM_HEADS + i_h
+    o_all = tl.arange(0, MAX_SEGMENTS)
+    b_all = tl.load(p_lse + o_all * NUM_HEADS, mask=o_all < num_segments, other=float("-inf"))
+    largest = tl.max(b_all, axis=0)
+    b_sum = tl.zeros([BLOCK_S], dtype=tl.float32)
+    b_out = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for start in tl.range(0, num_segments, BLOCK_S):
+        o_s = start + tl.arange(0, BLOCK_S)
+        m_s = o_s < num_segments
+        b_lse = tl.load(p_lse + o_s * NUM_HEADS, mask=m_s, other=float("-inf"))
+        b_weight = tl.exp2(b_lse - largest)
+        # [BLOCK_S, BLOCK_D]
+        o_part = (first_segment + o_s).to(tl.int64) * NUM_HEADS + i_h
+        p_part = parts + o_part[:, None] * D + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
+        b_out += tl.sum(b_part * b_weight[:, None], axis=0)
+        b_sum += b_weight
+    b_out = b_out / tl.sum(b_sum, axis=0)
+    token = tl.load(query_starts + i_r).to(tl.int64)
+    p_out = out + (token * NUM_HEADS + i_h) * D + o_d
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_d)
 
 

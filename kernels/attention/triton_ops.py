@@ -5,27 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import tuning
 from kernels.attention import triton_kernels as kernels
 from kernels.attention.kv_cache import KVCache
-from kernels.attention.plan import TILE_QUERIES, AttentionPlan
+from kernels.attention.plan import MAX_SEGMENTS, TILE_QUERIES, AttentionPlan
 from kernels.elementwise.triton_ops import power_of_2
 
-DECODE_PROGRAMS = 1024
-"""How many programs few rows are split into: what keeps a large device's memory busy."""
-MAX_SPLITS = 64
-BLOCK_N, WIDE_BLOCK_N = 64, 32
-"""Positions that a program takes at once; of prompts with heads wider than 128 fewer, so that its
-registers suffice."""
-MANY_TOKENS = 256
-"""From here on a program stores several tokens."""
-
-
-def num_splits(num_rows: int, num_kv_heads: int) -> int:
-    """Shares of the context, each with programs of its own: a power of 2."""
-    splits = 1
-    while splits < MAX_SPLITS and splits * num_rows * num_kv_heads < DECODE_PROGRAMS:
-        splits *= 2
-    return splits
+MIN_BLOCK = 16
+"""The smallest side of a product on tensor cores."""
+MIN_BLOCK_ROWS = 32
+"""Rows are found among so many at least: small batches share a compilation."""
 
 
 def rotary_angles(
@@ -69,7 +58,8 @@ def rotate_and_store(
     assert qkv.stride(1) == 1
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    block_t = 1 if num_tokens < MANY_TOKENS else 8
+    tuned = tuning.constants("store", head_dim=head_dim)
+    block_t = 1 if num_tokens < tuned["many_tokens"] else tuned["block_t"]
     kv = cache.data[layer]
     kernels.store_kernel[(-(-num_tokens // block_t), width // head_dim)](
         qkv,
@@ -91,7 +81,7 @@ def rotate_and_store(
         HALF=head_dim // 2,
         BLOCK_H=power_of_2(head_dim // 2),
         BLOCK_T=block_t,
-        num_warps=1 if block_t == 1 else 4,
+        num_warps=1 if block_t == 1 else tuned["num_warps"],
     )
 
 
@@ -121,15 +111,13 @@ def _decode(
     window: int,
 ) -> None:  # fmt: skip
     num_rows, num_heads, head_dim = len(plan.context_lengths), q.shape[1], cache.head_dim
-    splits = num_splits(num_rows, cache.num_kv_heads)
-    parts = lses = None
-    if splits > 1:
-        shape = (num_rows, num_heads, splits)
-        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-        lses = torch.empty(shape, dtype=torch.float32, device=q.device)
+    tuned = tuning.constants("decode", head_dim=head_dim)
+    shape = (plan.max_segments, num_heads)
+    parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    lses = torch.empty(shape, dtype=torch.float32, device=q.device)
     group, kv = num_heads // cache.num_kv_heads, cache.data[layer]
-    kernels.decode_kernel[(num_rows, cache.num_kv_heads, splits)](
-        out,
+    num_programs = min(tuned["programs"], plan.max_segments * cache.num_kv_heads)
+    kernels.decode_kernel[(num_programs,)](
         parts,
         lses,
         q,
@@ -138,6 +126,8 @@ def _decode(
         plan.context_lengths,
         plan.table_rows,
         plan.page_table,
+        plan.segment_starts,
+        num_rows,
         scale,
         q.stride(0),
         plan.page_table.stride(0),
@@ -149,25 +139,28 @@ def _decode(
         D=head_dim,
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
-        SPLITS=splits,
-        BLOCK_G=max(16, power_of_2(group)),
-        BLOCK_D=max(16, power_of_2(head_dim)),
-        BLOCK_N=BLOCK_N,
+        BLOCK_ROWS=max(MIN_BLOCK_ROWS, power_of_2(num_rows)),
+        BLOCK_G=max(MIN_BLOCK, power_of_2(group)),
+        BLOCK_D=max(MIN_BLOCK, power_of_2(head_dim)),
+        BLOCK_N=tuned["block_n"],
         PRECISION="ieee",
-        num_warps=4,
+        num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
     )
-    if splits > 1:
-        kernels.combine_kernel[(num_rows, num_heads)](
-            out,
-            parts,
-            lses,
-            plan.query_starts,
-            NUM_HEADS=num_heads,
-            D=head_dim,
-            SPLITS=splits,
-            BLOCK_D=max(16, power_of_2(head_dim)),
-            num_warps=4,
-        )
+    tuned = tuning.constants("combine", head_dim=head_dim)
+    kernels.combine_kernel[(num_rows, num_heads)](
+        out,
+        parts,
+        lses,
+        plan.query_starts,
+        plan.segment_starts,
+        NUM_HEADS=num_heads,
+        D=head_dim,
+        MAX_SEGMENTS=MAX_SEGMENTS,
+        BLOCK_S=tuned["block_s"],
+        BLOCK_D=max(MIN_BLOCK, power_of_2(head_dim)),
+        num_warps=tuned["num_warps"],
+    )
 
 
 def _prefill(
@@ -175,6 +168,7 @@ def _prefill(
     window: int,
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
+    tuned = tuning.constants("prefill", head_dim=cache.head_dim)
     kernels.prefill_kernel[(len(plan.tiles), num_heads)](
         out,
         q,
@@ -196,8 +190,9 @@ def _prefill(
         PAGE_SIZE=cache.page_size,
         WINDOW=window,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_D=max(16, power_of_2(cache.head_dim)),
-        BLOCK_N=BLOCK_N if cache.head_dim <= 128 else WIDE_BLOCK_N,
+        BLOCK_D=max(MIN_BLOCK, power_of_2(cache.head_dim)),
+        BLOCK_N=tuned["block_n"],
         PRECISION="ieee",
-        num_warps=4,
+        num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
     )

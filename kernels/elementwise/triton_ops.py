@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import tuning
 from kernels.elementwise import triton_kernels as kernels
-
-SWIGLU_BLOCK = 1024
-ELEMENTS_PER_WARP = 256
-"""Elements of a row that a warp takes at once: 16 bytes of 16-bit values per thread."""
-MAX_WARPS = 16
 
 
 def add_rms_norm(
@@ -22,7 +18,7 @@ def add_rms_norm(
     size = hidden.shape[-1]
     num_rows = hidden.numel() // size if rows is None else len(rows)
     out = torch.empty((num_rows, size), dtype=hidden.dtype, device=hidden.device)
-    block = power_of_2(size)
+    block, tuned = power_of_2(size), tuning.constants("add_rms_norm", size=size)
     kernels.add_rms_norm_kernel[(num_rows,)](
         out,
         hidden,
@@ -32,7 +28,7 @@ def add_rms_norm(
         eps,
         SIZE=size,
         BLOCK=block,
-        num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
+        num_warps=min(tuned["max_warps"], max(1, block // tuned["elements_per_warp"])),
     )
     return out
 
@@ -42,9 +38,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(SWIGLU_BLOCK, power_of_2(size))
+    tuned = tuning.constants("swiglu", size=size)
+    block = min(tuned["block"], power_of_2(size))
     kernels.swiglu_kernel[(num_tokens, -(-size // block))](
-        out, gate_up, SIZE=size, BLOCK=block, num_warps=max(1, block // ELEMENTS_PER_WARP)
+        out,
+        gate_up,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=max(1, block // tuned["elements_per_warp"]),
     )
     return out
 

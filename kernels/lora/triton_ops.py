@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from kernels import tuning
+
 from . import triton_kernels as kernels
 from .plan import TILE_TOKENS, LoraGroup, LoraPlan
 from .table import GRANULE_BYTES, LoraTable
-
-CHUNK = 512
-"""Input features that are summed on their own; chunks are added in order, so that splitting them
-over programs changes no number."""
-
-MAX_SPLIT_TOKENS = 256
-"""Up to here each chunk has a program of its own, so that few tokens fill the device."""
-
-BLOCK_N = 128
-BLOCK_R, TILE_BLOCK_R = 16, 32
-BLOCK_K, TILE_BLOCK_K = 256, 64
 
 
 def add_lora(
@@ -35,8 +27,11 @@ def add_lora(
     assert out.stride(1) == x.stride(1) == 1, "rows are contiguous"
     if len(plan.items) == 0:
         return
-    num_targets = len(group.targets)
-    num_splits = -(-group.in_features // CHUNK) if plan.num_tokens <= MAX_SPLIT_TOKENS else 1
+    num_targets, tuned = len(group.targets), tuning.constants("shrink")
+    # Chunks are added in order: having programs of their own, so that few tokens fill the device,
+    # changes no number.
+    chunk, is_split = tuned["chunk"], plan.num_tokens <= tuned["split_tokens"]
+    num_splits = -(-group.in_features // chunk) if is_split else 1
     y = torch.empty(
         (num_splits, plan.num_tokens, num_targets, _y_rank(table)),
         dtype=torch.float32,
@@ -53,11 +48,11 @@ def add_lora(
         x.stride(0),
         TARGET_STEPS=_steps(group),
         IN=group.in_features,
-        CHUNK=CHUNK,
-        BLOCK_K=BLOCK_K,
-        TILE_BLOCK_K=TILE_BLOCK_K,
+        CHUNK=chunk,
+        BLOCK_K=tuned["block_k"],
+        TILE_BLOCK_K=tuned["tile_block_k"],
         SPLITS=num_splits,
-        **_common(arena, table, plan),
+        **_common(arena, table, plan, tuned),
     )
     _expand(out, y, None, arena, table, plan, group)
 
@@ -88,7 +83,8 @@ def _expand(
     plan: LoraPlan,
     group: LoraGroup,
 ) -> None:
-    num_blocks = sum(-(-width // BLOCK_N) for width in group.out_features)
+    tuned = tuning.constants("expand")
+    num_blocks = sum(-(-width // tuned["block_n"]) for width in group.out_features)
     kernels.expand_kernel[(len(plan.items), num_blocks)](
         out,
         y,
@@ -102,9 +98,9 @@ def _expand(
         TARGET_STEPS=_steps(group),
         OUT_OFFSETS=group.out_offsets,
         OUT_FEATURES=group.out_features,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=tuned["block_n"],
         SPLITS=1 if y is None else y.shape[0],
-        **_common(arena, table, plan),
+        **_common(arena, table, plan, tuned),
     )
 
 
@@ -115,20 +111,24 @@ def _steps(group: LoraGroup) -> tuple[int, ...]:
 
 def _y_rank(table: LoraTable) -> int:
     """The workspace holds whole blocks of ranks."""
-    block = max(BLOCK_R, TILE_BLOCK_R)
+    kernels = (tuning.constants(name) for name in ("shrink", "expand"))
+    block = max(tuned[name] for tuned in kernels for name in ("block_r", "tile_block_r"))
     return -(-table.max_rank // block) * block
 
 
-def _common(arena: torch.Tensor, table: LoraTable, plan: LoraPlan) -> dict[str, Any]:
+def _common(
+    arena: torch.Tensor, table: LoraTable, plan: LoraPlan, tuned: Mapping[str, int]
+) -> dict[str, Any]:
     return {
         "Y_RANK": _y_rank(table),
         "TABLE_TARGETS": table.num_targets,
         "GRANULE": GRANULE_BYTES // arena.itemsize,
         "HAS_TILES": plan.has_tiles,
         "BLOCK_M": TILE_TOKENS,
-        "BLOCK_R": BLOCK_R,
-        "TILE_BLOCK_R": TILE_BLOCK_R,
+        "BLOCK_R": tuned["block_r"],
+        "TILE_BLOCK_R": tuned["tile_block_r"],
         # fp32 models are promised fp32 products; for 16-bit ones the choice has no effect.
         "PRECISION": "ieee",
-        "num_warps": 4,
+        "num_warps": tuned["num_warps"],
+        "num_stages": tuned["num_stages"],
     }

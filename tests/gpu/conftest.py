@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention import triton_ops
+from kernels import tuning
 from kernels.dispatch import interpreted
 from tests.kernels.worker import teach_the_interpreter_ranges
 
@@ -51,10 +51,9 @@ def on_device() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture(autouse=True)
-def _emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _emulation() -> Iterator[None]:
     """Few programs, which run one after the other; and what a kernel masks, such as the logarithm
     of 0, makes numpy warn."""
-    if IS_EMULATED:
-        monkeypatch.setattr(triton_ops, "DECODE_PROGRAMS", 16)
-    with np.errstate(all="ignore"):
+    programs = tuning.overridden("decode", programs=16) if IS_EMULATED else nullcontext()
+    with programs, np.errstate(all="ignore"):
         yield

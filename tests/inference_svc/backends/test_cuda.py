@@ -12,9 +12,8 @@ from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import LoraStep
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.inputs import StepInputs
+from kernels import tuning
 from kernels.attention import KVCache
-from kernels.attention.triton_ops import MANY_TOKENS
-from kernels.lora.triton_ops import MAX_SPLIT_TOKENS
 from tests.gpu.models import (
     MAX_PAGES,
     MAX_ROWS,
@@ -27,6 +26,9 @@ from tests.gpu.models import (
     run,
     steps,
 )
+
+MANY_TOKENS = tuning.constants("store")["many_tokens"]
+SPLIT_TOKENS = tuning.constants("shrink")["split_tokens"]
 
 
 class Spy:
@@ -43,7 +45,7 @@ class Spy:
     def forward(self, inputs: StepInputs, kv_cache: KVCache, lora: LoraStep | None) -> torch.Tensor:
         num_tokens, attention = len(inputs.token_ids), inputs.attention
         self.rows.append((num_tokens, len(attention.context_lengths)))
-        of_lora = lora and (lora.plan.num_tokens > MAX_SPLIT_TOKENS, lora.plan.has_tiles)
+        of_lora = lora and (lora.plan.num_tokens > SPLIT_TOKENS, lora.plan.has_tiles)
         is_prompt = len(attention.tiles) > 0
         self.variants.add((num_tokens >= MANY_TOKENS, is_prompt, attention.has_decodes, of_lora))
         return self._transformer.forward(inputs, kv_cache, lora)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from worker import CompileOnly, NoDevice
 
+from kernels import tuning
 from kernels.attention import AttentionPlan, KVCache, triton_kernels, triton_ops
 
 
 def attend(
     q: torch.Tensor, cache: KVCache, layer: int, plan: AttentionPlan, **options: Any
 ) -> torch.Tensor:
-    """`splits` overrides how many shares a context is cut into."""
-    splits = options.pop("splits", None)
-    before = triton_ops.num_splits
-    if splits is not None:
-        triton_ops.num_splits = lambda num_rows, num_kv_heads: splits
-    try:
+    """`tuned` overrides constants, by kernel."""
+    with ExitStack() as stack:
+        for kernel, constants in options.pop("tuned", {}).items():
+            stack.enter_context(tuning.overridden(kernel, **constants))
         return triton_ops.attend(q, cache, layer, plan, **options)
-    finally:
-        triton_ops.num_splits = before
 
 
 def rotate_and_store(

@@ -4,12 +4,16 @@ without a GPU."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kernels.attention import KVCache, reference
+from kernels import tuning
+from kernels.attention import AttentionPlan, KVCache, reference
+from kernels.attention.plan import MAX_SEGMENTS, segment_starts
 
 FP32 = torch.float32
 TOLERANCES = {FP32: 2e-6, torch.float16: 1e-3}
@@ -17,17 +21,64 @@ DECODE = [(0, 1), (130, 1), (7, 1), (63, 1)]
 MIXED = [(0, 17), (40, 1), (70, 5), (0, 1), (0, 66)]
 
 
+@pytest.fixture
+def attend(interpreter):
+    """`attend(q, cache, plan, positions, programs, window)`: a context is cut into segments of so
+    many positions at least, which so many programs share."""
+
+    def call(q, cache, plan, positions=128, programs=528, window=None):
+        tuned = {"segments": {"positions": positions}, "decode": {"programs": programs}}
+        with tuning.overridden("segments", positions=positions):
+            counts, contexts = np.diff(plan.host_query_starts), plan.host_context_lengths
+            starts = torch.from_numpy(segment_starts(counts, contexts))
+        plan = replace(plan, segment_starts=starts)
+        return interpreter.call(
+            "attend", q, cache, 1, plan, scale=0.3, window=window, tuned=tuned
+        )  # fmt: skip
+
+    return call
+
+
 @pytest.mark.parametrize(
-    ("splits", "window", "dtype"),
-    [(1, None, FP32), (4, None, torch.float16), (1, 6, torch.float16), (4, 100, FP32)],
+    ("positions", "programs", "window", "dtype"),
+    [
+        (1024, 528, None, FP32),
+        (64, 3, None, torch.float16),
+        (1024, 1, 6, torch.float16),
+        (20, 5, 100, FP32),
+    ],
     ids=str,
 )
-def test_decode(make_case, interpreter, assert_close, splits, window, dtype):
-    """One share of the context and several, of which some are empty."""
+def test_decode(make_case, attend, assert_close, positions, programs, window, dtype):
+    """One segment of a context and several, of which some have no positions; programs with one of
+    them and with many."""
     q, cache, plan = make_case(DECODE, dtype=dtype)
     wanted = reference.attend(q, cache, 1, plan, scale=0.3, window=window)
-    got = interpreter.call("attend", q, cache, 1, plan, scale=0.3, window=window, splits=splits)
+    got = attend(q, cache, plan, positions, programs, window)
     assert_close("out", wanted, got, TOLERANCES[dtype])
+
+
+def test_many_rows_and_a_long_one(make_case, attend, assert_close):
+    """More rows than the smallest block; a context that has as many segments as there may be."""
+    q, cache, plan = make_case([(5 * MAX_SEGMENTS, 1), *[(7, 1), (2, 3)] * 20])
+    wanted = reference.attend(q, cache, 1, plan, scale=0.3)
+    assert_close("out", wanted, attend(q, cache, plan, positions=2, programs=50), 2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_row_is_the_same_bits_in_any_batch(make_case, attend, window):
+    """Alone, and among others, whose contexts are cut in other ways."""
+    q, cache, plan = make_case([(9, 1), (130, 1), (0, 4), (300, 1), (63, 1)])
+    together = attend(q, cache, plan, positions=30, programs=7, window=window)
+    for row in (0, 1, 3, 4):
+        token = int(plan.query_starts[row])
+        context = int(plan.context_lengths[row])
+        num_pages = -(-context // cache.page_size)
+        pages = [plan.page_table[row, :num_pages].tolist()]
+        alone = AttentionPlan.build([context - 1], [1], pages, cache.page_size)
+        for programs in (1, 64):
+            got = attend(q[token : token + 1], cache, alone, 30, programs, window)
+            assert torch.equal(got[0], together[token])
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,17 @@ from typing import Any
 import torch
 from worker import CompileOnly, NoDevice
 
+from kernels import tuning
 from kernels.lora import LoraGroup, LoraPlan, LoraTable, triton_kernels, triton_ops
 
 
 def add_lora(
     out: torch.Tensor, x: torch.Tensor, table: LoraTable, plan: LoraPlan, group: LoraGroup,
-    **settings: int,
+    **shrink: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The new `out`; `settings` override constants of `triton_ops` for this call."""
-    before = {name: getattr(triton_ops, name) for name in settings}
-    vars(triton_ops).update(settings)
-    try:
+    """The new `out`; `shrink` overrides constants of the kernel for this call."""
+    with tuning.overridden("shrink", **shrink):
         triton_ops.add_lora(out, x, table.arena, table, plan, group)
-    finally:
-        vars(triton_ops).update(before)
     return out
 
 

@@ -101,7 +101,7 @@ def test_splitting_the_input_changes_no_bit(make_adapters, interpreter):
     plan = adapters.plan([0, 2, 4], [1, 3, 1])
     x, out = adapters.inputs(plan)
     split = interpreter.add_lora(adapters, out, x, plan)
-    whole = interpreter.add_lora(adapters, out, x, plan, MAX_SPLIT_TOKENS=0)
+    whole = interpreter.add_lora(adapters, out, x, plan, split_tokens=1)
     assert not torch.equal(split, out)
     assert torch.equal(split, whole)
 

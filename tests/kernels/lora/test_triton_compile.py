@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from kernels.lora import triton_ops
+from kernels import tuning
 
 TOKENS, TILES = [1] * 8, [100, 1]
 THREADS = 4 * 32
+SHRINK, EXPAND = (tuning.constants(name) for name in ("shrink", "expand"))
 
 
 def vector_bytes(ptx: str) -> int:
@@ -29,8 +30,8 @@ def num_element_loads(ptx: str) -> int:
 @pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 def test_tokens_load_vectors(compiler, capability, dtype):
     ptx = compiler.call("compile_ptx", capability, dtype, 4096, (4096, 1024, 1024), TOKENS)
-    b_block = triton_ops.BLOCK_R * triton_ops.BLOCK_N * dtype.itemsize
-    a_block = triton_ops.BLOCK_R * triton_ops.CHUNK * dtype.itemsize
+    b_block = EXPAND["block_r"] * EXPAND["block_n"] * dtype.itemsize
+    a_block = SHRINK["block_r"] * SHRINK["chunk"] * dtype.itemsize
     assert vector_bytes(ptx["shrink"]) >= a_block
     assert num_element_loads(ptx["shrink"]) == 0
     assert vector_bytes(ptx["expand"]) >= b_block
@@ -42,8 +43,8 @@ def test_tokens_load_vectors(compiler, capability, dtype):
 @pytest.mark.parametrize("capability", [80, 90], ids=["sm_80", "sm_90"])
 def test_tiles_load_vectors_and_use_tensor_cores(compiler, capability, dtype):
     ptx = compiler.call("compile_ptx", capability, dtype, 4096, (4096, 1024, 1024), TILES)
-    b_block = triton_ops.TILE_BLOCK_R * triton_ops.BLOCK_N * dtype.itemsize
-    a_block = triton_ops.TILE_BLOCK_R * triton_ops.TILE_BLOCK_K * dtype.itemsize
+    b_block = EXPAND["tile_block_r"] * EXPAND["block_n"] * dtype.itemsize
+    a_block = SHRINK["tile_block_r"] * SHRINK["tile_block_k"] * dtype.itemsize
     assert "cp.async" in ptx["shrink"], "the loads of the inner loop overlap its products"
     assert vector_bytes(ptx["shrink"]) >= a_block
     assert num_element_loads(ptx["shrink"]) == 0

@@ -1,0 +1,109 @@
+"""The constants of the Triton kernels: block sizes, warps, stages, programs.
+
+The JSON files beside this one are tables. default.json has every kernel; the file of a device, its
+name with underscores for spaces, has those that were measured there and wins. A table gives for
+each kernel rules, of which the first that fits counts:
+
+    {"prefill": [{"where": {"head_dim": [129, 1024]}, "block_n": 32, ...}, {"block_n": 64, ...}]}
+
+`where` gives the lowest and the highest value of what `constants` is asked for. That is of a model,
+never of a batch: a constant may change in which order numbers are added, and a token's bits must
+not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+DEFAULT = "default"
+WHERE = "where"
+
+Rules = list[dict[str, Any]]
+Table = dict[str, Rules]
+
+
+def path_of(device_name: str) -> Path:
+    """Returns where the table of a device lies, if there is one."""
+    return FOLDER / f"{device_name.replace(' ', '_')}.json"
+
+
+def read_table(path: Path, default: Table | None = None) -> Table:
+    """Reads a table. Raises ValueError, with file and kernel, where it is not one; with `default`,
+    also where a rule's constants are not those that `default` has for the kernel."""
+    table = json.loads(path.read_text())
+    for kernel, rules in table.items():
+        for rule in rules:
+            fault = _fault(rule)
+            if default is not None and not fault:
+                known = default.get(kernel, [{}])[-1].keys()
+                given = rule.keys() - {WHERE}
+                fault = "" if given == known else f"has {sorted(given)}, needs {sorted(known)}"
+            if fault:
+                raise ValueError(f"{path.name}: a rule of {kernel} {fault}")
+        if not rules or WHERE in rules[-1]:
+            raise ValueError(f"{path.name}: the last rule of {kernel} must fit everything")
+    return dict(table)
+
+
+def _fault(rule: Mapping[str, Any]) -> str:
+    for name, value in rule.items():
+        if name == WHERE:
+            continue
+        if type(value) is not int or value < 1:
+            return f"has {name} {value!r}: it must be a whole number of 1 or more"
+        if "block" in name and value & (value - 1):
+            return f"has {name} {value}: it must be a power of 2"
+    return ""
+
+
+_default = read_table(path_of(DEFAULT))
+_table = _default
+_found: dict[tuple[str, tuple[tuple[str, int], ...]], dict[str, int]] = {}
+
+
+def use_device(name: str) -> bool:
+    """From now on the table of the device `name` counts, if there is one; returns whether there
+    is. Called once, before anything is compiled. Raises ValueError as `read_table`."""
+    path = path_of(name)
+    _replace(_default | (read_table(path, _default) if path.is_file() else {}))
+    return path.is_file()
+
+
+def constants(kernel: str, **model: int) -> Mapping[str, int]:
+    """Returns the constants of `kernel` for a model with these sizes, such as `head_dim`. Raises
+    KeyError for a kernel without a rule."""
+    key = (kernel, tuple(model.items()))
+    found = _found.get(key)
+    if found is None:
+        rule = next(rule for rule in _table[kernel] if _fits(rule, model))
+        found = _found[key] = {name: value for name, value in rule.items() if name != WHERE}
+    return found
+
+
+def _fits(rule: Mapping[str, Any], model: Mapping[str, int]) -> bool:
+    ranges = rule.get(WHERE, {})
+    return all(lowest <= model[name] <= highest for name, (lowest, highest) in ranges.items())
+
+
+@contextmanager
+def overridden(kernel: str, **changed: int) -> Iterator[None]:
+    """While it lasts, these constants of `kernel` count, for every model: to measure them."""
+    before = _table
+    unknown = changed.keys() - before[kernel][-1].keys()
+    assert not unknown, f"{kernel} has no {sorted(unknown)}"
+    _replace(before | {kernel: [rule | changed for rule in before[kernel]]})
+    try:
+        yield
+    finally:
+        _replace(before)
+
+
+def _replace(table: Table) -> None:
+    global _table
+    _table = table
+    _found.clear()
