@@ -1,0 +1,46 @@
+"""The sampler chooses on the device what it chooses on the CPU, token for token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_svc.core import Request, SamplingParams, Sequence
+from inference_svc.engine.sampler import Sampler
+
+NUM_ROWS, EOS = 32, 3
+CHOICES: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0},
+    "cut": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "nearly all of the vocabulary": {"temperature": 3.0, "top_p": 0.999},
+    "penalised": {"temperature": 0.7, "presence_penalty": 1.0, "repetition_penalty": 1.3},
+    "not to end": {"temperature": 0.0, "min_tokens": 9},
+}
+
+
+def sequences_of(choices: list[dict[str, float]]) -> list[Sequence]:
+    rows = []
+    for row in range(NUM_ROWS):
+        params = SamplingParams(seed=row, logprobs=row % 4, **choices[row % len(choices)])
+        rows.append(Sequence(Request(f"r{row}", (1, 2, row), params)))
+        rows[-1].token_ids += [5, 6, row]
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size", [5_000, pytest.param(128_256, marks=pytest.mark.real)])
+@pytest.mark.parametrize("choice", [*CHOICES, "all of them"])
+def test_equals_the_cpu(device, vocab_size, choice):
+    choices = [CHOICES[choice]] if choice in CHOICES else list(CHOICES.values())
+    logits = torch.randn(NUM_ROWS, vocab_size, generator=torch.Generator().manual_seed(7)) * 4
+    # The largest is clearly the largest: sums may be rounded in other ways.
+    logits[:, 11] += 3
+    wanted = Sampler([EOS]).sample(logits.clone(), sequences_of(choices))
+    sampler = Sampler([EOS], has_device_memory=True)
+    got = sampler.sample(logits.to(device), sequences_of(choices))
+    assert [token.token_id for token in got] == [token.token_id for token in wanted]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None and theirs.logprobs is not None:
+            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-4)
+            assert [i for i, _ in ours.logprobs.top] == [i for i, _ in theirs.logprobs.top]
