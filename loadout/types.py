@@ -185,7 +185,7 @@ class SamplingParams(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
-    """The same seed gives the same tokens, whatever else runs."""
+    """The same seed gives the same tokens, whatever else runs; on GPUs up to rounding."""
     stop: str | list[str] | tuple[str, ...]
     """Strings that end the text; not part of it."""
     stop_token_ids: list[int] | tuple[int, ...]
