@@ -10,6 +10,7 @@ cuda            a CUDA device: Triton kernels, decode steps recorded and replaye
 cuda_graphs     the recordings, one for each number of rows
 cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
+cuda_needs      what the device must have for it, computed without one
 cuda_pages      the page table on the device, of which a step sends what is new
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to

@@ -17,6 +17,7 @@ settle         accounts for a step: appends tokens, publishes pages, ends sequen
 commands       commands of operators
 build          makes an engine from its config
 memory_budget  what the engine takes of each memory, and whether it fits
+memory_fit     the sizes that settings leave open, chosen for a device
 thread         runs the engine in a thread
 process        runs the engine in a process of its own
 process_main   the main program of that process
