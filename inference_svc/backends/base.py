@@ -62,7 +62,14 @@ class Backend(Protocol[Inputs]):
 
     def forward(self, inputs: Inputs) -> Logits:
         """Returns the logits of the rows that sample, in their order. The caller may change them,
-        and the next step may overwrite them."""
+        and the next step may overwrite them.
+
+        `prepare` and `forward` may raise torch.OutOfMemoryError, whatever of the step has been
+        computed: then some of its rows are prepared anew.
+        """
+
+    def free_unused(self) -> None:
+        """Gives memory back to the device that is reserved and not in use, after it has run out."""
 
 
 class Logits(NamedTuple):

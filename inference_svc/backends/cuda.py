@@ -213,6 +213,11 @@ class CudaBackend:
         self._table.close()
         return Logits(self._logits[:num_logits], self._argmax[:num_logits])
 
+    def free_unused(self) -> None:
+        """Lets go of torch's cache: its pieces may be too small for what did not fit."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _decode(self, size: int, with_lora: bool) -> None:
         step = self._decodes
         lora = step.lora.decode_step(size) if with_lora else None
@@ -255,6 +260,21 @@ class CudaFactory:
         device_name = torch.cuda.get_device_name(torch.device(config.device))
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)
+        try:
+            return self._build(config, geometry, layout, host_slab)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "the device's memory does not suffice for what was planned: give less to "
+                f"--kv-memory, or set --memory-limit ({error})"
+            ) from error
+
+    def _build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> CudaBackend:
         kv_cache = allocate_kv_cache(config, geometry)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)

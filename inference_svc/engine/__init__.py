@@ -10,6 +10,7 @@ admission      which requests are refused before they wait, and when to retry
 throughput     recent rates, which admission predicts waits from
 expiries       timeouts of sequences
 pages          pages of keys and values, and the prefix cache
+step_limit     how many tokens are computed at once: fewer where memory ran out
 runner         turns a batch into tokens
 sampler        chooses tokens from logits
 penalties      penalties and bans on logits

@@ -79,7 +79,7 @@ def build_engine(
     scheduler = Scheduler(_limits(config), pages, residency)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(geometry.eos_token_ids, has_device_memory=factory.has_device_memory)
-    runner = Runner(backend, sampler, profiler.marks)
+    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit)
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)
