@@ -119,7 +119,7 @@ def steps(num_rows: int, num_adapters: int, num_steps: int) -> Iterator[HostTime
     backend = make_backend(num_rows, num_adapters)
     limits = Limits(num_rows, MAX_TOKENS, MAX_TOKENS)
     scheduler = Scheduler(limits, PagePool(backend.num_pages, PAGE_SIZE), AlwaysResident())
-    runner = Runner(backend, Sampler(()), Marks())
+    runner = Runner(backend, Sampler(()), Marks(), scheduler.step_limit)
     settler = Settler(scheduler, frozenset(), MAX_LEN)
     for row in range(num_rows):
         digest = str(row % num_adapters) if num_adapters else ""
@@ -141,7 +141,7 @@ def _step(scheduler: Scheduler, runner: Runner, settler: Settler, now_s: float) 
     batch = scheduler.schedule(now_s)
     scheduled_s = time.perf_counter()
     assert batch is not None
-    sampled, timings = runner.run(batch)
+    sampled, timings, _failed = runner.run(batch)
     ran_s = time.perf_counter()
     outputs = settler.settle(batch, sampled, now_s)
     settled_s = time.perf_counter()

@@ -20,12 +20,14 @@ from inference_svc.api.request_record import RequestLog
 from inference_svc.api.service import AUDITED, ServerFacts, Service
 from inference_svc.config import (
     InferenceSettings,
+    Machine,
     ModelFacts,
     resolve,
     to_engine_config,
 )
 from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug import DebugInfo
+from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage
 from inference_svc.engine.process import EngineProcess
 from inference_svc.engine.thread import EngineThread
@@ -88,7 +90,7 @@ async def serve(config: InferenceSettings) -> int:
     stop = stop_on_signals()
     geometry = load_geometry(config.model)
     machine = await asyncio.to_thread(find_machine, config)
-    config = resolve(config, machine, model_facts(geometry))
+    config = resolve_settings(config, machine, geometry)
     access = read_store_access(config)
     server = InferenceServer(config, access)
     reload_on_sighup(config, server.reload)
@@ -138,7 +140,16 @@ def _in_thread(
         images.close()
 
 
-def model_facts(geometry: ModelGeometry) -> ModelFacts:
+def resolve_settings(
+    config: InferenceSettings, machine: Machine, geometry: ModelGeometry
+) -> InferenceSettings:
+    """Returns the settings with everything decided. Raises InvalidSetting for what machine or model
+    cannot fulfil, ValueError for memory that does not suffice."""
+    fit = partial(fit_device, geometry=geometry)
+    return resolve(config, machine, _model_facts(geometry), fit)
+
+
+def _model_facts(geometry: ModelGeometry) -> ModelFacts:
     return ModelFacts(
         dtype=geometry.dtype,
         max_position_embeddings=geometry.max_position_embeddings,

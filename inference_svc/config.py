@@ -1,11 +1,12 @@
 """Settings of the inference service: flags, environment LOADOUT_INFERENCE_*, or a TOML file.
 
-`auto` values are decided once, by `resolve`.
+What is left open is decided once, by `resolve`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -31,7 +32,8 @@ from servicekit.settings.types import (
 )
 
 MIB = 1 << 20
-BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
+CPU_SEQUENCES, CPU_BATCH_TOKENS = 64, 512
+CPU_ADAPTER_MEMORY, CPU_KV_MEMORY = 256 * MIB, 512 * MIB
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MODEL = Group("Model")
@@ -125,20 +127,28 @@ class InferenceSettings(ServiceSettings):
     """Load adapters that recent traffic makes likely before a request needs them, with a quarter of
     the bandwidth, into free memory or in place of less popular ones."""
 
-    adapter_memory: Annotated[Bytes, MEMORY] = ByteSize(256 * MIB)
-    """Size of the arena, which holds the resident adapters."""
+    adapter_memory: Annotated[Bytes | None, MEMORY] = None
+    """Size of the arena, which holds the resident adapters. Unset: 256MiB on CPU; on CUDA a tenth
+    of what the weights leave, at least two adapters of --max-lora-rank and at most --max-loras of
+    them."""
 
     host_memory: Annotated[OptionalBytes | None, MEMORY] = None
-    """Size of the host tier, which holds adapters one copy away from the arena. Unset: 1GiB on
-    CUDA; 0 on CPU, where adapters are pulled straight into the arena."""
+    """Size of the host tier, which holds adapters one copy away from the arena. Unset: on CUDA four
+    times the arena, at most a quarter of the host's memory that is available; 0 on CPU, where
+    adapters are pulled straight into the arena."""
 
     kv_memory: Annotated[Bytes | None, MEMORY] = None
-    """Size of the pages of keys and values. Unset: 512MiB on CPU; on CUDA what weights, arena and a
-    tenth for activations leave."""
+    """Size of the pages of keys and values. Unset: 512MiB on CPU; on CUDA all that everything else
+    leaves of the device but a hundredth."""
 
     memory_limit: Annotated[Bytes | None, MEMORY] = None
     """Highest sum of all memory on the device that computes; a start that needs more is refused.
     Unset: on CPU what machine and container leave, on CUDA what the device has."""
+
+    host_memory_limit: Annotated[Bytes | None, MEMORY] = None
+    """Highest sum of the memory on the host of a CUDA device; a start that needs more is refused.
+    For machines whose memory grows with its use. Unset: what machine and container leave. On CPU
+    all memory is under --memory-limit."""
 
     page_size: Annotated[Count, MEMORY] = 16
     """Number of tokens in a page of keys and values."""
@@ -146,12 +156,13 @@ class InferenceSettings(ServiceSettings):
     prefix_cache: Annotated[bool, MEMORY] = True
     """Share the keys and values of equal prefixes between requests."""
 
-    max_sequences: Annotated[Count, SCHEDULING] = 64
-    """Highest number of requests that run at once."""
+    max_sequences: Annotated[OptionalCount, SCHEDULING] = 0
+    """Highest number of requests that run at once. 0: 64 on CPU; on CUDA 256, halved until a step
+    takes at most an eighth of what the weights leave."""
 
     max_batch_tokens: Annotated[OptionalCount, SCHEDULING] = 0
     """Highest number of tokens in one step. More makes prompts faster and a step longer. 0: 512 on
-    CPU and 2048 on CUDA, at least --max-sequences."""
+    CPU; on CUDA 8192, halved as --max-sequences is; at least --max-sequences."""
 
     max_queue: Annotated[OptionalCount, SCHEDULING] = 1024
     """Highest number of requests that wait; more are refused with RESOURCE_EXHAUSTED."""
@@ -231,10 +242,14 @@ class InferenceSettings(ServiceSettings):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What "auto" is resolved by: `free_bytes` of device memory beside the weights (CUDA only)."""
+    """What settings that are left open are decided by. `free_bytes` of `total_bytes` are those of
+    the device's memory (CUDA only), `host_free_bytes` what the host's memory leaves; None:
+    unknown."""
 
     has_cuda: bool
     free_bytes: int = 0
+    total_bytes: int = 0
+    host_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +261,31 @@ class ModelFacts:
     kv_elements_per_token: int
 
 
-def resolve(settings: InferenceSettings, machine: Machine, model: ModelFacts) -> InferenceSettings:
-    """Returns `settings` with every "auto" decided.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The settings of the same names, decided."""
 
-    Raises InvalidSetting for a setting that this machine or this model cannot fulfil.
+    adapter_memory: int
+    host_memory: int
+    kv_memory: int
+    max_sequences: int
+    max_batch_tokens: int
+
+
+FitDevice = Callable[[InferenceSettings, Machine], Sizes]
+"""Decides the sizes on a device with memory of its own; device and dtype are decided."""
+
+
+def resolve(
+    settings: InferenceSettings,
+    machine: Machine,
+    model: ModelFacts,
+    fit_device: FitDevice | None = None,
+) -> InferenceSettings:
+    """Returns `settings` with everything decided. Without `fit_device` it is for a CPU.
+
+    Raises InvalidSetting for a setting that this machine or this model cannot fulfil, and what
+    `fit_device` raises.
     """
     device = settings.device
     if device == "auto":
@@ -259,56 +295,62 @@ def resolve(settings: InferenceSettings, machine: Machine, model: ModelFacts) ->
     dtype = model.dtype if settings.dtype == "auto" else settings.dtype
     if dtype not in ITEM_BYTES:
         raise InvalidSetting(f"--dtype: the model's {dtype} is not supported; choose another")
-    host_memory = settings.host_memory
-    if host_memory is None:
-        host_memory = ByteSize(0 if device == "cpu" else 1024 * MIB)
-    kv_memory = settings.kv_memory or _kv_memory(settings, device, machine)
+    if device == "cpu" and settings.host_memory_limit is not None:
+        raise InvalidSetting("--host-memory-limit: on a CPU all memory is under --memory-limit")
+    _check_length(settings, model)
+    names = {"base_model": settings.base_model_names[0], "device": device, "dtype": dtype}
+    settings = settings.model_copy(update=names)
+    if device == "cpu":
+        sizes = _cpu_sizes(settings)
+    else:
+        assert fit_device is not None, "a device's sizes are to be chosen"
+        sizes = fit_device(settings, machine)
     page_bytes = settings.page_size * model.kv_elements_per_token * ITEM_BYTES[dtype]
-    num_pages = max(0, kv_memory // page_bytes - padding_pages(device))
-    kv_tokens = num_pages * settings.page_size
+    num_pages = max(0, sizes.kv_memory // page_bytes - padding_pages(device))
     return settings.model_copy(
         update={
-            "base_model": settings.base_model_names[0],
-            "device": device,
-            "dtype": dtype,
-            "max_batch_tokens": settings.max_batch_tokens
-            or max(BATCH_TOKENS[device], settings.max_sequences),
-            "max_model_len": _max_model_len(settings, model, kv_tokens),
-            "kv_memory": ByteSize(kv_memory),
-            "host_memory": host_memory,
+            "adapter_memory": ByteSize(sizes.adapter_memory),
+            "host_memory": ByteSize(sizes.host_memory),
+            "kv_memory": ByteSize(sizes.kv_memory),
+            "max_sequences": sizes.max_sequences,
+            "max_batch_tokens": sizes.max_batch_tokens,
+            "max_model_len": _max_model_len(settings, model, num_pages * settings.page_size),
         }
     )
 
 
-def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
+def _check_length(settings: InferenceSettings, model: ModelFacts) -> None:
     longest = model.max_position_embeddings
     if settings.max_model_len > longest:
         raise InvalidSetting(
             f"--max-model-len {settings.max_model_len} exceeds the model's {longest}"
         )
+
+
+def _max_model_len(settings: InferenceSettings, model: ModelFacts, kv_tokens: int) -> int:
     needed = max(settings.max_model_len, 2)
     if needed > kv_tokens:
         raise InvalidSetting(f"--kv-memory holds {kv_tokens} tokens; at least {needed} are needed")
-    return settings.max_model_len or min(longest, kv_tokens)
+    return settings.max_model_len or min(model.max_position_embeddings, kv_tokens)
 
 
-def _kv_memory(settings: InferenceSettings, device: str, machine: Machine) -> int:
-    if device == "cpu":
-        return 512 * MIB
-    left = int(machine.free_bytes * 0.9) - settings.adapter_memory
-    if left <= 0:
-        size = settings.adapter_memory.human_readable()
-        raise InvalidSetting(
-            f"--adapter-memory {size} leaves no memory for pages of keys and values: "
-            f"the device has {machine.free_bytes} free bytes"
-        )
-    return left
+def _cpu_sizes(settings: InferenceSettings) -> Sizes:
+    most = settings.max_batch_tokens or CPU_SEQUENCES
+    max_sequences = settings.max_sequences or min(CPU_SEQUENCES, most)
+    return Sizes(
+        adapter_memory=settings.adapter_memory or CPU_ADAPTER_MEMORY,
+        host_memory=settings.host_memory or 0,
+        kv_memory=settings.kv_memory or CPU_KV_MEMORY,
+        max_sequences=max_sequences,
+        max_batch_tokens=settings.max_batch_tokens or max(CPU_BATCH_TOKENS, max_sequences),
+    )
 
 
 def to_engine_config(settings: InferenceSettings) -> EngineConfig:
     """Returns the engine's part of resolved settings."""
     assert settings.kv_memory is not None, "the settings are resolved"
     assert settings.host_memory is not None, "the settings are resolved"
+    assert settings.adapter_memory is not None, "the settings are resolved"
     name, *aliases = settings.base_model_names
     return EngineConfig(
         model_dir=settings.model,
@@ -329,6 +371,7 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
         arena_bytes=int(settings.adapter_memory),
         host_bytes=int(settings.host_memory),
         memory_limit_bytes=int(settings.memory_limit or 0),
+        host_limit_bytes=int(settings.host_memory_limit or 0),
         max_loras=settings.max_loras,
         max_lora_rank=settings.max_lora_rank,
         adapter_wait_s=settings.adapter_wait_seconds,

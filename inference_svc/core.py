@@ -209,7 +209,8 @@ class EngineConfig:
     `host_bytes` 0: no host tier, pulls write straight into the arena (CPU only).
     `record_steps`: decode steps are recorded and replayed where the device can.
     `num_threads` 0: one per core that this process may use.
-    `memory_limit_bytes` 0: on CPU what the machine leaves, else what the device has.
+    `memory_limit_bytes` 0: on CPU what the machine leaves, else what the device has;
+    `host_limit_bytes`, of the host where the device has memory of its own, 0: what it leaves.
     `frontend_bytes` is what the process takes that the engine serves from a process of its own,
     `tokenizer_bytes` what it will take in addition when its tokenizer is loaded.
     """
@@ -230,6 +231,7 @@ class EngineConfig:
     arena_bytes: int = 256 << 20
     host_bytes: int = 0
     memory_limit_bytes: int = 0
+    host_limit_bytes: int = 0
     frontend_bytes: int = 0
     tokenizer_bytes: int = 0
     max_loras: int = 256

@@ -9,7 +9,8 @@ FailedPrecondition
  ├─ NoRoom               what is requested would pin or occupy more than there is
  └─ ProfileRunning       steps are being traced for another caller
 ResourceExhausted
- └─ QueueFull            too many requests wait; `retry_after_s` is when to retry
+ ├─ QueueFull            too many requests wait; `retry_after_s` is when to retry
+ └─ OutOfDeviceMemory    the device's memory does not suffice for one token of the request
 DeadlineExceeded
  └─ NoSteps              no step ran that could be traced
 Unavailable
@@ -63,6 +64,10 @@ class ProfileRunning(FailedPrecondition):
 
 class QueueFull(ResourceExhausted):
     reason = "QUEUE_FULL"
+
+
+class OutOfDeviceMemory(ResourceExhausted):
+    reason = "OUT_OF_DEVICE_MEMORY"
 
 
 class NoSteps(DeadlineExceeded):

@@ -3,7 +3,8 @@
     python -m tools.sizing --device-memory 79GiB --rank 16 -- --model DIR --adapter-memory 8GiB
 
 The flags of `loadout serve` follow `--`. Without `--device-memory` it plans for a CPU. The
-service's own code computes everything; nothing is allocated, and only config.json is read.
+service's own code computes everything; nothing is allocated, and only config.json is read. Sizes
+that are left open are chosen as for a server with a store.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from pydantic import ByteSize, TypeAdapter
 
 from inference_svc.adapters.extents import round_up
-from inference_svc.adapters.layout import ModelLayout, build_layout
-from inference_svc.app import model_facts
+from inference_svc.adapters.layout import ModelLayout, layout_of
+from inference_svc.app import resolve_settings
+from inference_svc.backends.base import BackendFactory, DeviceMemory
 from inference_svc.backends.cuda import CudaFactory
 from inference_svc.backends.native import NativeFactory
-from inference_svc.config import InferenceSettings, Machine, resolve, to_engine_config
+from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.memory_budget import Budget, human, plan_budgets
 from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.model.weights import weights_bytes
 from kernels.attention import page_bytes
 from servicekit.errors import InvalidSetting
 from servicekit.settings.load import load_settings
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ON_DEVICE = ("weights", "kv_pages", "arena", "workspace", "packing")
+ON_DEVICE = (
+    *("weights", "kv_pages", "arena", "workspace", "graphs", "libraries", "in use", "packing"),
+)
 ON_HOST = ("host_tier",)
+CONTEXT_BYTES = 600 << 20
+"""What a CUDA context takes before anything is allocated: half a gigabyte, and more on some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,16 @@ def image_bytes(layout: ModelLayout, adapters: Adapters) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An inference service on one machine. `config` is resolved; `budget` has a line for every area
-    of memory."""
+    """An inference service on one machine. `config` is resolved; `budgets`, the device's first,
+    have a line for every area of memory."""
 
     config: InferenceSettings
     geometry: ModelGeometry
     layout: ModelLayout
-    budget: Budget
+    budgets: tuple[Budget, ...]
+
+    def bytes_of(self, area: str) -> int:
+        return sum(budget.bytes_of(area) for budget in self.budgets)
 
     @property
     def page_bytes(self) -> int:
@@ -76,7 +83,7 @@ class Plan:
     @property
     def kv_tokens(self) -> int:
         """Number of tokens that fit, of all sequences together."""
-        return self.budget.bytes_of("kv_pages") // self.page_bytes * self.config.page_size
+        return self.bytes_of("kv_pages") // self.page_bytes * self.config.page_size
 
     @property
     def largest_image_bytes(self) -> int:
@@ -85,26 +92,28 @@ class Plan:
 
     def num_adapters(self, area: str, adapters: Adapters) -> int:
         """Returns how many adapters fit into the arena or the host tier."""
-        fitting = self.budget.bytes_of(area) // image_bytes(self.layout, adapters)
+        fitting = self.bytes_of(area) // image_bytes(self.layout, adapters)
         return min(fitting, self.config.max_loras) if area == "arena" else fitting
 
 
-def plan(config: InferenceSettings, device_bytes: int | None = None) -> Plan:
-    """Plans for a GPU with so many free bytes, or for a CPU with the native kernels. Raises like
-    the service for models that it cannot serve and settings that it cannot meet."""
+def plan(
+    config: InferenceSettings, device_bytes: int | None = None, host_bytes: int | None = None
+) -> Plan:
+    """Plans for a GPU with so much memory that nobody else uses, in a machine that leaves
+    `host_bytes`, or for a CPU with the native kernels. Raises like the service for models that it
+    cannot serve and settings that it cannot meet."""
     geometry = load_geometry(config.model)
-    dtype = geometry.dtype if config.dtype == "auto" else config.dtype
-    machine = Machine(has_cuda=False)
+    config = config.model_copy(update={"store": config.store or "store:7070"})
+    machine, memory = Machine(has_cuda=False), None
+    backend: BackendFactory = NativeFactory()
     if device_bytes is not None:
-        loaded_bytes = weights_bytes(geometry, getattr(torch, dtype))
-        machine = Machine(has_cuda=True, free_bytes=device_bytes - loaded_bytes)
-    resolved = resolve(config, machine, model_facts(geometry))
+        memory = DeviceMemory(device_bytes - CONTEXT_BYTES, device_bytes)
+        machine = Machine(True, memory.free_bytes, memory.total_bytes, host_bytes)
+        backend = CudaFactory()
+    resolved = resolve_settings(config, machine, geometry)
     engine_config = to_engine_config(resolved)
-    backend = NativeFactory() if device_bytes is None else CudaFactory()
-    # All lines in one budget, as if of one memory: asking a GPU what it has would need one.
-    [budget] = plan_budgets(engine_config, backend.memory_needs(engine_config, geometry), None)
-    layout = build_layout(geometry, resolved.base_model, (), getattr(torch, resolved.dtype))
-    return Plan(resolved, geometry, layout, budget)
+    budgets = plan_budgets(engine_config, backend.memory_needs(engine_config, geometry), memory)
+    return Plan(resolved, geometry, layout_of(engine_config, geometry), budgets)
 
 
 def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:
@@ -115,11 +124,10 @@ def hit_share(num_held: int, num_adapters: int, alpha: float) -> float:
 
 def rows(planned: Plan, adapters: Adapters) -> Iterator[tuple[str, str]]:
     """Yields names and values that describe a plan."""
-    budget = planned.budget
     held = {area: planned.num_adapters(area, adapters) for area in ("arena", "host_tier")}
     yield "image of one adapter", human(image_bytes(planned.layout, adapters))
     for area in (*ON_DEVICE, *ON_HOST):
-        num_bytes = budget.bytes_of(area)
+        num_bytes = planned.bytes_of(area)
         if area == "kv_pages":
             pages = num_bytes // planned.page_bytes
             more = f": {pages:,} pages of {human(planned.page_bytes)}, {planned.kv_tokens:,} tokens"

@@ -16,37 +16,16 @@ from adapter_store.config import StoreSettings
 from inference_svc.config import InferenceSettings
 from inference_svc.engine.memory_budget import human
 from tools.sizing import LINEAR, Adapters, Plan, hit_share, image_bytes, plan, rows
+from tools.sizing_models import BENCH_200M, CARDS, LLAMA_8B, MODELS, card_bytes
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "docs" / "operations" / "sizing.md"
 OVERLAY = ROOT / "deploy" / "kubernetes" / "overlays" / "production"
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-BENCH_200M: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 8192,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 DEVICE_BYTES = 79 << 30
 """Memory that a driver leaves of 80 GB."""
+HOST_BYTES = 128 << 30
+"""Memory of the machine around it."""
 USUAL = Adapters(16)
 NUM_STORES = 3
 NUM_STORED = 100_000
@@ -73,6 +52,7 @@ def render() -> dict[str, str]:
     return {
         "images": _images(ours),
         "gpu": _side_by_side({"`production`": ours, "1,000 adapters": thousand}),
+        "cards": _cards(),
         "cpu": _side_by_side({"defaults, two cores": on_cpu}),
         "hits": _hits(ours, 1000),
         "store": _stores(ours),
@@ -100,7 +80,39 @@ def _overlay(file: str, prefix: str) -> dict[str, str]:
 def _plan(model: Mapping[str, Any], settings: Mapping[str, str], device_bytes: int | None) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))
-        return plan(InferenceSettings.model_validate({**settings, "model": folder}), device_bytes)
+        config = InferenceSettings.model_validate({**settings, "model": folder})
+        return plan(config, device_bytes, HOST_BYTES)
+
+
+def plan_card(model: str, gigabytes: int) -> Plan | None:
+    """Plans one of MODELS with default settings; None: it does not fit."""
+    try:
+        return _plan(MODELS[model], {}, card_bytes(gigabytes))
+    except ValueError:
+        return None
+
+
+def _cards() -> str:
+    lines = [
+        [f"{model}, weights {human(_weights_bytes(model))}", *map(_card, plans)]
+        for model in MODELS
+        if any(plans := [plan_card(model, gigabytes) for gigabytes in CARDS])
+    ]
+    return _table(["", *(f"{gigabytes} GB" for gigabytes in CARDS)], lines)
+
+
+def _weights_bytes(model: str) -> int:
+    planned = _plan(MODELS[model], {}, 1 << 40)
+    return planned.bytes_of("weights")
+
+
+def _card(planned: Plan | None) -> str:
+    if planned is None:
+        return ""
+    config = planned.config
+    few, many = (planned.num_adapters("arena", Adapters(rank)) for rank in (16, 64))
+    tokens = f"{planned.kv_tokens:,} / {config.max_sequences} / {config.max_batch_tokens}"
+    return f"{tokens} / {few}, {many}"
 
 
 def _table(columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -9,6 +9,7 @@ import torch
 from inference_svc.adapters.extents import round_up
 from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.resident import Shape
+from inference_svc.core import EngineConfig
 from inference_svc.errors import CorruptImage
 from inference_svc.model.geometry import ModelGeometry
 from kernels.lora import LoraGroup
@@ -77,6 +78,12 @@ class ModelLayout:
         target = self.targets[segment.target]
         features = {"a": target.in_features, "b": target.out_features}.get(segment.kind, 0)
         return segment.rank * features * self.dtype.itemsize
+
+
+def layout_of(config: EngineConfig, geometry: ModelGeometry) -> ModelLayout:
+    """Returns the layout that an engine with this config announces."""
+    dtype = getattr(torch, config.dtype)
+    return build_layout(geometry, config.base_model, config.aliases, dtype)
 
 
 def build_layout(

@@ -10,6 +10,7 @@ cuda            a CUDA device: Triton kernels, decode steps recorded and replaye
 cuda_graphs     the recordings, one for each number of rows
 cuda_inputs     a step's inputs at fixed addresses, filled on the host and sent
 cuda_lora       a step's LoRA plans at fixed addresses
+cuda_needs      what the device must have for it, computed without one
 cuda_pages      the page table on the device, of which a step sends what is new
 
 To add one: write `backends/NAME.py` (with `NAME_*.py` for its parts) and add its factory to
@@ -28,7 +29,9 @@ Its `Backend`
 1. `prepare` turns a batch into its inputs and sends them, without waiting for the step before;
 2. `forward` computes the logits of `TorchBackend` up to rounding: tests/inference_svc/backends/
    compares them over mixed batches, with adapters and without;
-3. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
+3. `free_unused` is called when either has run out of memory; then it is asked for a part of the
+   step: a step that was given up leaves nothing behind that a later one could trip over;
+4. changes nothing but the pages that the batch's rows own and what `prepare` returned: what the
    arena holds, and when, is decided by `adapters.residency`.
 
 A device's name for users is a value of `--device` in `config`, its memory copies are made in

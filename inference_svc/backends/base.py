@@ -62,7 +62,14 @@ class Backend(Protocol[Inputs]):
 
     def forward(self, inputs: Inputs) -> Logits:
         """Returns the logits of the rows that sample, in their order. The caller may change them,
-        and the next step may overwrite them."""
+        and the next step may overwrite them.
+
+        `prepare` and `forward` may raise torch.OutOfMemoryError, whatever of the step has been
+        computed: then some of its rows are prepared anew.
+        """
+
+    def free_unused(self) -> None:
+        """Gives memory back to the device that is reserved and not in use, after it has run out."""
 
 
 class Logits(NamedTuple):
@@ -76,11 +83,19 @@ class Logits(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
     """The bytes that a backend takes on its device in addition to pages and arena. `loading_bytes`
-    are the peak of reading the weights, before the workspace is allocated."""
+    are the peak of reading the weights, before the workspace is allocated; `graphs_bytes` what
+    recorded steps take, `libraries_bytes` libraries and kernels once they have been used."""
 
     weights_bytes: int
     workspace_bytes: int
     loading_bytes: int = 0
+    graphs_bytes: int = 0
+    libraries_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """What depends on how many tokens and sequences a step has."""
+        return self.workspace_bytes + self.graphs_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +123,8 @@ class BackendFactory(Protocol):
         machine. Logs why not, if the settings would have it."""
 
     def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
-        """Computes the needs; needs no device."""
+        """Computes the needs, an upper bound, of sizes that are decided but `kv_bytes`,
+        `arena_bytes` and `host_bytes`; needs no device."""
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         """Asks the device; None where its memory is the host's."""
@@ -143,14 +159,7 @@ def allocate_kv_cache(
 ) -> KVCache:
     """Allocates as many pages as `kv_bytes` hold. Raises ValueError if those that sequences may own
     do not hold one of `max_model_len`."""
-    dtype = getattr(torch, config.dtype)
-    num_bytes = page_bytes(
-        num_layers=geometry.num_layers,
-        page_size=config.page_size,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=dtype,
-    )
+    num_bytes = kv_page_bytes(config, geometry)
     num_pages = config.kv_bytes // num_bytes
     num_padding = padding_pages(config.device)
     num_tokens = max(0, num_pages - num_padding) * config.page_size
@@ -166,9 +175,20 @@ def allocate_kv_cache(
         page_size=config.page_size,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
-        dtype=dtype,
+        dtype=getattr(torch, config.dtype),
         device=torch.device(config.device),
         is_tiled=is_tiled,
+    )
+
+
+def kv_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns the size of a page of keys and values."""
+    return page_bytes(
+        num_layers=geometry.num_layers,
+        page_size=config.page_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=getattr(torch, config.dtype),
     )
 
 

@@ -24,8 +24,9 @@ from inference_svc.backends.base import (
 from inference_svc.backends.cuda_graphs import CapturedSteps, CudaRecorder, Record, captured_sizes
 from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.backends.cuda_needs import memory_needs
 from inference_svc.backends.cuda_pages import PageTable
-from inference_svc.backends.torch import LoraStep, step_bytes
+from inference_svc.backends.torch import LoraStep
 from inference_svc.core import (
     Batch,
     BatchColumns,
@@ -39,7 +40,7 @@ from inference_svc.model.decoder import Transformer
 from inference_svc.model.geometry import ModelGeometry
 from inference_svc.model.inputs import StepInputs
 from inference_svc.model.layers import Linear
-from inference_svc.model.weights import load_weights, weights_bytes
+from inference_svc.model.weights import load_weights
 from kernels import tuning
 from kernels.attention import KVCache
 from kernels.lora import LoraGroup
@@ -212,6 +213,11 @@ class CudaBackend:
         self._table.close()
         return Logits(self._logits[:num_logits], self._argmax[:num_logits])
 
+    def free_unused(self) -> None:
+        """Lets go of torch's cache: its pieces may be too small for what did not fit."""
+        if self.arena.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _decode(self, size: int, with_lora: bool) -> None:
         step = self._decodes
         lora = step.lora.decode_step(size) if with_lora else None
@@ -239,8 +245,7 @@ class CudaFactory:
         return torch.device(config.device).type == "cuda"
 
     def memory_needs(self, config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
-        dtype = getattr(torch, config.dtype)
-        return MemoryNeeds(weights_bytes(geometry, dtype), _workspace_bytes(config, geometry))
+        return memory_needs(config, geometry)
 
     def device_memory(self, config: EngineConfig) -> DeviceMemory | None:
         return DeviceMemory(*torch.cuda.mem_get_info(torch.device(config.device)))
@@ -255,6 +260,21 @@ class CudaFactory:
         device_name = torch.cuda.get_device_name(torch.device(config.device))
         table = "its own" if tuning.use_device(device_name) else "the default"
         logger.info("kernels on %s: %s constants", device_name, table)
+        try:
+            return self._build(config, geometry, layout, host_slab)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "the device's memory does not suffice for what was planned: give less to "
+                f"--kv-memory, or set --memory-limit ({error})"
+            ) from error
+
+    def _build(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        layout: ModelLayout,
+        host_slab: Tensor | None,
+    ) -> CudaBackend:
         kv_cache = allocate_kv_cache(config, geometry)
         arena = allocate_arena(config, layout, host_slab)
         dtype = getattr(torch, config.dtype)
@@ -265,19 +285,6 @@ class CudaFactory:
         backend = CudaBackend(transformer, kv_cache, arena, groups, limits, record)
         backend.warm_up()
         return backend
-
-
-def _workspace_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
-    """Returns what the widest step computes with, the logits in the model's dtype and at their
-    place, and the inputs."""
-    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
-    logits_bytes = max_rows * geometry.vocab_size * (4 + getattr(torch, config.dtype).itemsize)
-    table_bytes = 4 * (max_rows + 1) * max_pages(config)
-    inputs_bytes = sum(
-        CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
-        for count in (max_tokens, max_rows)
-    )
-    return step_bytes(config, geometry) + logits_bytes + table_bytes + inputs_bytes
 
 
 def _reserved_bytes(device: torch.device) -> int:

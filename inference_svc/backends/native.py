@@ -270,6 +270,9 @@ class NativeBackend:
     def forward(self, inputs: frozenset[str]) -> Logits:
         return Logits(self._transformer.forward(inputs))
 
+    def free_unused(self) -> None:
+        """Holds only what every step needs."""
+
 
 class NativeFactory:
     """A `BackendFactory` for CPUs that the native kernels are compiled for."""

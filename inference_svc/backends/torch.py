@@ -111,6 +111,9 @@ class TorchBackend:
         logits = self._transformer.forward(inputs.step, self._kv_cache, inputs.lora)
         return Logits(logits.float())
 
+    def free_unused(self) -> None:
+        """Reserves nothing: each step's memory goes back to the system."""
+
 
 class TorchFactory:
     """A `BackendFactory` for any CPU and every dtype."""

@@ -10,6 +10,7 @@ admission      which requests are refused before they wait, and when to retry
 throughput     recent rates, which admission predicts waits from
 expiries       timeouts of sequences
 pages          pages of keys and values, and the prefix cache
+step_limit     how many tokens are computed at once: fewer where memory ran out
 runner         turns a batch into tokens
 sampler        chooses tokens from logits
 penalties      penalties and bans on logits
@@ -17,6 +18,7 @@ settle         accounts for a step: appends tokens, publishes pages, ends sequen
 commands       commands of operators
 build          makes an engine from its config
 memory_budget  what the engine takes of each memory, and whether it fits
+memory_fit     the sizes that settings leave open, chosen for a device
 thread         runs the engine in a thread
 process        runs the engine in a process of its own
 process_main   the main program of that process

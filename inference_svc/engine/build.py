@@ -9,7 +9,7 @@ import torch
 
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.image_source import AdapterStore
-from inference_svc.adapters.layout import ModelLayout, build_layout
+from inference_svc.adapters.layout import ModelLayout, layout_of
 from inference_svc.adapters.prefetch import PrefetchPolicy
 from inference_svc.adapters.pull import PullEvent
 from inference_svc.adapters.pull_threads import Puller
@@ -70,8 +70,7 @@ def build_engine(
     geometry = load_geometry(config.model_dir)
     factory = select_backend(config)
     budget = check_budgets(config, geometry, factory)
-    dtype = getattr(torch, config.dtype)
-    layout = build_layout(geometry, config.base_model, config.aliases, dtype)
+    layout = layout_of(config, geometry)
     host = _allocate_host_tier(config, pin_memory=factory.has_device_memory)
     backend = factory.build(config, geometry, layout, None if host is None else host.slab)
     return_freed()
@@ -80,7 +79,7 @@ def build_engine(
     scheduler = Scheduler(_limits(config), pages, residency)
     profiler = StepProfiler(factory.profiler_device)
     sampler = Sampler(geometry.eos_token_ids, has_device_memory=factory.has_device_memory)
-    runner = Runner(backend, sampler, profiler.marks)
+    runner = Runner(backend, sampler, profiler.marks, scheduler.step_limit)
     settler = Settler(scheduler, frozenset(geometry.eos_token_ids), config.max_model_len)
     times, machine = StepTimes(), machine_name(config.device)
     describe = Describe(scheduler, residency, runner, settler, budget, times, machine)

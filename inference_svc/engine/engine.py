@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inference_svc.adapters.pull import PullDone, PullEvent, PullFailed, PullOpened
 from inference_svc.adapters.residency import Residency
@@ -32,8 +32,11 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.scheduler import Scheduler
 from inference_svc.engine.settle import Settler
 from inference_svc.engine.step_times import StepPhases, StepTimes
-from inference_svc.errors import AdapterUnavailable, DuplicateRequest
+from inference_svc.errors import AdapterUnavailable, DuplicateRequest, OutOfDeviceMemory
 from servicekit.errors import Draining, ServiceError
+
+RETRY_S = 1.0
+"""When a request may be tried again that the device had no memory for: others may have left."""
 
 
 @dataclass
@@ -83,7 +86,10 @@ class Engine:
         if batch is None:
             return False
         scheduled_s = time.monotonic()
-        sampled, timings = self.runner.run(batch)
+        sampled, timings, failed = self.runner.run(batch)
+        if failed:
+            rows = tuple(row for row in batch.rows if row.sequence not in failed)
+            batch = replace(batch, rows=rows)
         self.times.add_load(timings.change_residency)
         settled_s = time.monotonic()
         with profiler.marks("settle"):
@@ -94,6 +100,8 @@ class Engine:
             if output.is_last:
                 del self.sequences[output.request_id]
         self._outputs += outputs
+        for sequence in failed:
+            self._end(sequence, settled_s, error=_out_of_memory())
         if batch.rows:
             profiler.stepped()
             schedule_s, settle_s = scheduled_s - began_s, time.monotonic() - settled_s
@@ -251,3 +259,12 @@ class Engine:
         users = [s.request.digest for s in self.scheduler.running if s.request.digest]
         for resident in self.residency.device.residents():
             assert resident.users == users.count(resident.digest), "a pin without its sequence"
+
+
+def _out_of_memory() -> ServiceError:
+    return OutOfDeviceMemory(
+        "the device's memory does not suffice for one token of the request: the server needs a "
+        "smaller --kv-memory or --adapter-memory",
+        subject="device",
+        retry_after_s=RETRY_S,
+    )

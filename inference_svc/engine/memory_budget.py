@@ -1,6 +1,7 @@
 """The memory budget: the bytes that the engine will take, line by line, and whether they fit.
 
-Checked before anything large is allocated, so that a server that starts never runs out later.
+The one place that adds them up; `memory_fit` chooses sizes by it. Checked before anything large is
+allocated, so that a server that starts does not run out later.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ def plan_budgets(
             "--max-batch-tokens, --max-sequences, --max-model-len, --num-threads",
         ),
     )
+    on_device += _used(Line("graphs", needs.graphs_bytes, "--max-sequences"))
+    on_device += _used(Line("libraries", needs.libraries_bytes))
     # The workspace is allocated after the weights, so that only what exceeds it adds to the peak.
     beyond = needs.loading_bytes - needs.workspace_bytes
-    if beyond > 0:
-        on_device += (Line("packing", beyond, "a smaller model or --dtype"),)
+    on_device += _used(Line("packing", beyond, "a smaller model or --dtype"))
     on_host = (
         Line("host_tier", config.host_bytes, "--host-memory"),
         Line("tokenizer", config.tokenizer_bytes),
@@ -109,20 +111,27 @@ def plan_budgets(
         Line("process", resident_bytes() + config.frontend_bytes),
     )
     if memory is None:
-        return (_budget("host", (*on_device, *on_host), config.memory_limit_bytes),)
+        limit_bytes, change = config.memory_limit_bytes, "--memory-limit"
+        return (_host_budget((*on_device, *on_host), limit_bytes, change),)
     limit_bytes = config.memory_limit_bytes or memory.total_bytes
-    in_use = Line("in use", memory.total_bytes - memory.free_bytes, "other programs on the device")
+    in_use_bytes = memory.total_bytes - memory.free_bytes
+    in_use = Line("in use", in_use_bytes, "other programs on the device, beside the driver's part")
     change = "--memory-limit, or a larger device"
     return (
         Budget("device", (*on_device, in_use), limit_bytes, change),
-        _budget("host", on_host, 0),
+        _host_budget(on_host, config.host_limit_bytes, "--host-memory-limit"),
     )
 
 
-def _budget(place: str, lines: tuple[Line, ...], limit_bytes: int) -> Budget:
-    """Returns one of the host. Without a limit it is what this process has and what is left."""
+def _used(line: Line) -> tuple[Line, ...]:
+    return (line,) if line.num_bytes > 0 else ()
+
+
+def _host_budget(lines: tuple[Line, ...], limit_bytes: int, change: str) -> Budget:
+    """Without a limit it is what this process has and what is left."""
     if limit_bytes:
-        return Budget(place, lines, limit_bytes, "--memory-limit")
+        return Budget("host", lines, limit_bytes, change)
     left_bytes = available_bytes()
     limit = None if left_bytes is None else left_bytes + lines[-1].num_bytes
-    return Budget(place, lines, limit, "what the machine and its container leave")
+    change = "what the machine and its container leave"
+    return Budget("host", lines, limit, change)

@@ -1,16 +1,23 @@
-"""Turns a batch into tokens: residency changes, the model, the sampler. Decides nothing."""
+"""Turns a batch into tokens: residency changes, the model, the sampler.
+
+Decides nothing but in how many parts: where the device's memory does not suffice for a whole step.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, NamedTuple
 
 import torch
 
 from inference_svc.backends.base import Backend
-from inference_svc.core import Batch, SampledToken
+from inference_svc.core import Batch, SampledToken, Sequence
 from inference_svc.engine.profiler import Marks
 from inference_svc.engine.sampler import Sampler
+from inference_svc.engine.step_limit import Rows, StepLimit
+
+logger = logging.getLogger(__name__)
 
 
 class RunTimings(NamedTuple):
@@ -24,20 +31,29 @@ class RunTimings(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """`sampled` has a token for each row that samples, in their order."""
+    """`sampled` has a token for each row that samples, in their order, but those of `failed`: the
+    device's memory did not suffice for one of their tokens."""
 
     sampled: list[SampledToken]
     timings: RunTimings
+    failed: list[Sequence]
+
+    def plus(self, part: StepResult) -> StepResult:
+        timings = RunTimings(*map(sum, zip(self.timings, part.timings, strict=True)))
+        return StepResult(self.sampled + part.sampled, timings, self.failed)
 
 
 class Runner:
     """Owns nothing but references. `marks` name in a trace what it does."""
 
-    def __init__(self, backend: Backend[Any], sampler: Sampler, marks: Marks) -> None:
+    def __init__(
+        self, backend: Backend[Any], sampler: Sampler, marks: Marks, limit: StepLimit
+    ) -> None:
         self.backend = backend
         self._arena = backend.arena
         self._sampler = sampler
         self._marks = marks
+        self._limit = limit
 
     def pop_completed_copies(self) -> list[str]:
         """Returns the adapters whose copies into the arena have completed since the last call."""
@@ -46,16 +62,54 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Applies the residency changes, computes every row, and samples for the rows that
-        `samples`."""
+        `samples`.
+
+        Where the memory does not suffice rows are computed in smaller parts, one after the other:
+        they do not depend on each other. What of them was computed before is written again.
+        """
         began_s = time.perf_counter()
         with self._marks("change_residency"):
             self._arena.apply(batch.residency)
-        changed_s = time.perf_counter()
-        if not batch.rows:
-            return StepResult([], RunTimings(changed_s - began_s))
+        result = StepResult([], RunTimings(time.perf_counter() - began_s), [])
+        left, ran_out = batch.rows, False
+        while left:
+            part, rest = self._limit.cut(left)
+            computed = self._compute(part)
+            if computed is not None:
+                result, left = result.plus(computed), rest
+                continue
+            if ran_out and part[0].num_tokens == len(part) == 1:
+                lost = part[0].sequence
+                result.failed.append(lost)
+                left = tuple(row for row in rest if row.sequence is not lost)
+            self._reduce(part)
+            ran_out = True
+        if not ran_out:
+            self._limit.succeeded()
+        return result
+
+    def _reduce(self, part: Rows) -> None:
+        num_tokens = sum(row.num_tokens for row in part)
+        self.backend.free_unused()
+        self._limit.ran_out(num_tokens)
+        logger.warning(
+            "the device's memory does not suffice for a step of %d tokens: %d at once",
+            *(num_tokens, self._limit.tokens),
+        )
+
+    def _compute(self, rows: Rows) -> StepResult | None:
+        """Returns None if the memory does not suffice."""
+        try:
+            return self._compute_all(rows)
+        except torch.OutOfMemoryError:
+            # The error holds what the step has allocated, and is let go of here.
+            return None
+
+    def _compute_all(self, rows: Rows) -> StepResult:
+        began_s = time.perf_counter()
         with self._marks("prepare"):
-            inputs = self.backend.prepare(batch)
-        sampling = [row.sequence for row in batch.rows if row.samples]
+            inputs = self.backend.prepare(Batch(rows))
+        sampling = [row.sequence for row in rows if row.samples]
         prepared_s = time.perf_counter()
         with self._marks("forward"):
             logits, argmax = self.backend.forward(inputs)
@@ -63,9 +117,9 @@ class Runner:
         with self._marks("sample"):
             sampled = self._sampler.sample(logits, sampling, argmax)
         timings = RunTimings(
-            changed_s - began_s,
-            prepared_s - changed_s,
+            0.0,
+            prepared_s - began_s,
             computed_s - prepared_s,
             time.perf_counter() - computed_s,
         )
-        return StepResult(sampled, timings)
+        return StepResult(sampled, timings, [])

@@ -27,6 +27,10 @@ NUM_CANDIDATES = 1024
 OPEN = -1
 """In place of the token of a row that NUM_CANDIDATES do not suffice for."""
 
+_SORTED_ROWS = 32
+"""Rows whose full vocabulary is sorted at once: that takes many times the memory of their logits.
+"""
+
 _BLOCK = 256
 """Probabilities that are summed on their own, so that only one block's sums are walked."""
 
@@ -207,12 +211,16 @@ def _draw_cut(logits: Tensor, draws: _Draws) -> Tensor:
 
 def _draw_sorted(logits: Tensor, draws: _Draws, token_ids: Tensor) -> Tensor:
     """Returns token ids of the rows whose token is OPEN, all of `draws`, from all their tokens."""
-    is_open = token_ids[draws.rows] == OPEN
-    limits = draws.limits.select(is_open)
-    scaled = logits[draws.rows[is_open]] / draws.temperatures[is_open]
-    values, order = scaled.sort(dim=-1, descending=True, stable=True)
-    kept = _truncate((values - scaled.logsumexp(dim=-1, keepdim=True)).exp(), limits)
-    return order.gather(1, _invert(kept, draws.numbers()[is_open]).unsqueeze(1)).squeeze(1)
+    numbers = draws.numbers()
+    places = (token_ids[draws.rows] == OPEN).nonzero().squeeze(1)
+    found = []
+    for some in places.split(_SORTED_ROWS):
+        scaled = logits[draws.rows[some]] / draws.temperatures[some]
+        values, order = scaled.sort(dim=-1, descending=True, stable=True)
+        probs = (values - scaled.logsumexp(dim=-1, keepdim=True)).exp()
+        kept = _truncate(probs, draws.limits.select(some))
+        found.append(order.gather(1, _invert(kept, numbers[some]).unsqueeze(1)).squeeze(1))
+    return torch.cat(found)
 
 
 def _truncate(probs: Tensor, limits: _Limits) -> Tensor:

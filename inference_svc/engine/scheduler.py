@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Sequence, SequenceState
 from inference_svc.engine.fair_queue import FairQueue
 from inference_svc.engine.pages import PagePool, page_key, root_key
+from inference_svc.engine.step_limit import StepLimit
 from inference_svc.engine.throughput import PrefixMissRatio
 
 
@@ -58,12 +59,14 @@ def _rank(sequence: Sequence) -> tuple[int, int, float]:
 @dataclass
 class Scheduler:
     """`running` is in order of rank; all others are in `queue`, parked if their adapter is not
-    resident. `is_short`: in the last step pages were missing to start another sequence."""
+    resident. `is_short`: in the last step pages were missing to start another sequence. The runner
+    lowers `step_limit` where the device's memory does not suffice for what is planned."""
 
     limits: Limits
     pages: PagePool
     adapters: AdapterView
     queue: FairQueue = field(init=False)
+    step_limit: StepLimit = field(init=False)
     running: list[Sequence] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
@@ -71,6 +74,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
+        self.step_limit = StepLimit(self.limits.max_batch_tokens)
 
     # Adding and removing sequences.
 
@@ -159,12 +163,17 @@ class Scheduler:
             if has_pages or self._add_pages(sequence, end, now_s):
                 rows.append(_row(sequence, num_tokens))
         if num_preemptions == self.num_preemptions:
-            self._admit(rows, self.limits.max_batch_tokens - sum(grants.values()), now_s)
+            self._admit(rows, self._max_tokens - sum(grants.values()), now_s)
         changes = self.adapters.pop_changes()
         if not rows and not changes:
             return None
         rows.sort(key=_place)
         return Batch(tuple(rows), changes)
+
+    @property
+    def _max_tokens(self) -> int:
+        """The tokens of a step: every sequence that decodes gets one."""
+        return max(self.step_limit.tokens, self.limits.max_sequences)
 
     def _grants(self) -> dict[int, int]:
         """Returns how many tokens of each running sequence to compute, by the sequence's id().
@@ -182,7 +191,7 @@ class Scheduler:
                 prompts.append(sequence)
         if not prompts:
             return grants
-        budget = self.limits.max_batch_tokens - len(grants)
+        budget = self._max_tokens - len(grants)
         if self.num_free and not self.is_short:
             budget -= min(budget // 4, self.queue.ready_tokens)
         first, *others = prompts

@@ -86,6 +86,7 @@ class Describe:
             "prefetch_hits": prefetch.hits,
             "prefetch_wasted_bytes": prefetch.wasted_bytes,
             "preemptions": self.scheduler.num_preemptions,
+            "step_out_of_memory": self.scheduler.step_limit.num_out_of_memory,
             "lora_steps": self.runner.backend.num_lora_steps,
             "kv_page_evictions": self.scheduler.pages.num_evictions,
         }
@@ -94,6 +95,7 @@ class Describe:
         pages = self.scheduler.pages
         return {
             "requests_waiting_for_adapter": self.scheduler.queue.num_parked,
+            "step_token_limit": self.scheduler.step_limit.tokens,
             "kv_pages_used": pages.num_used,
             "kv_pages_known": pages.num_known,
             "kv_pages_capacity": pages.num_pages,

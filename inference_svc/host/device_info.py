@@ -14,21 +14,21 @@ import torch
 from inference_svc.config import InferenceSettings, Machine
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.cuda_memory import ask_memory
+from inference_svc.host.memory import available_bytes, resident_bytes
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
 
 
 def find_machine(settings: InferenceSettings) -> Machine:
-    """Returns what decides the settings that are "auto". Raises CudaUnavailable where the driver
+    """Returns what decides the settings that are left open. Raises CudaUnavailable where the driver
     does not answer."""
     if settings.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
-    weights_bytes = sum(path.stat().st_size for path in settings.model.glob("*.safetensors"))
-    free_bytes, total_bytes = ask_memory()
-    if settings.memory_limit is not None:
-        free_bytes = min(free_bytes, settings.memory_limit - (total_bytes - free_bytes))
-    return Machine(has_cuda=True, free_bytes=free_bytes - weights_bytes)
+    host_bytes = available_bytes()
+    if settings.host_memory_limit is not None:
+        host_bytes = max(0, settings.host_memory_limit - resident_bytes())
+    return Machine(True, *ask_memory(), host_bytes)
 
 
 @cache

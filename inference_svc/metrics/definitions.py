@@ -177,6 +177,16 @@ STEPS = (
         "phase",
     ),
     _OWN.counter("lora_steps", "Steps whose batch used an adapter."),
+    _OWN.counter(
+        "step_out_of_memory",
+        "Times that the device's memory did not suffice for a step, which was then computed in "
+        "parts.",
+    ),
+    _OWN.gauge(
+        "step_token_limit",
+        "Tokens that are computed at once: fewer than --max-batch-tokens after the device's "
+        "memory did not suffice for a step.",
+    ),
     _OWN.gauge("kv_pages_used", "KV cache pages that requests hold."),
     _OWN.gauge("kv_pages_known", "KV cache pages, held or free, whose content a prefix can match."),
     _OWN.gauge("kv_pages_capacity", "Number of KV cache pages."),

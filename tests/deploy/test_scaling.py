@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from inference_svc.config import InferenceSettings
 from tests.deploy.manifests import KUBERNETES, ROOT, Manifests, Object, overlay
 from tests.deploy.test_references import matches
 
@@ -86,7 +85,8 @@ def test_a_busy_system_is_not_scaled_down_because_nobody_waits():
     """With a queue alone, replicas that have emptied it would go again."""
     [found] = autoscalers(overlay("production"))
     running = targets(found)["loadout_inference_requests_running"]
-    most = InferenceSettings.model_fields["max_sequences"].default
+    [inference] = [w for w in overlay("production").workloads if w.module == "inference_svc"]
+    most = int(inference.environment["LOADOUT_INFERENCE_MAX_SEQUENCES"])
     assert most / 2 <= running < most
 
 

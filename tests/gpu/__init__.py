@@ -9,4 +9,5 @@ and `tests/test_gpu_emulated.py` the tests marked `smoke`.
 conftest    the device, or its emulation
 lora        LoRA of one step at fixed addresses, and what must hold of it
 models      tiny decoders with random weights, adapters for them, and batches of their steps
+shortage    a device with little memory, real or not
 """

@@ -10,6 +10,7 @@ from inference_svc.config import (
     InferenceSettings,
     Machine,
     ModelFacts,
+    Sizes,
     padding_pages,
     resolve,
 )
@@ -18,7 +19,13 @@ from servicekit.settings.load import load_settings
 
 MIB = 1 << 20
 MODEL = ModelFacts("bfloat16", max_position_embeddings=4096, kv_elements_per_token=1024)
-CPU, GPU = Machine(has_cuda=False), Machine(has_cuda=True, free_bytes=1000 * MIB)
+CPU, GPU = Machine(has_cuda=False), Machine(True, 1000 * MIB, 1200 * MIB)
+
+
+def fit(settings: InferenceSettings, machine: Machine) -> Sizes:
+    """Takes everything that is free for keys and values."""
+    kv_memory = settings.kv_memory or machine.free_bytes
+    return Sizes(3 * MIB, 5 * MIB, kv_memory, settings.max_sequences or 7, 9)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +67,10 @@ def test_store_addresses(model: Path) -> None:
         (["--dtype", "int8"], "--dtype: must be 'auto'"),
         (["--model", "/nowhere"], "--model: /nowhere has no config.json"),
         (["--model", "/"], "--model: / has no config.json"),
-        (["--max-batch-tokens", "63"], "--max-sequences 64 exceeds --max-batch-tokens 63"),
+        (
+            ["--max-sequences", "64", "--max-batch-tokens", "63"],
+            "--max-sequences 64 exceeds --max-batch-tokens 63",
+        ),
     ],
 )
 def test_wrong_values(model: Path, args: list[str], message: str) -> None:
@@ -74,15 +84,21 @@ def test_auto_follows_the_model_and_the_machine(model: Path) -> None:
     assert (config.device, config.dtype, config.max_model_len) == ("cpu", "bfloat16", 4096)
     assert (config.kv_memory, config.host_memory) == (512 * MIB, 0)
     assert resolve(parse(model, "--host-memory", "7MiB"), CPU, MODEL).host_memory == 7 * MIB
-    config = resolve(parse(model, "--dtype", "float32"), GPU, MODEL)
-    assert (config.device, config.dtype) == ("cuda", "float32")
-    assert (config.kv_memory, config.host_memory) == (900 * MIB - 256 * MIB, 1024 * MIB)
-    assert config.max_batch_tokens == 2048
-    assert resolve(parse(model, "--device", "cpu"), GPU, MODEL).device == "cpu"
-    assert resolve(parse(model), CPU, MODEL).max_batch_tokens == 512
+    assert (config.adapter_memory, config.max_sequences) == (256 * MIB, 64)
+    assert config.max_batch_tokens == 512
     assert resolve(parse(model, "--max-sequences", "600"), CPU, MODEL).max_batch_tokens == 600
+    assert resolve(parse(model, "--max-batch-tokens", "63"), CPU, MODEL).max_sequences == 63
+    assert resolve(parse(model, "--device", "cpu"), GPU, MODEL).device == "cpu"
     # Resolving is idempotent: nothing is left to decide.
-    assert resolve(config, GPU, MODEL) == config
+    assert resolve(config, CPU, MODEL) == config
+
+
+def test_sizes_on_a_device_are_chosen_by_what_knows_it(model: Path) -> None:
+    config = resolve(parse(model, "--dtype", "float32"), GPU, MODEL, fit)
+    assert (config.device, config.dtype) == ("cuda", "float32")
+    assert (config.kv_memory, config.adapter_memory) == (1000 * MIB, 3 * MIB)
+    assert (config.host_memory, config.max_sequences, config.max_batch_tokens) == (5 * MIB, 7, 9)
+    assert resolve(config, GPU, MODEL, fit) == config
 
 
 def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
@@ -93,10 +109,10 @@ def test_context_is_as_long_as_the_pages_allow(model: Path) -> None:
 
 def test_on_a_device_one_page_is_of_no_sequence(model: Path) -> None:
     """What is resolved is what the engine can hold beside padding's page."""
-    config = resolve(parse(model, "--kv-memory", "1MiB"), GPU, MODEL)
+    config = resolve(parse(model, "--kv-memory", "1MiB"), GPU, MODEL, fit)
     assert config.max_model_len == 512 - config.page_size * padding_pages("cuda")
     assert padding_pages("cuda") > padding_pages("cpu") == 0
-    assert resolve(config, GPU, MODEL) == config
+    assert resolve(config, GPU, MODEL, fit) == config
 
 
 @pytest.mark.parametrize(
@@ -108,9 +124,9 @@ def test_on_a_device_one_page_is_of_no_sequence(model: Path) -> None:
         (["--kv-memory", "1KiB"], CPU, "holds 0 tokens"),
         (["--max-model-len", "512", "--kv-memory", "1MiB"], GPU, "holds 496 tokens"),
         (["--kv-memory", "1KiB"], GPU, "holds 0 tokens"),
-        (["--adapter-memory", "2GiB"], GPU, "--adapter-memory 2.0GiB leaves no memory"),
+        (["--host-memory-limit", "1GiB"], CPU, "--host-memory-limit: on a CPU"),
     ],
 )
 def test_impossible_settings(model: Path, args: list[str], machine: Machine, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
-        resolve(parse(model, *args), machine, MODEL)
+        resolve(parse(model, *args), machine, MODEL, fit)

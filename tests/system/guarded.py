@@ -16,8 +16,8 @@ import grpc
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference_svc.app import InferenceServer, _facts, model_facts
-from inference_svc.config import InferenceSettings, Machine, resolve, to_engine_config
+from inference_svc.app import InferenceServer, _facts, resolve_settings
+from inference_svc.config import InferenceSettings, Machine, to_engine_config
 from inference_svc.engine.thread import EngineThread
 from inference_svc.model.geometry import load_geometry
 from inference_svc.store.client import ImageClient, NoStore
@@ -63,7 +63,7 @@ class Inference:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         geometry = load_geometry(self._config.model)
-        config = resolve(self._config, Machine(has_cuda=False), model_facts(geometry))
+        config = resolve_settings(self._config, Machine(has_cuda=False), geometry)
         access = read_store_access(config)
         self.server = InferenceServer(config, access)
         images = ImageClient(self.server.replicas, access) if config.store else NoStore()

@@ -126,7 +126,6 @@ def memory() -> list[Panel]:
             "processes.",
             "bytes",
             Query(used, "{{area}}"),
-            span=6,
             is_stacked=True,
         ),
         lines(
@@ -134,7 +133,6 @@ def memory() -> list[Panel]:
             "By area. 100 % is not necessarily a problem: caches are meant to be full.",
             "percentunit",
             Query(f"{used} / ({INFERENCE.sum(capacity, 'area')} > 0)", "{{area}}"),
-            span=6,
             maximum=1,
         ),
         lines(
@@ -142,7 +140,22 @@ def memory() -> list[Panel]:
             "Of the server processes. One that only grows will be killed when memory runs out.",
             "bytes",
             Query(INFERENCE.series("process_resident_memory_bytes"), WHICH),
-            span=6,
+            links=[links.TO_REPLICA],
+        ),
+        lines(
+            "Steps out of memory",
+            "How often, within five minutes, the device's memory did not suffice for a step, which "
+            "was then computed in parts. The usual cause is another program on the device.",
+            "short",
+            Query(INFERENCE.growth("step_out_of_memory_total", REPLICA), WHICH),
+            limit=limits.ANY,
+            links=[links.TO_REPLICA],
+        ),
+        lines(
+            "Tokens computed at once",
+            "At most, by replica: fewer than max-batch-tokens after steps ran out of memory.",
+            "short",
+            Query(INFERENCE.sum("step_token_limit", REPLICA), WHICH),
             links=[links.TO_REPLICA],
         ),
         lines(
@@ -150,7 +163,6 @@ def memory() -> list[Panel]:
             "Cores in use by the server processes.",
             "short",
             Query(INFERENCE.rate("process_cpu_seconds_total", REPLICA), WHICH),
-            span=6,
             links=[links.TO_REPLICA],
         ),
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2
 
 from inference_svc.api.load_report import LOAD_HEADER, load_report
-from inference_svc.config import InferenceSettings
+from inference_svc.config import CPU_SEQUENCES
 from loadout._routing import metadata
 from loadout._routing.metadata import Load, read_load
 from loadout.inference.v1 import inference_pb2 as pb
@@ -31,7 +31,7 @@ def test_every_response_has_the_load(serve) -> None:
         return read_load(tuple(await call.trailing_metadata()))
 
     async def body(running: Running) -> None:
-        limit = InferenceSettings.model_fields["max_sequences"].default
+        limit = CPU_SEQUENCES
         running.engine.hold.set()
         held = running.stub.Generate(pb.GenerateRequest(text="held"))
         await until_async(lambda: running.engine.num_running == 1)

@@ -10,6 +10,7 @@ from inference_svc import core
 from inference_svc.backends.cuda_graphs import Compute, captured_sizes
 from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import LoraStep
+from inference_svc.engine.step_limit import StepLimit
 from inference_svc.model.decoder import Transformer
 from inference_svc.model.inputs import StepInputs
 from kernels import tuning
@@ -26,6 +27,7 @@ from tests.gpu.models import (
     run,
     steps,
 )
+from tests.gpu.shortage import little_memory, tokens
 
 MANY_TOKENS = tuning.constants("store")["many_tokens"]
 SPLIT_TOKENS = tuning.constants("shrink")["split_tokens"]
@@ -76,6 +78,17 @@ def test_equals_the_torch_backend(model, slots):
         assert_close(wanted, run(other, steps(slots)), 1e-4)
     assert fixed.num_replays == 4
     assert fixed.num_lora_steps == plain.num_lora_steps
+
+
+@pytest.mark.parametrize("slots", SLOTS, ids=str)
+def test_a_step_without_memory_is_computed_in_parts(model, slots):
+    """What was given up, pages of its rows sent or not, leaves nothing behind."""
+    wanted = tokens(model.plain(), slots, StepLimit(MAX_TOKENS))
+    for record in (Eager, None):
+        fixed, limit = model.fixed(record), StepLimit(MAX_TOKENS)
+        with little_memory(fixed):
+            assert tokens(fixed, slots, limit) == wanted
+        assert limit.num_out_of_memory > 0
 
 
 def test_unrecorded_step_is_computed(model):

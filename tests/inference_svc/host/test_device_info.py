@@ -19,8 +19,11 @@ def test_device_is_queried_only_if_it_may_be_used(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(device_info, "ask_memory", ask_memory)
+    monkeypatch.setattr(device_info, "available_bytes", lambda: 5000)
+    monkeypatch.setattr(device_info, "resident_bytes", lambda: 400)
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(bytes(300))
     assert find_machine(InferenceSettings(model=tmp_path, device="cpu")) == Machine(has_cuda=False)
     assert not asked
-    assert find_machine(InferenceSettings(model=tmp_path)) == Machine(has_cuda=True, free_bytes=700)
+    assert find_machine(InferenceSettings(model=tmp_path)) == Machine(True, 1000, 2000, 5000)
+    limited = InferenceSettings(model=tmp_path, host_memory_limit=9000)
+    assert find_machine(limited) == Machine(True, 1000, 2000, 8600), "whatever the machine says"

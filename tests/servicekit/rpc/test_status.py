@@ -53,6 +53,7 @@ INFERENCE_CODES = {
     "NoRoom": "FAILED_PRECONDITION",
     "ProfileRunning": "FAILED_PRECONDITION",
     "QueueFull": "RESOURCE_EXHAUSTED",
+    "OutOfDeviceMemory": "RESOURCE_EXHAUSTED",
     "NoSteps": "DEADLINE_EXCEEDED",
     "AdapterUnavailable": "UNAVAILABLE",
     "StoreUnavailable": "UNAVAILABLE",

@@ -1,0 +1,100 @@
+"""What the CUDA backend takes of its device, computed before anything is allocated.
+
+All of it is an upper bound. What torch allocates is counted operation by operation; what the driver
+takes for a recorded step, and libraries for themselves, are estimates that say where they are from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from inference_svc.backends.base import MemoryNeeds, max_pages
+from inference_svc.backends.cuda_graphs import captured_sizes
+from inference_svc.backends.cuda_inputs import CudaInputs
+from inference_svc.backends.cuda_lora import CudaLora
+from inference_svc.core import EngineConfig
+from inference_svc.model.geometry import ModelGeometry
+from inference_svc.model.weights import weights_bytes
+from kernels import tuning
+from kernels.attention.plan import max_segments
+
+MIB = 1 << 20
+LIBRARIES_BYTES = 384 * MIB
+"""In addition to the context: cuBLAS' workspaces (torch gives one to each stream that multiplies,
+32 MiB on Hopper: the stream that computes and the one that records), the code that cuBLAS, torch
+and Triton load when it first runs, and what torch's allocator rounds up. An estimate."""
+NODE_BYTES = 16 << 10
+"""Device memory of a kernel in a recorded step: about 10 KiB in current drivers (NVIDIA's cccl#3768
+says so of its own graphs), and some for what the driver rounds up."""
+LAYER_NODES, LAYER_LORA_NODES = 12, 20
+OTHER_NODES = 24
+"""Kernels of a recorded step, in a layer and around all; a test counts them."""
+SAMPLER_COPIES = 4
+"""Copies of the logits in fp32 that choosing tokens takes beside the logits: the probabilities for
+callers that want them, and three while rows are drawn."""
+
+
+def memory_needs(config: EngineConfig, geometry: ModelGeometry) -> MemoryNeeds:
+    sampler_bytes = SAMPLER_COPIES * 4 * config.max_sequences * geometry.vocab_size
+    layers_bytes = step_bytes(config, geometry, config.max_batch_tokens)
+    workspace_bytes = max(sampler_bytes, layers_bytes) + _fixed_bytes(config, geometry)
+    return MemoryNeeds(
+        weights_bytes(geometry, getattr(torch, config.dtype)),
+        workspace_bytes,
+        graphs_bytes=_graphs_bytes(config, geometry) if config.record_steps else 0,
+        libraries_bytes=LIBRARIES_BYTES,
+    )
+
+
+def step_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
+    """Returns what `Transformer.forward` allocates at most at one time for so many tokens of all
+    sequences, its logits included."""
+    g, item_bytes = geometry, getattr(torch, config.dtype).itemsize
+    attention_bytes = num_tokens * (2 * g.q_size + 2 * g.kv_size) * item_bytes
+    attention_bytes += _partial_results_bytes(config, g)
+    mlp_bytes = num_tokens * 3 * g.intermediate_size * item_bytes
+    # The residual stream, what was last added to it, its norm, and what comes of that; the angles.
+    layers_bytes = num_tokens * (4 * g.hidden_size + 2 * g.head_dim) * item_bytes
+    logits_bytes = config.max_sequences * g.vocab_size * item_bytes
+    layers_bytes += max(attention_bytes, mlp_bytes, logits_bytes)
+    return layers_bytes + _shrunk_bytes(config, g, num_tokens)
+
+
+def _partial_results_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns what decode attention holds of the segments of all contexts, in fp32: sums, and what
+    they are weighted by."""
+    num_segments = max_segments(config.max_sequences, max_pages(config) * config.page_size)
+    return 4 * num_segments * geometry.num_heads * (geometry.head_dim + 1)
+
+
+def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
+    """Returns what an adapter's A makes of the inputs of a group: fp32, three targets at most. Few
+    tokens have a sum for each chunk of their features."""
+    tuned = tuning.constants("shrink")
+    widest = max(geometry.hidden_size, geometry.q_size, geometry.intermediate_size)
+    num_split = min(num_tokens, tuned["split_tokens"]) * -(-widest // tuned["chunk"])
+    block = max(tuned["block_r"], tuned["tile_block_r"])
+    rank = -(-config.max_lora_rank // block) * block
+    return 4 * max(num_tokens, num_split) * 3 * rank
+
+
+def _fixed_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns what is held between steps: where logits go, inputs, and the tables of pages and of
+    adapters."""
+    max_tokens, max_rows = config.max_batch_tokens, config.max_sequences
+    logits_bytes = max_rows * (4 * geometry.vocab_size + 8)
+    inputs_bytes = sum(
+        CudaInputs.num_bytes(count, max_rows) + CudaLora.num_bytes(count, max_rows)
+        for count in (max_tokens, max_rows)
+    )
+    num_targets = 7 * geometry.num_layers + 2
+    pages_bytes = 4 * ((max_rows + 1) * max_pages(config) + 1)
+    return logits_bytes + inputs_bytes + pages_bytes + 16 * config.max_loras * num_targets
+
+
+def _graphs_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
+    """Returns what recorded steps take: their kernels, and the memory of one of the largest, which
+    all of them compute in."""
+    num_nodes = (LAYER_NODES + LAYER_LORA_NODES) * geometry.num_layers + 2 * OTHER_NODES
+    nodes_bytes = len(captured_sizes(config.max_sequences)) * num_nodes * NODE_BYTES
+    return nodes_bytes + step_bytes(config, geometry, config.max_sequences)

@@ -1,0 +1,156 @@
+"""Chooses the sizes that settings leave open, for a device with memory of its own.
+
+The budget's lines are the only arithmetic: what they leave of the device is for keys and values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from inference_svc.adapters.layout import layout_of
+from inference_svc.adapters.resident import Shape
+from inference_svc.backends.base import DeviceMemory, MemoryNeeds, kv_page_bytes
+from inference_svc.backends.select import select_backend
+from inference_svc.config import InferenceSettings, Machine, Sizes, to_engine_config
+from inference_svc.core import EngineConfig, padding_pages
+from inference_svc.engine.memory_budget import Budget, human, plan_budgets
+from inference_svc.model.geometry import ModelGeometry
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES, MAX_BATCH_TOKENS = 256, 8192
+HALVINGS = 5
+"""How often these two may be halved, together."""
+STEP_SHARE, ARENA_SHARE = 8, 10
+"""A step takes at most one part in so many of what the weights leave, the arena one."""
+SPARE_SHARE = 100
+"""One part in so many of the device is left free: what others take of it varies."""
+HOST_ARENAS, HOST_SHARE = 4, 4
+"""The host tier is as large as so many arenas, at most one part in so many of the host's memory."""
+MIN_KV_TOKENS = 2048
+"""Fewer tokens of keys and values are not worth a start, unless --max-model-len asks for fewer."""
+NO_ADAPTERS_BYTES = 1 << 20
+"""Arena and host tier where there is no store to load adapters from."""
+
+
+def fit_device(settings: InferenceSettings, machine: Machine, *, geometry: ModelGeometry) -> Sizes:
+    """See `config.FitDevice`. Raises ValueError with the budget's lines if they do not fit."""
+    fit = _Fit(settings, machine, geometry)
+    sizes = fit.with_step(Sizes(0, 0, 0, 0, 0))
+    sizes = fit.with_adapters(sizes)
+    sizes = fit.with_pages(sizes)
+    fit.budget(sizes).check()
+    return sizes
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The choice for one model on one machine, one kind of size after the other."""
+
+    settings: InferenceSettings
+    machine: Machine
+    geometry: ModelGeometry
+
+    def with_step(self, sizes: Sizes) -> Sizes:
+        """Chooses the widest step that takes no more than its share."""
+        for max_batch_tokens, max_sequences in self._widths():
+            sizes = replace(sizes, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+            needed_bytes = self._needs(sizes).step_bytes
+            if needed_bytes * STEP_SHARE <= self._left_bytes(sizes):
+                break
+        return sizes
+
+    def _widths(self) -> Iterator[tuple[int, int]]:
+        """Yields tokens and sequences of a step, the widest first."""
+        tokens, sequences = self.settings.max_batch_tokens, self.settings.max_sequences
+        for halvings in range(HALVINGS + 1):
+            most = sequences or min(MAX_SEQUENCES >> halvings, tokens or MAX_BATCH_TOKENS)
+            yield tokens or max(MAX_BATCH_TOKENS >> halvings, most), most
+
+    def with_adapters(self, sizes: Sizes) -> Sizes:
+        """Chooses arena and host tier; warns of an arena without space for every adapter."""
+        settings, largest_bytes = self.settings, self._largest_image.num_bytes
+        if settings.adapter_memory is None:
+            arena_bytes = self._arena_bytes(sizes)
+        else:
+            arena_bytes = int(settings.adapter_memory)
+        if arena_bytes < largest_bytes and settings.store:
+            logger.warning(
+                "--adapter-memory %s: an adapter of --max-lora-rank %d may take %s, and is refused",
+                *(human(arena_bytes), settings.max_lora_rank, human(largest_bytes)),
+            )
+        host_bytes = self._host_bytes(arena_bytes)
+        if settings.host_memory is not None:
+            host_bytes = int(settings.host_memory)
+        return replace(sizes, adapter_memory=arena_bytes, host_memory=host_bytes)
+
+    def _arena_bytes(self, sizes: Sizes) -> int:
+        """A tenth of what the weights leave, no more than all adapters can take, and at least so
+        much that the largest one can be pinned beside another."""
+        if not self.settings.store:
+            return NO_ADAPTERS_BYTES
+        largest = self._largest_image
+        # An image that fits into no hole is cut at its targets: part of a hole may be left over.
+        ends = (*largest.cuts[1:], largest.num_bytes)
+        widest_bytes = max(end - cut for cut, end in zip(largest.cuts, ends, strict=True))
+        share_bytes = self._left_bytes(sizes) // ARENA_SHARE
+        wanted_bytes = min(share_bytes, self.settings.max_loras * largest.num_bytes)
+        return max(wanted_bytes, 2 * (largest.num_bytes + widest_bytes))
+
+    def _host_bytes(self, arena_bytes: int) -> int:
+        """Several arenas, a part of the host's memory, and at least one adapter: all of them pass
+        through."""
+        if not self.settings.store:
+            return NO_ADAPTERS_BYTES
+        wanted_bytes, free_bytes = HOST_ARENAS * arena_bytes, self.machine.host_free_bytes
+        if free_bytes is not None:
+            wanted_bytes = min(wanted_bytes, free_bytes // HOST_SHARE)
+        return max(wanted_bytes, self._largest_image.num_bytes)
+
+    def with_pages(self, sizes: Sizes) -> Sizes:
+        """Gives what is left to keys and values."""
+        if self.settings.kv_memory is not None:
+            return replace(sizes, kv_memory=int(self.settings.kv_memory))
+        budget = self.budget(sizes)
+        spare_bytes = self.machine.total_bytes // SPARE_SHARE
+        left_bytes = self._limit_bytes(budget) - budget.needed_bytes - spare_bytes
+        return replace(sizes, kv_memory=max(left_bytes, self._min_pages_bytes()))
+
+    def _min_pages_bytes(self) -> int:
+        settings, longest = self.settings, self.geometry.max_position_embeddings
+        num_tokens = settings.max_model_len or min(MIN_KV_TOKENS, longest)
+        num_pages = -(-num_tokens // settings.page_size) + padding_pages(settings.device)
+        return num_pages * kv_page_bytes(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
+
+    def budget(self, sizes: Sizes) -> Budget:
+        """Returns the device's."""
+        memory = DeviceMemory(self.machine.free_bytes, self.machine.total_bytes)
+        return plan_budgets(self._config(sizes), self._needs(sizes), memory)[0]
+
+    def _needs(self, sizes: Sizes) -> MemoryNeeds:
+        config = self._config(sizes)
+        return select_backend(config).memory_needs(config, self.geometry)
+
+    def _config(self, sizes: Sizes) -> EngineConfig:
+        """Where the longest sequence is not decided, it is the model's: it decides little."""
+        max_model_len = self.settings.max_model_len or self.geometry.max_position_embeddings
+        decided = asdict(sizes) | {"max_model_len": max_model_len}
+        return to_engine_config(self.settings.model_copy(update=decided))
+
+    def _left_bytes(self, sizes: Sizes) -> int:
+        """Returns what weights and libraries leave; below 0: nothing."""
+        budget = self.budget(replace(sizes, adapter_memory=0, host_memory=0, kv_memory=0))
+        return self._limit_bytes(budget) - budget.needed_bytes + self._needs(sizes).step_bytes
+
+    def _limit_bytes(self, budget: Budget) -> int:
+        assert budget.limit_bytes is not None, "what the device has is known"
+        return budget.limit_bytes
+
+    @cached_property
+    def _largest_image(self) -> Shape:
+        """The shape of the largest adapter that is admitted."""
+        layout = layout_of(self._config(Sizes(0, 0, 0, 1, 1)), self.geometry)
+        return layout.largest_image(self.settings.max_lora_rank)

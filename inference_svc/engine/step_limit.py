@@ -1,0 +1,58 @@
+"""How many tokens are computed at once: fewer after the device has run out of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inference_svc.core import BatchRow
+
+GOOD_STEPS = 64
+"""Steps without running out of memory after which twice as many tokens are tried again."""
+
+Rows = tuple[BatchRow, ...]
+
+
+@dataclass
+class StepLimit:
+    """At most `max_tokens`, as steps are planned; `num_out_of_memory` counts how often the memory
+    did not suffice."""
+
+    max_tokens: int
+    tokens: int = field(init=False)
+    num_out_of_memory: int = 0
+    _num_good: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens > 0
+        self.tokens = self.max_tokens
+
+    def cut(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Returns what of a step is computed at once, and what is left. A row of a prompt may be
+        cut: its first part does not sample."""
+        if self.tokens == self.max_tokens:
+            return rows, ()
+        left = self.tokens
+        for index, row in enumerate(rows):
+            if row.num_tokens <= left:
+                left -= row.num_tokens
+                continue
+            before, after = rows[:index], rows[index + 1 :]
+            if not left:
+                return before, (row, *after)
+            first = row._replace(num_tokens=left, samples=False)
+            rest = row._replace(start=row.start + left, num_tokens=row.num_tokens - left)
+            return (*before, first), (rest, *after)
+        return rows, ()
+
+    def ran_out(self, num_tokens: int) -> None:
+        """The memory did not suffice for so many tokens: half of them are the limit."""
+        self.num_out_of_memory += 1
+        self.tokens, self._num_good = max(1, num_tokens // 2), 0
+
+    def succeeded(self) -> None:
+        """A whole step was computed."""
+        if self.tokens == self.max_tokens:
+            return
+        self._num_good += 1
+        if self._num_good == GOOD_STEPS:
+            self.tokens, self._num_good = min(self.max_tokens, 2 * self.tokens), 0

@@ -1,0 +1,145 @@
+"""What the CUDA backend is said to take is what its operations allocate, and little more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference_svc.backends import cuda_needs
+from inference_svc.backends.cuda import CudaBackend
+from inference_svc.backends.torch import LoraStep
+from inference_svc.core import EngineConfig, Request, SamplingParams, Sequence
+from inference_svc.engine import sampler
+from inference_svc.engine.sampler import Sampler
+from tests.gpu.models import (
+    MAX_PAGES,
+    MAX_RANK,
+    MAX_ROWS,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    Model,
+    make_geometry,
+)
+from tests.inference_svc.backends.test_cuda_launches import LIMITS, NUM_LAYERS, counted_launches
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of all memory that operations of torch allocate and that is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each._cdata for each in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        self._live = {key: pair for key, pair in self._live.items() if not pair[0].expired()}
+        for storage in _storages(result):
+            if storage._cdata not in given and storage._cdata not in self._live:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    with torch.inference_mode(), LiveBytes() as live:
+        yield live
+
+
+@pytest.fixture(
+    params=[{"num_attention_heads": 16}, {"intermediate_size": 512}, {"vocab_size": 8192}], ids=str
+)
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
+    """Models whose attention, whose feed-forward and whose head takes most."""
+    geometry = make_geometry("qwen3, norms of heads", tmp_path, **request.param)
+    return Model.make(geometry, torch.float32, torch.device("cpu"))
+
+
+def config_of(num_tokens: int) -> EngineConfig:
+    """The sizes of the models' backends."""
+    return EngineConfig(
+        Path(),
+        "model",
+        device="cuda",
+        max_model_len=MAX_PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_sequences=MAX_ROWS,
+        max_batch_tokens=num_tokens,
+        max_loras=NUM_SLOTS,
+        max_lora_rank=MAX_RANK,
+    )
+
+
+def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> int:
+    """Returns what a step of so many tokens, all with adapters, allocates at most at one time.
+    `has_decodes`: some are rows of their own."""
+    step = backend._prompts
+    step.inputs.fill_padding()
+    inputs = step.inputs._views(num_tokens, MAX_ROWS, MAX_ROWS, num_tokens // 16, has_decodes)
+    plans = (
+        step.lora._any_plan(step.lora._tokens, num_tokens, True),
+        step.lora._any_plan(step.lora._heads, MAX_ROWS, False),
+    )
+    lora = LoraStep(backend.arena, step.lora._groups, *plans)
+    with live_bytes() as live:
+        backend._transformer.forward(inputs, backend._kv_cache, lora)
+    return live.peak
+
+
+@pytest.mark.parametrize("num_tokens", [MAX_ROWS, 64, 512])
+def test_a_step_takes_no_more(model, monkeypatch, num_tokens):
+    with counted_launches(monkeypatch):
+        backend = model.fixed(None, is_warm=False, max_tokens=num_tokens)
+        peak = peak_bytes(backend, num_tokens, has_decodes=True)
+    planned = cuda_needs.step_bytes(config_of(num_tokens), model.transformer.geometry, num_tokens)
+    assert peak <= planned <= 1.3 * peak, "more would be memory that could be pages"
+
+
+def test_what_is_held_between_steps(model):
+    backend = model.fixed(None, is_warm=False)
+    planned = cuda_needs._fixed_bytes(config_of(70), model.transformer.geometry)
+    held = backend.workspace_bytes + backend.arena.table.rows.nbytes
+    assert held <= planned <= 1.3 * held
+
+
+@pytest.mark.parametrize("with_lora", LIMITS)
+def test_recorded_kernels_are_counted(with_lora):
+    layer_nodes = cuda_needs.LAYER_LORA_NODES if with_lora else cuda_needs.LAYER_NODES
+    assert LIMITS[with_lora] <= NUM_LAYERS * layer_nodes + cuda_needs.OTHER_NODES
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5}], ids=str)
+def test_choosing_tokens_takes_no_more(monkeypatch, changes):
+    monkeypatch.setattr(sampler, "_SORTED_ROWS", 1)
+    sampling = SamplingParams(logprobs=5, seed=1, **changes)
+    sequences = [Sequence(Request(str(row), (1, 2, 3), sampling)) for row in range(8)]
+    logits = torch.randn(8, 100_000, generator=torch.Generator().manual_seed(0))
+    with live_bytes() as live:
+        Sampler((), has_device_memory=True).sample(logits, sequences)
+    assert live.peak <= cuda_needs.SAMPLER_COPIES * logits.nbytes
+
+
+def test_more_of_anything_needs_more(model):
+    config, geometry = config_of(70), model.transformer.geometry
+    needs = cuda_needs.memory_needs(config, geometry)
+    for change in ({"max_sequences": 64}, {"max_batch_tokens": 1 << 14}):
+        more = cuda_needs.memory_needs(replace(config, **change), geometry)
+        assert more.step_bytes > needs.step_bytes
+    eager = cuda_needs.memory_needs(replace(config, record_steps=False), geometry)
+    assert eager.step_bytes == needs.workspace_bytes

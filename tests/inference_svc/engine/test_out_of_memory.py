@@ -1,0 +1,263 @@
+"""A device without memory for a whole step: it is computed in parts, and gives the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from inference_svc.core import BatchRow, EngineConfig, Request, SamplingParams, Sequence
+from inference_svc.engine.build import BuiltEngine, build_engine
+from inference_svc.engine.messages import Output, Submit
+from inference_svc.engine.step_limit import GOOD_STEPS, StepLimit
+from inference_svc.errors import OutOfDeviceMemory
+from inference_svc.model.inputs import StepInputs
+from inference_svc.store.client import NoStore
+
+MAX_TOKENS = 64
+PROMPT_TOKENS = 40
+"""Prompts are of the first so many tokens of the vocabulary."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(shape).save_pretrained(made)
+    return made
+
+
+@dataclass
+class Scarce:
+    """A model on a device that `suffices` for some steps only; half of the others are computed
+    before that shows."""
+
+    transformer: Any
+    suffices: Callable[[StepInputs], bool]
+    num_refused: int = 0
+
+    @property
+    def weights(self) -> Any:
+        return self.transformer.weights
+
+    def forward(self, inputs: StepInputs, *others: Any) -> Tensor:
+        if self.suffices(inputs):
+            return self.transformer.forward(inputs, *others)
+        self.num_refused += 1
+        if self.num_refused % 2:
+            self.transformer.forward(inputs, *others)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Engine:
+    """An engine on torch's backend, stepped by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        config = EngineConfig(
+            folder,
+            "model",
+            max_model_len=256,
+            max_sequences=8,
+            max_batch_tokens=MAX_TOKENS,
+            max_prefill_chunk=MAX_TOKENS,
+            page_size=4,
+            kv_bytes=1 << 19,
+            arena_bytes=1 << 20,
+            native_kernels=False,
+            num_threads=1,
+        )
+        self.built: BuiltEngine = build_engine(config, NoStore(), lambda event: None)
+        self.engine = self.built.engine
+        self.limit: StepLimit = self.engine.scheduler.step_limit
+        self.backend: Any = self.engine.runner.backend
+
+    def make_scarce(self, suffices: Callable[[StepInputs], bool]) -> Scarce:
+        self.backend._transformer = Scarce(self.backend._transformer, suffices)
+        return self.backend._transformer
+
+    def run(self, requests: list[Request]) -> dict[str, list[Output]]:
+        """Returns the outputs by request."""
+        found: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+        messages: list[Any] = [Submit(request) for request in requests]
+        go_on = True
+        while go_on:
+            outputs, go_on = self.engine.step(messages)
+            self.engine.check_integrity()
+            messages = []
+            for output in outputs.outputs:
+                found[output.request_id].append(output)
+        assert all(outputs[-1].is_last for outputs in found.values())
+        assert self.engine.scheduler.pages.num_used == 0
+        return found
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Callable[[], Engine]]:
+    before, made = torch.get_num_threads(), list[Engine]()
+
+    def make_one() -> Engine:
+        made.append(Engine(folder))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        each.built.puller.close()
+    torch.set_num_threads(before)
+
+
+def requests() -> list[Request]:
+    """Prompts longer and shorter than a step, of greedy, random, penalised and explained rows."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 3},
+        {"seed": 4, "top_p": 0.8, "repetition_penalty": 1.4},
+        {"temperature": 0.0, "presence_penalty": 0.5, "logprobs": 2},
+        {"seed": 5, "min_tokens": 3, "top_k": 5},
+    ]
+    return [
+        Request(
+            f"{number}",
+            tuple((7 * index + number) % PROMPT_TOKENS for index in range(3 + 37 * number)),
+            SamplingParams(max_tokens=12, ignore_eos=True, **kind),
+            arrival_s=time.monotonic(),
+        )
+        for number, kind in enumerate(kinds)
+    ]
+
+
+def tokens_of(found: dict[str, list[Output]]) -> dict[str, list[int]]:
+    return {name: [t for o in outputs for t in o.token_ids] for name, outputs in found.items()}
+
+
+@pytest.mark.parametrize("most", [1, 3, 10, 40])
+def test_all_requests_get_the_tokens_that_they_would_have(
+    make: Callable[[], Engine], most: int
+) -> None:
+    plenty, scarce = make(), make()
+    model = scarce.make_scarce(lambda inputs: len(inputs.token_ids) <= most)
+    wanted, found = plenty.run(requests()), scarce.run(requests())
+    assert tokens_of(found) == tokens_of(wanted)
+    explained = [[o.logprobs for o in outputs["3"]] for outputs in (wanted, found)]
+    for one, other in zip(*explained, strict=True):
+        assert one[0].token_id == other[0].token_id
+        assert one[0].logprob == pytest.approx(other[0].logprob, abs=1e-4)
+    status = scarce.engine.commands.describe()
+    assert status.counters["step_out_of_memory"] == model.num_refused > 0
+    assert status.gauges["step_token_limit"] <= most
+    assert plenty.engine.commands.describe().counters["step_out_of_memory"] == 0
+
+
+def test_choosing_tokens_may_run_out_too(
+    make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it has changed the logits: they are computed again."""
+    plenty, scarce = make(), make()
+    wanted = plenty.run(requests())
+    sample = type(scarce.engine.runner._sampler).sample
+
+    def sample_few(self: Any, logits: Tensor, sequences: list[Sequence], argmax: Any) -> Any:
+        sampled = sample(self, logits, sequences, argmax)
+        if len(sequences) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sampled
+
+    monkeypatch.setattr(type(scarce.engine.runner._sampler), "sample", sample_few)
+    assert tokens_of(scarce.run(requests())) == tokens_of(wanted)
+    assert scarce.limit.num_out_of_memory > 0
+
+
+def test_the_limit_recovers(make: Callable[[], Engine]) -> None:
+    engine = make()
+    model = engine.make_scarce(lambda inputs: len(inputs.token_ids) <= 10)
+    engine.run(requests())
+    assert engine.limit.tokens <= 10
+    model.suffices = lambda inputs: True
+    before = engine.limit.num_out_of_memory
+    for _ in range(60):
+        engine.run(requests())
+    assert engine.limit.tokens == MAX_TOKENS
+    assert engine.limit.num_out_of_memory == before
+
+
+@pytest.mark.parametrize("num_tokens", [1, 50])
+def test_a_request_that_never_fits_ends_alone(make: Callable[[], Engine], num_tokens: int) -> None:
+    """The device has no memory for a token that no other request has."""
+    plenty, scarce = make(), make()
+    others = [each for each in requests() if each.request_id in "03"]
+    wanted = tokens_of(plenty.run(others))
+    seen = {token for tokens in wanted.values() for token in tokens}
+    bad = min(set(range(PROMPT_TOKENS, 64)) - seen)
+    scarce.make_scarce(lambda inputs: bad not in inputs.token_ids.tolist())
+    prompt = (*range(num_tokens - 1), bad, *range(num_tokens))
+    lost = Request("lost", prompt, SamplingParams(), arrival_s=time.monotonic())
+    found = scarce.run([lost, *others])
+    [last] = found.pop("lost")
+    assert isinstance(last.error, OutOfDeviceMemory)
+    assert last.error.retry_after_s > 0
+    assert "--kv-memory" in str(last.error)
+    assert tokens_of(found) == wanted
+
+
+# --- the limit ----------------------------------------------------------------------------------
+
+
+def rows_of(*counts: int) -> tuple[BatchRow, ...]:
+    rows = []
+    for index, count in enumerate(counts):
+        sequence = Sequence(Request(str(index), (1,) * (5 + count), SamplingParams()))
+        rows.append(BatchRow(sequence, 5, count, samples=True))
+    return tuple(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8, 9, 100])
+def test_parts_are_the_whole(tokens: int) -> None:
+    rows = rows_of(1, 1, 7, 1, 4)
+    limit = StepLimit(200)
+    limit.ran_out(2 * tokens)
+    left, parts = rows, list[tuple[BatchRow, ...]]()
+    while left:
+        part, left = limit.cut(left)
+        parts.append(part)
+    assert all(sum(row.num_tokens for row in part) == tokens for part in parts[:-1])
+    found: dict[str, list[BatchRow]] = {}
+    for row in (row for part in parts for row in part):
+        found.setdefault(row.sequence.request.request_id, []).append(row)
+    for row in rows:
+        pieces = found[row.sequence.request.request_id]
+        places = [range(p.start, p.start + p.num_tokens) for p in pieces]
+        assert [at for place in places for at in place] == list(range(5, 5 + row.num_tokens))
+        assert [piece.samples for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_without_a_shortage_nothing_is_cut() -> None:
+    limit, rows = StepLimit(3), rows_of(1, 1, 7)
+    assert limit.cut(rows) == (rows, ())
+
+
+def test_the_limit_is_halved_and_doubled() -> None:
+    limit = StepLimit(100)
+    limit.ran_out(60)
+    limit.ran_out(30)
+    assert (limit.tokens, limit.num_out_of_memory) == (15, 2)
+    for expected in (30, 60, 100, 100):
+        for _ in range(GOOD_STEPS):
+            limit.succeeded()
+        assert limit.tokens == expected
+    limit.ran_out(1)
+    assert limit.tokens == 1

@@ -1,0 +1,60 @@
+"""The models and the cards that the tables of sizing are made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GB = 10**9
+
+
+def _model(
+    architecture: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    heads: tuple[int, int],
+    max_position_embeddings: int,
+    **more: Any,
+) -> dict[str, Any]:
+    """`heads` are those of queries, then those of keys and values."""
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+BENCH_200M = _model("Llama", 8192, 1024, 2816, 16, (16, 4), 2048)
+LLAMA_8B = _model("Llama", 128256, 4096, 14336, 32, (32, 8), 131072)
+MODELS = {
+    "Qwen3-0.6B": _model(
+        *("Qwen3", 151936, 1024, 3072, 28, (16, 8), 40960), head_dim=128, tie_word_embeddings=True
+    ),
+    "Qwen3-4B": _model(
+        *("Qwen3", 151936, 2560, 9728, 36, (32, 8), 40960), head_dim=128, tie_word_embeddings=True
+    ),
+    "Llama-3.1-8B": LLAMA_8B,
+    "Qwen2.5-14B": _model("Qwen2", 152064, 5120, 13824, 48, (40, 8), 131072),
+    "Qwen3-32B": _model("Qwen3", 151936, 5120, 25600, 64, (64, 8), 40960, head_dim=128),
+    "half of Llama-3.3-70B": _model(
+        "Llama", 128256, 8192, 14336, 80, (32, 4), 131072, head_dim=128
+    ),
+    "Llama-3.3-70B": _model("Llama", 128256, 8192, 28672, 80, (64, 8), 131072),
+}
+"""config.json by name. The half is what a card has of each layer where two share them."""
+CARDS = (16, 24, 40, 48, 80, 141)
+"""Gigabytes that cards are sold by."""
+
+
+def card_bytes(gigabytes: int) -> int:
+    """Returns what a program finds of such a card: a little less, for error correction."""
+    return gigabytes * GB * 39 // 40
