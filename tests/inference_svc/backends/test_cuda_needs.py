@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.gpu_launches import noted_kernels
 from inference_svc.backends import cuda_needs
 from inference_svc.backends.cuda import CudaBackend
 from inference_svc.backends.torch import LoraStep
@@ -29,7 +30,7 @@ from tests.gpu.models import (
     Model,
     make_geometry,
 )
-from tests.inference_svc.backends.test_cuda_launches import LIMITS, NUM_LAYERS, counted_launches
+from tests.inference_svc.backends.test_cuda_launches import LIMITS, NUM_LAYERS
 
 
 class LiveBytes(TorchDispatchMode):
@@ -103,8 +104,8 @@ def peak_bytes(backend: CudaBackend, num_tokens: int, *, has_decodes: bool) -> i
 
 
 @pytest.mark.parametrize("num_tokens", [MAX_ROWS, 64, 512])
-def test_a_step_takes_no_more(model, monkeypatch, num_tokens):
-    with counted_launches(monkeypatch):
+def test_a_step_takes_no_more(model, num_tokens):
+    with noted_kernels(lambda launch: None):
         backend = model.fixed(None, is_warm=False, max_tokens=num_tokens)
         peak = peak_bytes(backend, num_tokens, has_decodes=True)
     planned = cuda_needs.step_bytes(config_of(num_tokens), model.transformer.geometry, num_tokens)

@@ -1,0 +1,195 @@
+"""What a recording holds is the same for every batch of its size: a step waits for nothing,
+launches the same, and reads no memory that a later step would find moved, changed or freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, storage_id
+from inference_svc.backends.cuda import CudaBackend, PreparedStep
+from kernels.attention import KVCache
+from kernels.elementwise import add_rms_norm, swiglu
+from tests.gpu.models import FEATURES, Eager, Model, make_geometry, steps
+
+BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
+
+
+def tensors_of(part: Any) -> Iterator[Tensor]:
+    """The tensors of weights."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from tensors_of(each)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from tensors_of(getattr(part, each.name))
+
+
+class Checked:
+    """A backend whose every step is looked at."""
+
+    def __init__(self, model: Model, transformer: Any = None) -> None:
+        cache = model.cache()
+        self.backend = model.fixed(Eager, is_warm=False, cache=cache, transformer=transformer)
+        self.places = places_of(self.backend, model, cache)
+        self.recorded: dict[tuple[int, bool], list[tuple]] = {}
+
+    def record(self) -> None:
+        """Every decode step, while what is filled in is padding: as the warm-up does."""
+        inputs = self.backend._decodes.inputs
+        inputs.block.wait()
+        inputs.fill_padding()
+        inputs.send()
+        for size in self.backend._sizes:
+            for with_lora in (False, True):
+                with launches() as noted:
+                    self.backend._decode(size, with_lora)
+                self.recorded[size, with_lora] = self.described(noted)
+
+    def run(self, batch: Any) -> None:
+        prepared: PreparedStep = self.backend.prepare(batch)
+        with launches() as noted:
+            self.backend.forward(prepared)
+        found = self.described(noted)
+        if prepared.size is not None:
+            wanted = self.recorded[prepared.size, prepared.has_lora]
+            for one, other in zip(wanted, found, strict=False):
+                assert one == other, "the recording computes something else"
+            assert len(wanted) == len(found)
+
+    def described(self, noted: Noted) -> list[tuple]:
+        """All that a recording holds of each launch, tensors by where they lie."""
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            at = noted.allocated.get(storage_id(leaf), self.places.get(storage_id(leaf)))
+            assert at is not None, f"nobody keeps this for the recording: {leaf}"
+            return at, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype
+
+        def describe(launch: Launch) -> tuple:
+            return launch.name, launch.grid, tree_map(place, launch.arguments)
+
+        return [describe(launch) for launch in noted.launches]
+
+
+def places_of(backend: CudaBackend, model: Model, cache: KVCache) -> dict[int, str]:
+    """What stays where it is, by storage."""
+    places = {storage_id(each): "weights" for each in tensors_of(model.transformer.weights)}
+    named = {
+        "frequencies": model.transformer._rotary._inverse_frequencies,
+        "keys and values": cache.data,
+        "page table": backend._table.on_device,
+        "arena": model.arena.flat,
+        "table of adapters": model.arena.table.rows,
+        "inputs": backend._decodes.inputs.block._twin,
+        "inputs of prompts": backend._prompts.inputs.block._twin,
+        "logits": backend._logits,
+        "largest logits": backend._argmax,
+    }
+    return places | {storage_id(tensor): name for name, tensor in named.items()}
+
+
+def check_all(make: Callable[[], Checked]) -> None:
+    checked = make()
+    checked.record()
+    for slots in (SOME, BASE, ALL, SOME):
+        for batch in steps(slots):
+            checked.run(batch)
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    def make(feature: str) -> Model:
+        geometry = make_geometry(feature, tmp_path)
+        return Model.make(geometry, torch.float16, META)
+
+    return make
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_recording_serves_every_batch(make_model, feature):
+    model = make_model(feature)
+    check_all(lambda: Checked(model))
+
+
+class Planted:
+    """A decoder that does something else besides."""
+
+    def __init__(self, model: Model, plant: Callable[[Planted, Tensor], Any]) -> None:
+        self.geometry = model.transformer.geometry
+        self.model = model
+        self.stray = torch.ones(1, device=META)
+        self.num_calls = 0
+        self._plant = plant
+
+    @property
+    def is_odd(self) -> int:
+        return self.num_calls % 2
+
+    @torch.inference_mode()
+    def forward(self, inputs: Any, kv_cache: Any, lora: Any) -> Tensor:
+        self.num_calls += 1
+        logits = self.model.transformer.forward(inputs, kv_cache, lora)
+        self._plant(self, logits)
+        return logits
+
+
+WAITS = {
+    "item": lambda _, x: x.sum().item(),
+    "a condition": lambda _, x: bool(x.sum() > 0),
+    "nonzero": lambda _, x: x.nonzero(),
+    "a mask": lambda _, x: x[x > 0],
+    "masked_select": lambda _, x: torch.masked_select(x, x > 0),
+    "unique": lambda _, x: x.unique(),
+    "equal": lambda _, x: torch.equal(x, x),
+}
+HOST = {
+    "a copy to the CPU": lambda _, x: x.cpu(),
+    "a copy from the CPU": lambda _, x: x[0].copy_(torch.zeros(x.shape[1])),
+    "a constant of the CPU": lambda _, x: torch.tensor([1, 2]).to(x.device),
+    "a kernel over the CPU's memory": lambda _, x: add_rms_norm(
+        torch.zeros(1, x.shape[1]), None, x[0], 1e-5
+    ),
+}
+DIFFERENT = {
+    "one operation more": lambda p, x: x.add_(1) if p.is_odd else None,
+    "another operation": lambda p, x: x.add_(1) if p.is_odd else x.mul_(1),
+    "another number": lambda p, x: x.mul_(p.num_calls),
+    "another grid": lambda p, x: add_rms_norm(x[: 1 + p.is_odd], None, x[0], 1e-5),
+    "another constant": lambda p, x: swiglu(x.flatten()[None, : 8 + 8 * p.is_odd]),
+    "another address": lambda p, x: x.add_(p.model.transformer.weights.embedding[p.is_odd, 0]),
+}
+
+
+def check_planted(model: Model, plant: Callable[[Any, Tensor], Any]) -> None:
+    check_all(lambda: Checked(model, Planted(model, plant)))
+
+
+@pytest.mark.parametrize("plant", [*WAITS, *HOST])
+def test_finds_waiting_and_host_memory(make_model, plant):
+    with pytest.raises(NotCapturable):
+        check_planted(make_model("llama"), (WAITS | HOST)[plant])
+
+
+@pytest.mark.parametrize("plant", DIFFERENT)
+def test_finds_what_differs(make_model, plant):
+    with pytest.raises(AssertionError, match="the recording computes something else"):
+        check_planted(make_model("llama"), DIFFERENT[plant])
+
+
+def test_finds_memory_that_nobody_keeps(make_model):
+    with pytest.raises(AssertionError, match="nobody keeps this"):
+        check_planted(make_model("llama"), lambda p, x: x.add_(p.stray))
+
+
+def test_a_planted_step_that_does_nothing_passes(make_model):
+    check_planted(make_model("llama"), lambda p, x: x.add_(1))
