@@ -94,7 +94,7 @@ CONFINED = (
 )
 
 FLAT = {
-    "kernels": "__init__ dispatch host_memory triton_launchers",
+    "kernels": "__init__ dispatch host_memory streams triton_launchers",
     "loadout": "__init__ aio client errors prometheus retry security signing types upload",
     "adapter_store": "__init__ __main__ app config core errors service store_status debug "
     "garbage_collector",

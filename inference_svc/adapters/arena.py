@@ -7,7 +7,7 @@ that may see them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.tiers import HostCopy, ResidencyChange, TableClear
 from kernels.host_memory import allocate_host
 from kernels.lora import LoraTable, TableRow
+from kernels.streams import Event, Streams
 
 COPY_BYTES = 4 << 20
 """Bytes of one copy. A device copies one after the other, and a step's inputs wait for the one that
@@ -27,7 +28,8 @@ runs: for a whole image of 80 MiB 1.5 ms over PCIe 5, for a piece 80 us."""
 class Arena:
     """`num_bytes` of device memory in the layout's dtype, and a table of `max_loras` rows.
 
-    `slab` is the host tier's memory, needed for HostCopy only.
+    `slab` is the host tier's memory, needed for HostCopy only. `streams` are the device's, those on
+    which steps are computed and images copied; None: those of `Streams.of`.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Arena:
         max_rank: int,
         device: torch.device,
         slab: torch.Tensor | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
+        self.streams = streams or Streams.of(device)
         arena_bytes = num_bytes // GRANULE_BYTES * GRANULE_BYTES
         if device.type == "cpu":
             self._bytes = allocate_host(arena_bytes)
@@ -51,10 +55,11 @@ class Arena:
         self._in_features = np.array([t.in_features for t in targets], dtype=np.int64)
         self._out_features = np.array([t.out_features for t in targets], dtype=np.int64)
         self._is_embedding = np.array([t.kind == "embedding" for t in targets], dtype=np.bool_)
-        self.table = LoraTable.create(max_loras, len(targets), self.flat, device, max_rank)
+        self.table = LoraTable.create(
+            max_loras, len(targets), self.flat, device, max_rank, self.streams.compute
+        )
         self._slab = slab
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._in_flight: deque[tuple[str, torch.cuda.Event | None]] = deque()
+        self._in_flight: deque[tuple[str, Event]] = deque()
 
     @property
     def memory(self) -> memoryview:
@@ -82,25 +87,24 @@ class Arena:
         done = []
         while self._in_flight:
             digest, copied = self._in_flight[0]
-            if copied is not None and not copied.query():
+            if not copied.query():
                 break
             done.append(digest)
             self._in_flight.popleft()
         return done
 
     def _start_copy(self, change: HostCopy) -> None:
-        copied = None
-        if self._copy_stream is None:
-            self._copy(change.host.extents, change.resident.extents)
-        else:
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._copy_stream):
-                self._copy(change.host.extents, change.resident.extents)
-                copied = torch.cuda.Event()
-                copied.record()
+        copies = self.streams.copies
+        copies.wait_stream(self.streams.compute)
+        copies.copy(self._pieces(change.host.extents, change.resident.extents))
+        copied = copies.event()
+        copied.record()
         self._in_flight.append((change.resident.digest, copied))
 
-    def _copy(self, sources: Sequence[Extent], destinations: Sequence[Extent]) -> None:
+    def _pieces(
+        self, sources: Sequence[Extent], destinations: Sequence[Extent]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields pieces of an image, in the arena and in the slab."""
         assert self._slab is not None
         for source in sources:
             for target in destinations:
@@ -112,8 +116,9 @@ class Arena:
                     num_bytes = min(COPY_BYTES, end - first)
                     here = source.start + first - source.image_offset
                     there = target.start + first - target.image_offset
-                    self._bytes[there : there + num_bytes].copy_(
-                        self._slab[here : here + num_bytes], non_blocking=True
+                    yield (
+                        self._bytes[there : there + num_bytes],
+                        self._slab[here : here + num_bytes],
                     )
 
     def _row(self, resident: Resident) -> TableRow:

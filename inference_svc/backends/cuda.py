@@ -100,7 +100,9 @@ class CudaBackend:
         self._kv_cache = kv_cache
         self._limits = limits
         max_tokens, max_rows, max_pages = limits
-        self._table = PageTable(max_rows, max_pages, self.num_pages, arena.device)
+        self._table = PageTable(
+            max_rows, max_pages, self.num_pages, arena.device, arena.streams.compute
+        )
         self._prompts = self._make_step(max_tokens, groups)
         self._decodes = self._make_step(max_rows, groups)
         self._sizes = captured_sizes(max_rows)

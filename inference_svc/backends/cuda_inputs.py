@@ -16,6 +16,7 @@ from inference_svc.core import BatchColumns
 from inference_svc.model.inputs import StepInputs
 from kernels.attention import AttentionPlan
 from kernels.attention.plan import TILE_QUERIES, query_tiles, segment_starts
+from kernels.streams import Stream
 
 ALIGNMENT_BYTES = 256
 NUM_TENSORS = 19
@@ -25,17 +26,18 @@ NUM_TENSORS = 19
 class StepBlock:
     """`num_bytes` of host memory and their twin on `device`, both at fixed addresses.
 
-    On CUDA the host side is pinned and `send` does not wait; the host may write again once `wait`
-    has returned. On the CPU both sides are the same memory.
+    `send` does not wait, and `stream` copies later: the host may write again once `wait` has
+    returned.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, stream: Stream) -> None:
         self.device = device
-        self._is_cuda = device.type == "cuda"
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        self._twin = self._host.to(device)
+        pin_memory = device.type == "cuda"
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        self._twin = self._host.to(device, copy=True)
         self._used_bytes = 0
-        self._sent = torch.cuda.Event() if self._is_cuda else None
+        self._stream = stream
+        self._sent = stream.event()
 
     @property
     def num_bytes(self) -> int:
@@ -57,16 +59,13 @@ class StepBlock:
         return self._twin[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def send(self) -> None:
-        """Copies everything, at once and ordered on the current stream."""
-        if self._twin is not self._host:
-            self._twin.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        """Copies everything, in one piece."""
+        self._stream.copy([(self._twin, self._host)])
+        self._sent.record()
 
     def wait(self) -> None:
         """Waits until what was sent has been read: rarely, as a step ends with its tokens."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        self._sent.synchronize()
 
 
 class CudaInputs:
@@ -85,7 +84,7 @@ class CudaInputs:
     ) -> None:
         max_tiles = max_tokens // TILE_QUERIES + max_rows
         num_bytes = self.num_bytes(max_tokens, max_rows) + reserved_bytes
-        self.block = block = StepBlock(num_bytes, table.on_device.device)
+        self.block = block = StepBlock(num_bytes, table.on_device.device, table.stream)
         self._pages = pages = _StepPages(table, block, max_rows)
         self._arrays = arrays = StepArrays(max_tokens, max_rows, page_size, pages, block.zeros)
         self._tiles = block.zeros(max_tiles, 2, dtype=torch.int32)

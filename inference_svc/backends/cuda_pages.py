@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.streams import Stream
+
 MAX_ROW_UPDATES = 2
 """New pages of a row that are written one by one; more, those of a prompt, are a copy."""
 
@@ -44,7 +46,12 @@ class PageTable:
     """
 
     def __init__(
-        self, max_rows: int, max_pages: int, padding_page: int, device: torch.device
+        self,
+        max_rows: int,
+        max_pages: int,
+        padding_page: int,
+        device: torch.device,
+        stream: Stream,
     ) -> None:
         self.padding_row, self.padding_page = max_rows, padding_page
         self.spare_cell = (max_rows + 1) * max_pages
@@ -66,7 +73,9 @@ class PageTable:
         self._rows_before = np.zeros(0, dtype=np.int64)
         self._copies: list[tuple[int, int, int]] = []
         self._is_open = False
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self.stream = stream
+        """Has all that writes to the table or reads it, in order."""
+        self._sent = stream.event()
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +106,7 @@ class PageTable:
 
     def _assign(self, pages: list[int]) -> int:
         """Returns the row that has not been used for longest, now of these."""
-        if self._sent is not None:
-            self._sent.synchronize()  # it may still be read by a copy
+        self._sent.synchronize()  # it may still be read by a copy
         row = int(self._last_used.argmin())
         assert self._last_used[row] < self._step, "the batch has more rows than the table"
         self._row_of.pop(id(self._lists[row]), None)
@@ -125,10 +133,12 @@ class PageTable:
         updates.set(cells, values)
 
     def send(self) -> None:
-        """Copies to the device, ordered on the current stream, what `fill` has left to it."""
-        for row, first, end in self._copies:
-            self.on_device[row, first:end].copy_(self.on_host[row, first:end], non_blocking=True)
-        if self._copies and self._sent is not None:
+        """Copies to the device what `fill` has left to it."""
+        if self._copies:
+            self.stream.copy(
+                (self.on_device[row, first:end], self.on_host[row, first:end])
+                for row, first, end in self._copies
+            )
             self._sent.record()
 
     def apply(self, cells: Tensor, pages: Tensor) -> None:

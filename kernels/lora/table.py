@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kernels.streams import Stream, Streams
+
 GRANULE_BYTES = 256
 
 
@@ -100,6 +102,7 @@ class LoraTable:
     max_rank: int
     arena: torch.Tensor
     rows: torch.Tensor
+    stream: Stream = field(repr=False)
     adapters: list[TableRow] = field(repr=False)
     _weights: tuple[dict[int, TargetWeights], ...] = field(repr=False)
 
@@ -111,8 +114,10 @@ class LoraTable:
         arena: torch.Tensor,
         device: torch.device | str,
         max_rank: int = 256,
+        stream: Stream | None = None,
     ) -> LoraTable:
-        """An empty table over `arena` `[arena_bytes // itemsize]` of the layout's dtype.
+        """An empty table over `arena` `[arena_bytes // itemsize]` of the layout's dtype, written on
+        `stream`; None: the one that computes.
 
         `max_rank` bounds the rank of any entry; kernels size their workspace with it, nothing else.
         """
@@ -124,7 +129,8 @@ class LoraTable:
         rows = torch.zeros(max_loras, 4, num_targets, dtype=torch.int32, device=device)
         adapters = [NO_ADAPTER] * max_loras
         weights: tuple[dict[int, TargetWeights], ...] = tuple({} for _ in range(max_loras))
-        return cls(max_loras, num_targets, max_rank, arena, rows, adapters, weights)
+        stream = stream or Streams.of(rows.device).compute
+        return cls(max_loras, num_targets, max_rank, arena, rows, stream, adapters, weights)
 
     @property
     def a_granules(self) -> torch.Tensor:
@@ -144,7 +150,7 @@ class LoraTable:
         return self.rows[:, 3].view(torch.float32)
 
     def set_row(self, slot: int, adapter: TableRow | Sequence[TableEntry]) -> None:
-        """Makes an adapter visible: one write, ordered on the current stream.
+        """Makes an adapter visible: one write, ordered on the table's stream.
 
         The bytes that it points to must be in the arena before any later work of that stream.
         """
@@ -195,7 +201,7 @@ class LoraTable:
         if self.rows.is_cuda:
             # Torch keeps the pinned block alive until the copy has run.
             row = row.pin_memory()
-        self.rows[slot].copy_(row, non_blocking=True)
+        self.stream.copy([(self.rows[slot], row)])
 
     def _views(self, adapter: TableRow, index: int) -> TargetWeights:
         rank = int(adapter.ranks[index])

@@ -58,7 +58,7 @@ class Bench:
         self.arena = make_arena(dtype, device)
         self.groups = lora_groups(self.arena.layout)
         num_bytes = CudaLora.num_bytes(MAX_TOKENS, MAX_ROWS)
-        self.block = StepBlock(num_bytes, self.arena.device)
+        self.block = StepBlock(num_bytes, self.arena.device, self.arena.streams.compute)
         self.lora = CudaLora(self.arena, self.groups, self.block, MAX_TOKENS, MAX_ROWS)
 
     def fill(self, rows: Sequence[BatchRow]) -> bool:

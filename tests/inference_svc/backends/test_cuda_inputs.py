@@ -9,23 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.backends import cuda_inputs
-from inference_svc.backends.cuda_inputs import CudaInputs, StepBlock
+from inference_svc.backends.cuda_inputs import CudaInputs
 from inference_svc.backends.cuda_pages import MAX_ROW_UPDATES, PageTable
 from inference_svc.core import Batch, BatchRow, Request, SamplingParams, Sequence
 from inference_svc.model.inputs import StepInputs
+from kernels.streams import Streams
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_PAGES, MAX_TOKENS, MAX_ROWS = 4, 10, 100, 6
 PADDING_PAGE = 99
-
-
-class ApartBlock(StepBlock):
-    """Both sides on the CPU, and apart as on a device."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        super().__init__(num_bytes, device)
-        self._twin = self._host.clone()
 
 
 class WatchedTable(PageTable):
@@ -42,7 +34,8 @@ class Device:
     """Steps of prompts and of decodes over one page table."""
 
     def __init__(self) -> None:
-        self.table = WatchedTable(MAX_ROWS, MAX_PAGES, PADDING_PAGE, CPU)
+        stream = Streams.of(CPU).compute
+        self.table = WatchedTable(MAX_ROWS, MAX_PAGES, PADDING_PAGE, CPU, stream)
         self.prompts, self.decodes = (
             CudaInputs(count, MAX_ROWS, self.table, PAGE_SIZE, reserved_bytes=0)
             for count in (MAX_TOKENS, MAX_ROWS)
@@ -66,8 +59,7 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    monkeypatch.setattr(cuda_inputs, "StepBlock", ApartBlock)
+def device() -> Device:
     return Device()
 
 
@@ -106,9 +98,7 @@ def check(device: Device, batch: Batch) -> None:
 @given(seed=st.integers(0, 2**32))
 def test_steps_arrive_whole(seed: int) -> None:
     """Sequences come, grow, change places, are preempted, and go; some steps are given up."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_inputs, "StepBlock", ApartBlock)
-        device = Device()
+    device = Device()
     rng = random.Random(seed)
     sequences = [make_sequence(rng.randint(1, 30), rng) for _ in range(MAX_ROWS)]
     for _ in range(30):
