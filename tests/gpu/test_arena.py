@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.image_source import ImageHeader, Segment
 from inference_svc.adapters.layout import build_layout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
-from tests.gpu.models import MAX_RANK, make_geometry
+from tests.gpu.models import MAX_RANK, make_geometry, make_header
 
 ARENA_BYTES, HOST_BYTES, NUM_IMAGES = 1 << 15, 1 << 18, 12
 COPY_TIMEOUT_S = 60.0
@@ -22,18 +21,6 @@ COPY_TIMEOUT_S = 60.0
 @pytest.fixture
 def layout(tmp_path):
     return build_layout(make_geometry("llama", tmp_path), "m", (), torch.float16)
-
-
-def make_header(layout, digest: str, rank: int) -> ImageHeader:
-    """An adapter of `rank` on every projection of the layers."""
-    segments, end = [], 0
-    for index, target in enumerate(layout.targets):
-        if target.layer is not None:
-            for kind, features in (("a", target.in_features), ("b", target.out_features)):
-                length = rank * features * 2
-                segments.append(Segment(index, kind, rank, end, length))
-                end += -(-length // 256) * 256
-    return ImageHeader(digest, digest, "", 1, end, tuple(segments))
 
 
 class Loads:
