@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.gpu_cost import CTAS_PER_SM
+
 OPERATIONS = Path(__file__).parent / "launches.py"
 SHAPES = {
     "8B": (4096, 14336, 32, 8, 128),
@@ -66,6 +68,8 @@ def test_launches(compiler, shape, step):
         if kind not in LOCAL_MEMORY:
             assert kernel.spills == kernel.stack_bytes == 0, label
         assert kernel.num_ctas >= min_ctas[kind], label
+        if shape == "8B" and step in DECODE:
+            assert kernel.num_ctas == CTAS_PER_SM[kind], f"bench/gpu_cost.py has another: {label}"
         if kind.removesuffix("_kernel") in STREAMS:
             assert kernel.wide_loads > 0, label
             assert kernel.narrow_loads <= NARROW_LOADS.get(kind, 0), label

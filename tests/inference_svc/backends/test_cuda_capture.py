@@ -3,8 +3,7 @@ launches the same, and reads no memory that a later step would find moved, chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,24 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bench.gpu_launches import META, Launch, NotCapturable, Noted, launches, storage_id
+from bench.gpu_step import tensors_of
 from inference_svc.backends.cuda import CudaBackend, PreparedStep
 from kernels.attention import KVCache
 from kernels.elementwise import add_rms_norm, swiglu
 from tests.gpu.models import FEATURES, Eager, Model, make_geometry, steps
 
 BASE, ALL, SOME = [-1] * 5, [0, 0, 1, 2, 2], [-1, -1, 0, 1, 1]
-
-
-def tensors_of(part: Any) -> Iterator[Tensor]:
-    """The tensors of weights."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from tensors_of(each)
-    elif is_dataclass(part):
-        for each in fields(part):
-            yield from tensors_of(getattr(part, each.name))
 
 
 class Checked:

@@ -1,0 +1,184 @@
+"""The bytes that the launches of a decode step read and write, and the fewest that it could.
+
+A launch reads what it is given once, however many of its programs read it: after the first it comes
+from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from bench.gpu_launches import Launch
+from bench.gpu_step import Step
+from inference_svc.model.geometry import ModelGeometry
+from kernels.attention.plan import segment_starts
+
+CACHE_BYTES = 25 << 20
+"""Half of an H200's L2 cache: what is smaller is still there when the next launch reads it."""
+
+
+class Traffic(NamedTuple):
+    """Bytes of one launch. `constant`: weights, keys and values, and adapters, which lie in memory
+    before the step. `read` and `written`, of each tensor that one launch leaves to another."""
+
+    constant: int
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+
+    @property
+    def all_bytes(self) -> int:
+        return self.constant + sum(self.read) + sum(self.written)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Without what stays in the cache."""
+        between = (*self.read, *self.written)
+        return self.constant + sum(each for each in between if each > CACHE_BYTES)
+
+
+def traffic(launch: Launch, step: Step) -> Traffic:
+    """Counts one launch of `step`. Raises KeyError for a kernel that is not known here."""
+    return COUNTS[launch.name](launch.arguments, step)
+
+
+def floor_bytes(step: Step) -> int:
+    """Returns the bytes that any implementation of the step reads: the weights but for the
+    embedding's table, the keys and values of every row, and each adapter once."""
+    work, geometry = step.work, step.geometry
+    weights = sum(tensor.nbytes for tensor in step.weights if tensor is not step.embedding)
+    context_bytes = geometry.num_layers * work.context * _position_bytes(geometry, step.item_bytes)
+    return weights + work.rows * context_bytes + work.adapters * step.adapter_bytes
+
+
+def _position_bytes(geometry: ModelGeometry, item_bytes: int) -> int:
+    return 2 * geometry.kv_size * item_bytes
+
+
+Arguments = dict[str, Any]
+
+
+def _sizes(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _linear(a: Arguments, step: Step) -> Traffic:
+    x, weight = a["0"], a["1"]
+    constant = sum(_sizes(weight, a.get("2")))
+    return Traffic(constant, _sizes(x), (len(x) * len(weight) * x.itemsize,))
+
+
+def _embedding(a: Arguments, step: Step) -> Traffic:
+    rows = a["1"].numel() * a["0"].shape[1] * a["0"].itemsize
+    return Traffic(0, (rows, *_sizes(a["1"])), (rows,))
+
+
+def _index_copy(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["2"], a["3"]), _sizes(a["3"]))
+
+
+def _copy(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["1"]), _sizes(a["0"]))
+
+
+def _argmax(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["0"]), _sizes(a["out"]))
+
+
+def _rotary_angles(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["positions"], a["inverse_frequencies"]), _sizes(a["cos"], a["sin"]))
+
+
+def _add_rms_norm(a: Arguments, step: Step) -> Traffic:
+    hidden, delta, rows = a["hidden"], a["delta"], a["rows"]
+    each = len(a["out"]) * a["SIZE"] * hidden.itemsize
+    keeps_sum = delta is not None and rows is None
+    read = (each,) * (1 if delta is None else 2)
+    return Traffic(a["weight"].nbytes, (*read, *_sizes(rows)), (each,) * (1 + keeps_sum))
+
+
+def _swiglu(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _sizes(a["gate_up"]), _sizes(a["out"]))
+
+
+def _store(a: Arguments, step: Step) -> Traffic:
+    constant = sum(_sizes(a["q_norm"], a["k_norm"]))
+    read = _sizes(a["qkv"], a["cells"], a["cos"], a["sin"])
+    return Traffic(constant, read, _sizes(a["qkv"]))
+
+
+def num_segments(step: Step) -> int:
+    """Returns how many pieces all contexts are cut into."""
+    rows = step.work.rows
+    counts, contexts = np.ones(rows, np.int64), np.full(rows, step.work.context, np.int64)
+    return int(segment_starts(counts, contexts)[-1])
+
+
+def _part_sizes(a: Arguments, step: Step) -> tuple[int, ...]:
+    """Parts and their weights, of the segments that there are."""
+    heads, head_dim = a["parts"].shape[1:]
+    weights = num_segments(step) * heads * a["parts"].itemsize
+    return weights * head_dim, weights
+
+
+def _decode(a: Arguments, step: Step) -> Traffic:
+    work = step.work
+    constant = work.rows * work.context * _position_bytes(step.geometry, a["kv"].itemsize)
+    num_pages = work.rows * -(-work.context // a["PAGE_SIZE"])
+    read = (*_sizes(a["q"]), num_pages * a["page_table"].itemsize)
+    return Traffic(constant, read, _part_sizes(a, step))
+
+
+def _combine(a: Arguments, step: Step) -> Traffic:
+    return Traffic(0, _part_sizes(a, step), _sizes(a["out"]))
+
+
+def targets(a: Arguments, step: Step) -> list[int]:
+    """Returns which of a launch's targets the adapters have, by their place in the group."""
+    first = a["first_target"]
+    return [k for k, i in enumerate(a["TARGET_STEPS"]) if first + i in step.adapter_targets]
+
+
+def _shrunk_bytes(a: Arguments, step: Step) -> int:
+    """The shrunk rows: whole blocks of ranks, of each split of the input."""
+    ranks = -(-step.work.rank // a["BLOCK_R"]) * a["BLOCK_R"]
+    num_rows = step.num_adapter_rows * len(targets(a, step))
+    return a["SPLITS"] * num_rows * ranks * a["y"].itemsize
+
+
+def _shrink(a: Arguments, step: Step) -> Traffic:
+    work, num_targets = step.work, len(targets(a, step))
+    if not num_targets:
+        return Traffic(0, _sizes(a["items"]), ())
+    constant = work.adapters * num_targets * work.rank * a["IN"] * a["arena"].itemsize
+    x = step.num_adapter_rows * a["IN"] * a["x"].itemsize
+    return Traffic(constant, (x, *_sizes(a["items"])), (_shrunk_bytes(a, step),))
+
+
+def _expand(a: Arguments, step: Step) -> Traffic:
+    work, width = step.work, sum(a["OUT_FEATURES"][k] for k in targets(a, step))
+    if not width:
+        return Traffic(0, _sizes(a["items"]), ())
+    constant = work.adapters * work.rank * width * a["arena"].itemsize
+    out = step.num_adapter_rows * width * a["out"].itemsize
+    return Traffic(constant, (_shrunk_bytes(a, step), out, *_sizes(a["items"])), (out,))
+
+
+COUNTS: dict[str, Callable[[Arguments, Step], Traffic]] = {
+    "linear": _linear,
+    "embedding": _embedding,
+    "index_copy_": _index_copy,
+    "copy_": _copy,
+    "argmax": _argmax,
+    "rotary_angles_kernel": _rotary_angles,
+    "add_rms_norm_kernel": _add_rms_norm,
+    "swiglu_kernel": _swiglu,
+    "store_kernel": _store,
+    "decode_kernel": _decode,
+    "combine_kernel": _combine,
+    "shrink_kernel": _shrink,
+    "expand_kernel": _expand,
+}

@@ -1,0 +1,209 @@
+"""What a decode step on a GPU should take, reckoned without one from what it launches.
+
+    python -m bench.gpu_cost [--out FILE]
+
+Counts the launches of a step of the shape of Llama-3-8B and the bytes that each reads and writes,
+and adds up fixed costs; beside it stand the same of version 0.2.0, and how many programs each
+launch has for the device's SMs. What it writes depends on the code, and on the host's time
+in results/gpu_host.json, alone: a test compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.gpu_bytes import floor_bytes, num_segments, targets, traffic
+from bench.gpu_launches import Launch
+from bench.gpu_step import Step, Workload, trace
+from bench.results import FOLDER, show
+
+NODE_S = 2e-6
+"""What a node of a graph costs besides its bytes."""
+BYTES_PER_S = 4.3e12
+"""What an H200 reads in a second, of 4.8e12 by its data sheet."""
+PRODUCT_SHARE = 0.85
+"""How much of that a product of matrices reaches."""
+NUM_SMS = 132
+CTAS_PER_SM = {
+    "add_rms_norm_kernel": 4,
+    "swiglu_kernel": 16,
+    "rotary_angles_kernel": 32,
+    "store_kernel": 32,
+    "decode_kernel": 4,
+    "combine_kernel": 12,
+    "shrink_kernel": 8,
+    "expand_kernel": 16,
+}
+"""Programs of a decode step's launches that fit an SM: what the assembler says, by test."""
+
+ROWS = (1, 32, 128)
+GOAL, ROWS_WITH_GOAL = 0.75, (1, 32)
+"""The share of the floor that steps of the base model are to reach."""
+PRODUCT = "linear"
+
+
+class Counts(NamedTuple):
+    """A step's launches, the products of matrices among them, and bytes read and written: of the
+    products, and of all."""
+
+    nodes: int
+    products: int
+    product_bytes: int
+    all_bytes: int
+
+
+BEFORE = {
+    Workload(1, 0): (Counts(953, 129, 15014038016, 15165581640), 135),
+    Workload(1, 1): (Counts(1212, 129, 15014038016, 15256992120), 232),
+    Workload(32, 0): (Counts(953, 129, 15160393728, 17964280320), 248),
+    Workload(32, 1): (Counts(1212, 129, 15160393728, 18288947200), 369),
+    Workload(32, 32): (Counts(1212, 129, 15160393728, 20889415680), 442),
+    Workload(128, 0): (Counts(921, 129, 15613624320, 26286507264), 534),
+    Workload(128, 1): (Counts(1180, 129, 15613624320, 27333516544), 702),
+    Workload(128, 128): (Counts(1180, 129, 15613624320, 37987048704), 1044),
+}
+"""Version 0.2.0: counted in the same way with its code, and the host's microseconds as measured in
+turns with this one's (README.md)."""
+
+
+def workloads() -> Iterator[Workload]:
+    for rows in ROWS:
+        for adapters in sorted({0, 1, rows}):
+            yield Workload(rows, adapters)
+
+
+def counts_of(step: Step) -> Counts:
+    found = [(launch.name, traffic(launch, step).all_bytes) for launch in step.launches]
+    products = [num_bytes for name, num_bytes in found if name == PRODUCT]
+    return Counts(len(found), len(products), sum(products), sum(each for _, each in found))
+
+
+def step_s(counts: Counts, host_s: float) -> float:
+    """Returns what a step takes when every node costs its fixed time and then its bytes."""
+    other_bytes = counts.all_bytes - counts.product_bytes
+    products_s = counts.product_bytes / (PRODUCT_SHARE * BYTES_PER_S)
+    return host_s + counts.nodes * NODE_S + products_s + other_bytes / BYTES_PER_S
+
+
+def cost(counts: Counts, host_us: float, floor: int) -> dict[str, Any]:
+    """A row of the table. `hidden`: the same where the fixed time of products is within what they
+    take longer than their bytes."""
+    whole_s = step_s(counts, host_us * 1e-6)
+    hidden_s = whole_s - counts.products * NODE_S
+    floor_s = floor / BYTES_PER_S
+    return {
+        "nodes": counts.nodes,
+        "all_bytes": counts.all_bytes,
+        "host_us": round(host_us, 1),
+        "step_us": round(whole_s * 1e6, 1),
+        "share": round(floor_s / whole_s, 3),
+        "share_hidden": round(floor_s / hidden_s, 3),
+    }
+
+
+def label(launch: Launch, step: Step) -> str:
+    """Names a kernel and, of LoRA, the group."""
+    first = launch.arguments.get("first_target")
+    return launch.name if first is None else f"{launch.name} {step.groups[first]}"
+
+
+def occupancy(step: Step) -> dict[str, dict[str, float]]:
+    """Of each kind of our launches how many there are, their programs, what these have to do, and
+    how often that fills the device."""
+    found: dict[str, dict[str, float]] = {}
+    for launch in step.launches:
+        if launch.grid is not None:
+            name, tasks = label(launch, step), num_tasks(launch, step)
+            count = found[name]["launches"] + 1 if name in found else 1
+            found[name] = {
+                "launches": count,
+                "programs": math.prod(launch.grid),
+                "tasks": tasks,
+                "waves": round(tasks / (CTAS_PER_SM[launch.name] * NUM_SMS), 2),
+            }
+    return found
+
+
+def num_tasks(launch: Launch, step: Step) -> int:
+    """Returns how many programs could work at a time: of attention for a segment and key head each,
+    of adapters those whose target adapters have."""
+    a = launch.arguments
+    if launch.name == "decode_kernel":
+        return num_segments(step) * int(a["NUM_KV_HEADS"])
+    if "first_target" in a and not targets(a, step):
+        return 0
+    return math.prod(launch.grid or ())
+
+
+def host_times_us(path: Path = FOLDER / "gpu_host.json") -> dict[tuple[int, int], float]:
+    """Microseconds by rows and adapters, as measured last."""
+    found = json.loads(path.read_text())["found"]
+    return {(row["rows"], row["adapters"]): row["sum"] for row in found}
+
+
+def reckon() -> dict[str, Any]:
+    """All that is written."""
+    host_us, costs, programs = host_times_us(), [], []
+    for work in workloads():
+        step = trace(work)
+        floor = floor_bytes(step)
+        facts: dict[str, Any] = {"rows": work.rows, "adapters": work.adapters}
+        before = cost(*BEFORE[work], floor)
+        now = cost(counts_of(step), host_us[work.rows, work.adapters], floor)
+        costs.append(
+            facts | {"context": work.context, "floor_bytes": floor, "0.2.0": before, "now": now}
+        )
+        if work.adapters in (0, work.rows):
+            programs.append(facts | {"launches": occupancy(step)})
+    constants = {
+        "node_us": NODE_S * 1e6,
+        "bytes_per_s": BYTES_PER_S,
+        "product_share": PRODUCT_SHARE,
+        "sms": NUM_SMS,
+        "ctas_per_sm": CTAS_PER_SM,
+    }
+    return {"workload": "gpu_cost", "constants": constants, "steps": costs, "programs": programs}
+
+
+def print_tables(found: dict[str, Any]) -> None:
+    columns = ["rows", "adapters", "floor ms", "nodes", "bytes / floor", "step ms", "share", "goal"]
+    for version in ("0.2.0", "now"):
+        rows = []
+        for row in found["steps"]:
+            of, floor = row[version], row["floor_bytes"]
+            has_goal = row["adapters"] == 0 and row["rows"] in ROWS_WITH_GOAL
+            rows.append(
+                [
+                    row["rows"],
+                    row["adapters"],
+                    1e3 * floor / BYTES_PER_S,
+                    of["nodes"],
+                    f"{of['all_bytes'] / floor:.3f}",
+                    of["step_us"] / 1e3,
+                    f"{of['share']:.3f} to {of['share_hidden']:.3f}",
+                    GOAL if has_goal else None,
+                ]
+            )
+        show(f"a decode step, {version}", columns, rows)
+    for row in found["programs"]:
+        title = f"programs, {row['rows']} rows, {row['adapters']} adapters"
+        facts = [[name, *each.values()] for name, each in row["launches"].items()]
+        show(title, ["kernel", "launches", "programs", "tasks", "waves"], facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER / "gpu_cost.json")
+    options = parser.parse_args()
+    found = reckon()
+    print_tables(found)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
