@@ -1,22 +1,28 @@
 """The host's time of a decode step on a GPU, which is idle meanwhile: measured without one.
 
     python -m bench.gpu_host [--rows 1,32,128,256] [--steps 300] [--out FILE]
+    python -m bench.gpu_host --check
 
 The engine's own schedule, prepare and settle, and the encoding of its outputs, for the shape of
 Llama-3-8B at a context of 512 tokens; in place of the recorded step stands nothing. For each number
 of rows all of the base model, all of one adapter, and each of another. Medians.
+
+`--check` writes nothing, and ends with status 1 where a step takes longer than its bar: a multiple
+of what a fixed loop takes, measured around it, so that a slow or busy machine is slow in both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from bench.gpu import CONFIG
@@ -42,6 +48,10 @@ SMALL_VOCABULARY = {"vocab_size": 512}
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 PAGE_SIZE, CONTEXT, MAX_LEN, MAX_TOKENS, RANK = 16, 512, 8192, 2048, 16
 WARM_UP_STEPS = 40
+CHECK_ROUNDS, CHECK_STEPS = 5, 100
+MOST_REFERENCES = {(1, 0): 2.8, (32, 0): 6.6, (32, 32): 6.9, (128, 0): 16.0, (128, 128): 16.8}
+"""The longest that a step of so many rows and adapters may take, in `reference_s`: 1.25 times what
+it took when this was written."""
 ENDLESS = core.SamplingParams(max_tokens=10**6, temperature=0.0, ignore_eos=True)
 
 
@@ -167,13 +177,54 @@ def measure(num_rows: int, num_adapters: int, num_steps: int) -> dict[str, Any]:
     }
 
 
+class _Item(NamedTuple):
+    number: int
+    values: list[int]
+
+
+def reference_s() -> float:
+    """Returns the seconds of a loop over objects, dictionaries and small arrays, what the host's
+    part of a step consists of, too."""
+    times = []
+    for _ in range(CHECK_STEPS):
+        began_s = time.perf_counter()
+        items = [_Item(number, [number] * 4) for number in range(64)]
+        by_number = {item.number: item for item in items}
+        for item in items:
+            by_number[item.number ^ 1].values.append(item.number)
+        sizes = np.fromiter((len(item.values) for item in items), np.int64, len(items))
+        np.repeat(sizes, sizes).cumsum()
+        times.append(time.perf_counter() - began_s)
+    return median(times)
+
+
+def num_references(num_rows: int, num_adapters: int) -> float:
+    """Returns how many times as long as the loop a step takes."""
+    found = []
+    for _ in range(CHECK_ROUNDS):
+        before_s = reference_s()
+        step_us = measure(num_rows, num_adapters, CHECK_STEPS)["sum"]
+        found.append(step_us / (1e6 * (before_s + reference_s()) / 2))
+    return median(found)
+
+
+def check() -> bool:
+    """Compares with the bars; returns whether all are kept."""
+    rows = [[*work, num_references(*work), bar] for work, bar in MOST_REFERENCES.items()]
+    show("host, in loops of reference", ["rows", "adapters", "measured", "at most"], rows)
+    return all(measured <= bar for *_, measured, bar in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default="1,32,128,256")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=FOLDER / "gpu_host.json")
+    parser.add_argument("--check", action="store_true", help="compare with the bars")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.check:
+        sys.exit(0 if check() else 1)
     found = [
         measure(num_rows, num_adapters, options.steps)
         for num_rows in map(int, options.rows.split(","))

@@ -8,6 +8,7 @@ its targets who does not wait.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,7 +68,7 @@ class _CudaStream:
         return self._stream or torch.cuda.current_stream(self._device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
