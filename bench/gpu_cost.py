@@ -170,6 +170,24 @@ def reckon() -> dict[str, Any]:
     return {"workload": "gpu_cost", "constants": constants, "steps": costs, "programs": programs}
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """Returns the table of README.md."""
+    lines = [
+        "| rows | adapters | floor, ms | launches | bytes / floor | step, ms | share of the floor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["steps"]:
+        old, now, floor = row["0.2.0"], row["now"], row["floor_bytes"]
+        lines.append(
+            f"| {row['rows']} | {row['adapters']} | {1e3 * floor / BYTES_PER_S:.2f} "
+            f"| {now['nodes']} ({old['nodes']}) "
+            f"| {now['all_bytes'] / floor:.3f} ({old['all_bytes'] / floor:.3f}) "
+            f"| {now['step_us'] / 1e3:.2f} ({old['step_us'] / 1e3:.2f}) "
+            f"| {now['share']:.3f} to {now['share_hidden']:.3f} ({old['share']:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
 def print_tables(found: dict[str, Any]) -> None:
     columns = ["rows", "adapters", "floor ms", "nodes", "bytes / floor", "step ms", "share", "goal"]
     for version in ("0.2.0", "now"):
@@ -203,6 +221,7 @@ def main() -> None:
     found = reckon()
     print_tables(found)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written to {options.out}; README.md has of it:\n{markdown(found)}")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,10 @@ def test_what_is_written_is_of_this_code(reckoned):
         assert written[part] == value, f"{part}: python -m bench.gpu_cost"
 
 
+def test_the_table_is_of_this_code(reckoned):
+    assert gpu_cost.markdown(reckoned) in FOLDER.with_name("README.md").read_text()
+
+
 def test_shares_do_not_fall(reckoned):
     shares = {(row["rows"], row["adapters"]): row["now"]["share"] for row in reckoned["steps"]}
     for work, least in LEAST_SHARES.items():
