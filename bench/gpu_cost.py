@@ -173,7 +173,7 @@ def reckon() -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """Returns the table of README.md."""
     lines = [
-        "| rows | adapters | floor, ms | launches | bytes / floor | step, ms | share of the floor |",
+        "| rows | adapters | floor, ms | launches | bytes / floor | step, ms | share of floor |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in found["steps"]:
