@@ -14,7 +14,7 @@ BUF_VERSION := 1.75.0
 # Tests start the real Prometheus. This says that there is one: on PATH, or Debian's under .tools.
 PROMETHEUS := .tools/.prometheus
 
-.PHONY: demo up test test-unit test-long gpu-emulate check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
+.PHONY: demo up test test-unit test-long test-gpu-versions gpu-emulate gpu-pack check format client docs docs-site dashboards dashboards-preview lint-protos images bench bench-peers soak fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/loadout demo
@@ -38,9 +38,23 @@ test-unit: $(VENV)/.installed-dev
 test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 	$(PYTEST) $(TEST_WORKERS) -m long
 
-# What must hold on a GPU, without one: through Triton's interpreter.
+# What must hold on a GPU, without one: through Triton's interpreter. So does the GPU run, beside the
+# peers' kernels where they can be had.
 gpu-emulate: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 $(PYTEST) $(TEST_WORKERS) --dist load tests/gpu
+	-$(MAKE) gpu-pack
+	PYTHON=$(BIN)/python tools/gpu_run.sh --emulate --out build/gpu-emulated
+
+# What the GPU run takes along to a machine without a network: the peers' Triton files, the demo's
+# model and adapters, recorded tokens.
+gpu-pack: $(VENV)/.installed-dev
+	$(BIN)/python -m bench.gpu_run.pack
+
+# tests/gpu and the GPU run with the versions of the machine that has the GPU, and nothing else:
+# GPU_PYTHON is its Python.
+GPU_PYTHON ?= $(shell command -v python3.12 || ls -d $(HOME)/.pyenv/versions/3.12.*/bin/python3.12 2>/dev/null | tail -1)
+test-gpu-versions: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.gpu_versions $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 
 check: $(VENV)/.installed-dev lint-protos
 	$(BIN)/ruff format --check $(SOURCES)
@@ -133,5 +147,5 @@ $(PROMETHEUS): tools/prometheus_package.py | $(BIN)/python
 	mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) build .bench .tools .loadout *.egg-info
+	rm -rf $(VENV) build .bench .gpu-pack .tools .loadout *.egg-info
 	find . -name '*_pb2*' -not -path './$(VENV)/*' -delete

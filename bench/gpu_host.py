@@ -18,14 +18,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from bench.gpu import CONFIG
+from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
@@ -88,12 +88,21 @@ class AlwaysResident:
 
 
 class HostTimes(NamedTuple):
-    """Seconds of one step's parts."""
+    """Seconds of one step's parts. `run` is what remains: the step itself, up to its tokens."""
 
     schedule: float
     prepare: float
     settle: float
     encode: float
+    run: float
+
+    @property
+    def host(self) -> float:
+        return self.schedule + self.prepare + self.settle + self.encode
+
+    @property
+    def whole(self) -> float:
+        return self.host + self.run
 
 
 def make_arena(layout: ModelLayout, num_adapters: int) -> Arena:
@@ -110,7 +119,7 @@ def make_arena(layout: ModelLayout, num_adapters: int) -> Arena:
 
 def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG | SMALL_VOCABULARY))
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B | SMALL_VOCABULARY))
         geometry = load_geometry(Path(folder))
     layout = build_layout(geometry, "bench", (), DTYPE)
     arena = make_arena(layout, num_adapters)
@@ -124,56 +133,82 @@ def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
     return CudaBackend(nothing, cache, arena, groups, limits, lambda compute: nothing)
 
 
-def steps(num_rows: int, num_adapters: int, num_steps: int) -> Iterator[HostTimes]:
-    """The times of each decode step of so many rows, after a warm-up."""
-    backend = make_backend(num_rows, num_adapters)
+def engine_steps(
+    backend: CudaBackend,
+    num_rows: int,
+    num_adapters: int,
+    *,
+    context: int,
+    num_steps: int,
+    page_size: int = PAGE_SIZE,
+    vocab_size: int = 500,
+    warm_up_steps: int = WARM_UP_STEPS,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Iterator[HostTimes]:
+    """The times of each decode step of so many rows, after a warm-up, in an engine's loop. The
+    prompts of `context` tokens are not computed: what lies in the pages counts as theirs."""
     limits = Limits(num_rows, MAX_TOKENS, MAX_TOKENS)
-    scheduler = Scheduler(limits, PagePool(backend.num_pages, PAGE_SIZE), AlwaysResident())
-    runner = Runner(backend, Sampler(()), Marks(), scheduler.step_limit)
+    scheduler = Scheduler(limits, PagePool(backend.num_pages, page_size), AlwaysResident())
+    sampler = Sampler((), has_device_memory=backend.arena.device.type == "cuda")
+    runner = Runner(backend, sampler, Marks(), scheduler.step_limit)
     settler = Settler(scheduler, frozenset(), MAX_LEN)
     for row in range(num_rows):
         digest = str(row % num_adapters) if num_adapters else ""
-        prompt = tuple((row + 7 * index) % 500 for index in range(CONTEXT))
+        prompt = tuple((row + 7 * index) % vocab_size for index in range(context))
         request = core.Request(f"request-{row:06}", prompt, ENDLESS, digest, arrival_s=float(row))
         scheduler.add(core.Sequence(request), 0.0)
     while len(scheduler.running) < num_rows or any(s.num_uncomputed > 1 for s in scheduler.running):
         batch = scheduler.schedule(1.0)
         assert batch is not None
         settler.settle(batch, [core.SampledToken(7) for row in batch.rows if row.samples], 1.0)
-    for index in range(WARM_UP_STEPS + num_steps):
-        times = _step(scheduler, runner, settler, 1.0 + 0.01 * index)
-        if index >= WARM_UP_STEPS:
+    for index in range(warm_up_steps + num_steps):
+        times = _step(scheduler, runner, settler, 1.0 + 0.01 * index, now_s)
+        if index >= warm_up_steps:
             yield times
 
 
-def _step(scheduler: Scheduler, runner: Runner, settler: Settler, now_s: float) -> HostTimes:
-    began_s = time.perf_counter()
-    batch = scheduler.schedule(now_s)
-    scheduled_s = time.perf_counter()
+def _step(
+    scheduler: Scheduler,
+    runner: Runner,
+    settler: Settler,
+    step_s: float,
+    now_s: Callable[[], float],
+) -> HostTimes:
+    began_s = now_s()
+    batch = scheduler.schedule(step_s)
+    scheduled_s = now_s()
     assert batch is not None
-    sampled, timings, _failed = runner.run(batch)
-    ran_s = time.perf_counter()
-    outputs = settler.settle(batch, sampled, now_s)
-    settled_s = time.perf_counter()
+    sampled, timings, failed = runner.run(batch)
+    ran_s = now_s()
+    assert not failed, "the device has no memory for the step"
+    outputs = settler.settle(batch, sampled, step_s)
+    settled_s = now_s()
     encode(StepOutputs(tuple(outputs)))
-    encoded_s = time.perf_counter()
+    encoded_s = now_s()
     return HostTimes(
-        scheduled_s - began_s, timings.prepare, settled_s - ran_s, encoded_s - settled_s
+        schedule=scheduled_s - began_s,
+        prepare=timings.prepare,
+        settle=settled_s - ran_s,
+        encode=encoded_s - settled_s,
+        run=ran_s - scheduled_s - timings.prepare,
     )
 
 
 def measure(num_rows: int, num_adapters: int, num_steps: int) -> dict[str, Any]:
     """Microseconds of each part, and their sum."""
-    found = list(steps(num_rows, num_adapters, num_steps))
+    backend = make_backend(num_rows, num_adapters)
+    found = list(
+        engine_steps(backend, num_rows, num_adapters, context=CONTEXT, num_steps=num_steps)
+    )
     parts = {
-        name: 1e6 * median(values)
-        for name, values in zip(HostTimes._fields, zip(*found, strict=True), strict=True)
+        name: 1e6 * median([getattr(times, name) for times in found])
+        for name in ("schedule", "prepare", "settle", "encode")
     }
     return {
         "rows": num_rows,
         "adapters": num_adapters,
         **parts,
-        "sum": 1e6 * median([sum(times) for times in found]),
+        "sum": 1e6 * median([times.host for times in found]),
     }
 
 

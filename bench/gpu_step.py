@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.gpu import CONFIG
 from bench.gpu_launches import META, Launch, launches
+from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
@@ -50,7 +50,7 @@ class Computed:
 
 def make_geometry() -> ModelGeometry:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(CONFIG))
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
         return load_geometry(Path(folder))
 
 

@@ -19,8 +19,9 @@ def best_kernels() -> str:
     return "torch" if library is None else f"native {library.variant}"
 
 
-def machine() -> dict[str, Any]:
-    """The machine, the moment and the load: what else ran spoils what is measured."""
+def machine(*, computes_on_gpu: bool = False) -> dict[str, Any]:
+    """The machine, the moment and the load: what else ran spoils what is measured. Where a GPU
+    computes, the kernels for CPUs are not compiled to be named."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -28,7 +29,7 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "kernels": best_kernels(),
+        "kernels": "triton" if computes_on_gpu else best_kernels(),
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "load_average": os.getloadavg()[0],
     }

@@ -9,9 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from bench.machine import machine
 
 FOLDER = Path("bench/results")
@@ -39,6 +36,9 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    from rich.console import Console  # a machine with a GPU may have no rich
+    from rich.table import Table
+
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(_cell(value) for value in row))

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from inference_svc.config import InferenceSettings, Machine
 from inference_svc.host.cpus import usable_cpus
 from inference_svc.host.cuda_memory import ask_memory
 from inference_svc.host.memory import available_bytes, resident_bytes
+
+if TYPE_CHECKING:
+    from inference_svc.config import InferenceSettings, Machine
 
 CPU_INFO = Path("/proc/cpuinfo")
 _MODEL_KEYS = ("model name", "Model", "cpu model")
@@ -23,6 +26,8 @@ _MODEL_KEYS = ("model name", "Model", "cpu model")
 def find_machine(settings: InferenceSettings) -> Machine:
     """Returns what decides the settings that are left open. Raises CudaUnavailable where the driver
     does not answer."""
+    from inference_svc.config import Machine  # an engine runs without pydantic, too
+
     if settings.device == "cpu" or not torch.cuda.is_available():
         return Machine(has_cuda=False)
     host_bytes = available_bytes()

@@ -1,0 +1,66 @@
+"""The command line of the GPU run; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+PACK = Path(".gpu-pack")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu_run.sh", description="Finds out on a GPU what has to be known of it."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument(
+        "--pack", type=Path, default=PACK, help="what `make gpu-pack` made (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stages", default="0-9", help="numbers, ranges or names, such as 0,4-6,trace"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what has passed in the folder's results"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=580.0, help="of the whole run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="without a device: tiny shapes, Triton's interpreter, made-up durations",
+    )
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Returns 1 if a stage has not passed. Goals that are missed fail nothing."""
+    options = parse()
+    if options.emulate:
+        os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
+    from bench.gpu_run import goals, run
+
+    try:
+        stages = run.chosen_stages(options.stages)
+        run.budgets(stages, options.seconds)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = run.run_all(
+        run.Options(
+            out=options.out,
+            pack=options.pack,
+            stages=stages,
+            is_emulated=options.emulate,
+            resume=options.resume,
+            seconds=options.seconds,
+        )
+    )
+    print(goals.table(results["summary"]))
+    return int(any(results["stages"][name]["status"] != run.PASSED for name in stages))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

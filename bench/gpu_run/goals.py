@@ -1,0 +1,113 @@
+"""Each goal beside what was measured, and whether it is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+MIN_RATIO, MIN_SHARE_OF_BOUND, NEVER_BELOW = 1.3, 0.85, 1.0
+"""Of kernels: times as fast as the better tuned peer, or of what the device allows."""
+MIN_SHARE_OF_FLOOR, MIN_SHARE_OF_BUS, MAX_P99_RATIO = 0.75, 0.8, 1.1
+
+Goal = dict[str, Any]
+Stages = Mapping[str, Mapping[str, Any]]
+
+
+def summarize(stages: Stages) -> list[Goal]:
+    """Returns all goals. `passed` is None where nothing was measured."""
+    found = {name: stage.get("found", {}) for name, stage in stages.items()}
+    return [
+        *_kernels(found.get("kernels", {})),
+        *_decode(found.get("decode", {})),
+        *_loads(found.get("loads", {})),
+        *_stages(stages),
+    ]
+
+
+def _goal(name: str, bar: str, measured: float | None, passed: bool | None, **more: Any) -> Goal:
+    return {"goal": name, "bar": bar, "measured": measured, "passed": passed, **more}
+
+
+def _kernels(found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Over all cells: the worst counts."""
+    cells = [cell for cell in found.get("cells", []) if cell["ratio"] is not None]
+    name = "LoRA kernels beside the better tuned peer"
+    bar = f"every cell >= {MIN_RATIO} x, or >= {MIN_SHARE_OF_BOUND} of its bound"
+    never = f"no cell < {NEVER_BELOW} x"
+    if not cells:
+        yield _goal(name, bar, None, None)
+        yield _goal(name, never, None, None)
+        return
+    missed = [
+        cell
+        for cell in cells
+        if cell["ratio"] < MIN_RATIO and cell["share_of_bound"] < MIN_SHARE_OF_BOUND
+    ]
+    worst = min(cells, key=lambda cell: cell["ratio"])
+    # Without tuned peers it says nothing of them.
+    is_whole = not found["missing"] and all("vllm_tuned_us" in cell for cell in cells)
+    slower = [cell["case"] for cell in cells if cell["ratio"] < NEVER_BELOW]
+    facts = {"cells": len(cells), "left_out": len(found["left_out"]), "peers_are_whole": is_whole}
+    yield _goal(
+        name,
+        bar,
+        1 - len(missed) / len(cells),
+        not missed if is_whole else None if not missed else False,
+        missed=[cell["case"] for cell in missed],
+        **facts,
+    )
+    yield _goal(
+        name,
+        never,
+        worst["ratio"],
+        not slower if is_whole else None if not slower else False,
+        missed=slower,
+        **facts,
+    )
+
+
+def _decode(found: Mapping[str, Any]) -> Iterator[Goal]:
+    """The engine's loop: what a server reaches."""
+    bar = f">= {MIN_SHARE_OF_FLOOR} of the floor"
+    loops = found.get("loop", [])
+    for num_rows in (1, 32):
+        cells = [each for each in loops if each["num_rows"] == num_rows]
+        if not cells:
+            yield _goal(f"decode, {num_rows} rows", bar, None, None)
+        for each in cells:
+            share = each["share_of_floor"]
+            name = f"decode, {num_rows} rows, {each['num_adapters']} adapters"
+            yield _goal(name, bar, share, share >= MIN_SHARE_OF_FLOOR)
+
+
+def _loads(found: Mapping[str, Any]) -> Iterator[Goal]:
+    share = found.get("alone", {}).get("share_of_bus")
+    ratio = found.get("decode", {}).get("p99_ratio")
+    yield _goal(
+        "an adapter's load",
+        f">= {MIN_SHARE_OF_BUS} of the measured copy rate",
+        share,
+        None if share is None else share >= MIN_SHARE_OF_BUS,
+    )
+    yield _goal(
+        "decode's p99 beside loads",
+        f"<= {MAX_P99_RATIO} x that without",
+        ratio,
+        None if ratio is None else ratio <= MAX_P99_RATIO,
+    )
+
+
+def _stages(stages: Stages) -> Iterator[Goal]:
+    for name in ("correct", "parity"):
+        status = stages.get(name, {}).get("status")
+        yield _goal(f"stage {name}", "passes", None, None if status is None else status == "passed")
+
+
+def table(summary: Sequence[Goal]) -> str:
+    """Returns a line for each goal."""
+    words = {True: "PASS", False: "MISS", None: "not measured"}
+    lines = []
+    for goal in summary:
+        measured = "" if goal["measured"] is None else f"{goal['measured']:.3g}"
+        lines.append(f"{words[goal['passed']]:<13}{goal['goal']}: {goal['bar']}; {measured}")
+    return "\n".join(lines)

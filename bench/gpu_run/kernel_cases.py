@@ -1,0 +1,204 @@
+"""What the kernels' constants are measured with: each kernel on several problems of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from bench.gpu_run import lora_cases
+from bench.gpu_run.context import Context
+from bench.gpu_run.lora_cases import Case, Ours, Pool
+from bench.gpu_run.model import read_geometry
+from kernels import elementwise
+from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
+
+NUM_LAYERS = 32
+"""Of which each call takes the next."""
+CACHE_BYTES = 4 << 30
+"""Of keys and values, at most."""
+
+
+class Prepared(NamedTuple):
+    """`run` makes `num_calls` calls; `result` returns what the first of them gives."""
+
+    run: Callable[[], None]
+    num_calls: int
+    result: Callable[[], torch.Tensor]
+
+
+class Problem(NamedTuple):
+    """`prepare` is called anew for each choice of constants, since plans may depend on them."""
+
+    name: str
+    prepare: Callable[[], Prepared]
+
+
+def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
+    """Returns the problems of each kernel, by the name of its constants."""
+    sizes = context.sizes
+    rows, tokens = sizes.kernel_rows, sizes.kernel_tokens
+    lora = [lora_problem(context, pool, case) for case in chosen_cases(context)]
+    decode = [_decode(context, n, sizes.contexts[0]) for n in (rows[0], rows[-2], rows[-1])]
+    decode.append(_decode(context, rows[-1], sizes.contexts[0], sizes.long_context))
+    prefill = [_prefill(context, n) for n in tokens]
+    between = [*rows, *tokens]
+    found = {
+        "shrink": lora,
+        "expand": lora,
+        "decode": decode,
+        "segments": decode,
+        "combine": decode,
+        "prefill": prefill,
+        "add_rms_norm": [_norm(context, n) for n in between],
+        "swiglu": [_swiglu(context, n) for n in between],
+        "store": [_store(context, n) for n in between],
+    }
+    return {kernel: each[: sizes.tune_problems] for kernel, each in found.items()}
+
+
+def chosen_cases(context: Context) -> list[Case]:
+    """Of every group but the head: one row, many rows of adapters of their own, and prompts."""
+    sizes, found = context.sizes, []
+    for group in lora_cases.groups(context)[:-1]:
+        for rows in (sizes.kernel_rows[0], sizes.kernel_rows[-2]):
+            found.append(Case(group, sizes.rank, rows, rows))
+        found += [Case(group, sizes.rank, 1, 1, tokens) for tokens in sizes.kernel_tokens]
+    return found[: sizes.tune_problems]
+
+
+def lora_problem(context: Context, pool: Pool, case: Case) -> Problem:
+    def prepare() -> Prepared:
+        work = lora_cases.make_work(context, case, pool)
+        ours = Ours(work, case.row_tokens, lora_cases.num_targets(context))
+        before = work.out.clone()
+
+        def run() -> None:
+            for layer in range(len(work.layers)):
+                ours.run(layer)
+
+        def result() -> torch.Tensor:
+            work.out.copy_(before)
+            ours.run(0)
+            return work.out
+
+        return Prepared(run, len(work.layers), result)
+
+    return Problem(case.name, prepare)
+
+
+def _random(context: Context, *shape: int) -> torch.Tensor:
+    generator = torch.Generator(context.device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=context.sizes.dtype, device=context.device)
+
+
+def _cache(context: Context, num_pages: int) -> KVCache:
+    """As many layers as memory is meant for, at least two, so that none is found in a cache."""
+    g, sizes = read_geometry(context.sizes.config), context.sizes
+    page = 2 * sizes.page_size * g.kv_size * sizes.dtype.itemsize
+    num_layers = max(2, min(NUM_LAYERS, sizes.max_calls, CACHE_BYTES // (page * num_pages)))
+    cache = KVCache.allocate(
+        num_layers=num_layers, num_pages=num_pages, page_size=sizes.page_size,
+        num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, dtype=sizes.dtype,
+        device=context.device,
+    )  # fmt: skip
+    cache.data.normal_()
+    return cache
+
+
+def _attention(context: Context, name: str, firsts: list[int], counts: list[int]) -> Problem:
+    g, page_size = read_geometry(context.sizes.config), context.sizes.page_size
+    pages_of = [-(-(f + n) // page_size) for f, n in zip(firsts, counts, strict=True)]
+
+    def prepare() -> Prepared:
+        cache = _cache(context, sum(pages_of))
+        order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(0))
+        pages = [part.tolist() for part in order.split(pages_of)]
+        plan = AttentionPlan.build(firsts, counts, pages, page_size, context.device)
+        q = _random(context, sum(counts), g.num_heads, g.head_dim)
+
+        def one(layer: int) -> torch.Tensor:
+            return attend(q, cache, layer, plan, scale=g.head_dim**-0.5)
+
+        def run() -> None:
+            for layer in range(len(cache.data)):
+                one(layer)
+
+        return Prepared(run, len(cache.data), lambda: one(0))
+
+    return Problem(name, prepare)
+
+
+def _decode(context: Context, num_rows: int, tokens: int, longest: int = 0) -> Problem:
+    """`longest`: the first row has so long a context."""
+    contexts = [tokens - 1] * num_rows
+    name = f"{num_rows} rows of {tokens} tokens"
+    if longest:
+        contexts[0], name = longest - 1, f"{name}, one of {longest}"
+    return _attention(context, name, contexts, [1] * num_rows)
+
+
+def _prefill(context: Context, num_tokens: int) -> Problem:
+    return _attention(context, f"{num_tokens} tokens", [0], [num_tokens])
+
+
+def _store(context: Context, num_tokens: int) -> Problem:
+    g, sizes = read_geometry(context.sizes.config), context.sizes
+
+    def prepare() -> Prepared:
+        cache = _cache(context, -(-num_tokens // sizes.page_size))
+        cells = torch.arange(num_tokens, device=context.device)
+        frequencies = torch.ones(g.head_dim // 2, device=context.device)
+        angles = rotary_angles(cells, frequencies, 1.0, sizes.dtype)
+        qkv = _random(context, num_tokens, g.q_size + 2 * g.kv_size)
+        before = qkv.clone()
+
+        def run() -> None:
+            for layer in range(len(cache.data)):
+                rotate_and_store(qkv, cache, layer, cells, *angles)
+
+        def result() -> torch.Tensor:
+            qkv.copy_(before)
+            rotate_and_store(qkv, cache, 0, cells, *angles)
+            return qkv
+
+        return Prepared(run, len(cache.data), result)
+
+    return Problem(f"{num_tokens} tokens", prepare)
+
+
+def _norm(context: Context, num_tokens: int) -> Problem:
+    size = read_geometry(context.sizes.config).hidden_size
+
+    def prepare() -> Prepared:
+        hidden, delta = (_random(context, num_tokens, size) for _ in range(2))
+        weight, zero = _random(context, size), torch.zeros_like(hidden)
+        calls = min(NUM_LAYERS, context.sizes.max_calls)
+
+        def run() -> None:
+            for _ in range(calls):
+                elementwise.add_rms_norm(hidden, delta, weight, 1e-5)
+
+        def result() -> torch.Tensor:
+            return elementwise.add_rms_norm(delta.clone(), zero, weight, 1e-5)
+
+        return Prepared(run, calls, result)
+
+    return Problem(f"{num_tokens} tokens", prepare)
+
+
+def _swiglu(context: Context, num_tokens: int) -> Problem:
+    size = read_geometry(context.sizes.config).intermediate_size
+
+    def prepare() -> Prepared:
+        gate_up = _random(context, num_tokens, 2 * size)
+        calls = min(NUM_LAYERS, context.sizes.max_calls)
+
+        def run() -> None:
+            for _ in range(calls):
+                elementwise.swiglu(gate_up)
+
+        return Prepared(run, calls, lambda: elementwise.swiglu(gate_up))
+
+    return Problem(f"{num_tokens} tokens", prepare)

@@ -1,0 +1,266 @@
+"""The model under measurement, with random weights and adapters, and its steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.gpu_run.context import Context
+from inference_svc import core
+from inference_svc.adapters.arena import Arena
+from inference_svc.adapters.image_source import ImageHeader, Segment
+from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.resident import Resident
+from inference_svc.adapters.slots import Slots
+from inference_svc.adapters.tiers import HostTier, TableWrite
+from inference_svc.backends.base import Logits
+from inference_svc.backends.cuda import CudaBackend, StepLimits
+from inference_svc.backends.cuda_graphs import CudaRecorder
+from inference_svc.model.decoder import Transformer
+from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.layers import Linear, RMSNorm
+from inference_svc.model.weights import LayerWeights, ModelWeights
+from kernels.attention import KVCache, page_bytes
+
+MAX_RANK = 64
+"""As served by default: kernels size their workspace with it."""
+NEW_TOKENS = 64
+"""Room of a sequence for what it decodes, at least."""
+KV_SHARE = 0.6
+"""Of the device's free memory that pages take, at most."""
+STD = 0.02
+
+
+def read_geometry(config: dict[str, Any]) -> ModelGeometry:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return load_geometry(Path(folder))
+
+
+def random_transformer(
+    geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, *, shares_layers: bool
+) -> Transformer:
+    """`shares_layers`: all layers have the same weights, so that many processes have room."""
+    g, num_bytes = geometry, 0
+
+    def linear(num_out: int, num_in: int) -> Linear:
+        nonlocal num_bytes
+        weight = torch.empty(num_out, num_in, dtype=dtype, device=device)
+        num_bytes += weight.nbytes
+        return Linear(weight.normal_(std=num_in**-0.5))
+
+    def norm() -> RMSNorm:
+        return RMSNorm(torch.ones(g.hidden_size, dtype=dtype, device=device), g.rms_norm_eps)
+
+    def layer() -> LayerWeights[Linear]:
+        return LayerWeights(
+            input_norm=norm(),
+            qkv=linear(g.q_size + 2 * g.kv_size, g.hidden_size),
+            q_norm=None,
+            k_norm=None,
+            o=linear(g.hidden_size, g.q_size),
+            post_attention_norm=norm(),
+            gate_up=linear(2 * g.intermediate_size, g.hidden_size),
+            down=linear(g.hidden_size, g.intermediate_size),
+        )
+
+    if shares_layers:
+        layers = (layer(),) * g.num_layers
+    else:
+        layers = tuple(layer() for _ in range(g.num_layers))
+    embedding, head = (linear(g.vocab_size, g.hidden_size) for _ in range(2))
+    return Transformer(g, ModelWeights(embedding.weight, layers, norm(), head, num_bytes))
+
+
+def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
+    """An adapter of `rank` on every projection of the layers."""
+    segments, end = [], 0
+    for index, target in enumerate(layout.targets):
+        if target.layer is None:
+            continue
+        for kind, features in (("a", target.in_features), ("b", target.out_features)):
+            length = rank * features * layout.dtype.itemsize
+            segments.append(Segment(index, kind, rank, end, length))
+            end += -(-length // 256) * 256
+    return ImageHeader(digest, digest, "", 1, end, tuple(segments))
+
+
+@dataclass(frozen=True)
+class Loadable:
+    """An adapter in host memory, and where it goes."""
+
+    host: Resident
+    resident: Resident
+
+
+class StepTimes(NamedTuple):
+    """Seconds: of the whole step up to its tokens, and of the host's part before the device has
+    all of it."""
+
+    whole: float
+    host: float
+
+
+class BenchModel:
+    """The model of `sizes.config` with `num_adapters` adapters of `sizes.rank`, resident and with
+    random values, and pages for `max_rows` rows of `max_context` tokens, or `num_pages`, as far as
+    they fit. `host_images` of the adapters lie in host memory, too."""
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        num_adapters: int,
+        max_rows: int,
+        max_context: int,
+        host_images: int = 0,
+        config: dict[str, Any] | None = None,
+        shares_layers: bool = False,
+        num_pages: int | None = None,
+    ) -> None:
+        sizes, device = context.sizes, context.device
+        self.context, self.sizes, self.device = context, sizes, device
+        self.geometry = read_geometry(config or sizes.config)
+        self.transformer = random_transformer(
+            self.geometry, sizes.dtype, device, shares_layers=shares_layers
+        )
+        self.layout = build_layout(self.geometry, "bench", (), sizes.dtype)
+        headers = [
+            image_header(self.layout, str(index), sizes.rank)
+            for index in range(max(1, num_adapters))
+        ]
+        self.image_bytes = headers[0].total_bytes
+        self.host = None
+        if host_images:
+            pin_memory = not context.is_emulated
+            self.host = HostTier(host_images * self.image_bytes, pin_memory=pin_memory)
+            self.host.slab.view(sizes.dtype).normal_(std=STD)
+        slab = None if self.host is None else self.host.slab
+        num_bytes = len(headers) * self.image_bytes
+        self.arena = Arena(self.layout, num_bytes, len(headers), MAX_RANK, device, slab)
+        self.arena.flat.normal_(std=STD)
+        slots = Slots(num_bytes, len(headers))
+        self.residents = [self._reserve(slots, header) for header in headers]
+        self.arena.apply([TableWrite(resident) for resident in self.residents])
+        self.loadable = [
+            Loadable(self._reserve(self.host.slots, header), resident)
+            for header, resident in zip(headers[:host_images], self.residents, strict=False)
+            if self.host is not None
+        ]
+        pages = -(-(max_context + NEW_TOKENS) // sizes.page_size)
+        self.limits = StepLimits(sizes.max_tokens, max_rows, pages)
+        self.cache = self._allocate_cache(num_pages or max_rows * pages)
+
+    @staticmethod
+    def _reserve(slots: Slots, header: ImageHeader) -> Resident:
+        reserved = slots.reserve(header)
+        assert reserved is not None
+        return reserved.resident
+
+    def _allocate_cache(self, num_pages: int) -> KVCache:
+        """As many pages as fit, up to `num_pages` and padding's."""
+        g, shape = self.geometry, self.sizes
+        facts: dict[str, Any] = {
+            "num_layers": g.num_layers,
+            "page_size": shape.page_size,
+            "num_kv_heads": g.num_kv_heads,
+            "head_dim": g.head_dim,
+            "dtype": shape.dtype,
+        }
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            num_pages = min(num_pages, int(free_bytes * KV_SHARE) // page_bytes(**facts))
+        cache = KVCache.allocate(num_pages=num_pages + 1, device=self.device, **facts)
+        cache.data.normal_()
+        return cache
+
+    def backend(self, *, is_captured: bool = True, is_warm: bool = True) -> CudaBackend:
+        """Its decode steps are recorded, if `is_captured` and there is a device; `is_warm`: before
+        the first step, and whatever steps need has been compiled."""
+        is_captured = is_captured and not self.context.is_emulated
+        record = CudaRecorder() if is_captured else None
+        groups = lora_groups(self.layout)
+        backend = CudaBackend(self.transformer, self.cache, self.arena, groups, self.limits, record)
+        if is_warm:
+            backend.warm_up()
+        return backend
+
+    def sequences(self, contexts: Sequence[int], num_adapters: int) -> list[core.Sequence]:
+        """Sequences with so many tokens, the first `num_adapters` adapters in turn, in the order
+        of their slots. Their pages are their own, as far as there are pages."""
+        made, next_page, num_pages = [], 0, self.cache.num_pages - 1
+        for row, length in enumerate(contexts):
+            tokens = tuple((row + 7 * index) % 50 for index in range(length))
+            sequence = core.Sequence(core.Request(str(row), tokens, core.SamplingParams()))
+            needed = -(-(length + NEW_TOKENS) // self.sizes.page_size)
+            sequence.page_ids = [(next_page + page) % num_pages for page in range(needed)]
+            next_page += needed
+            sequence.slot = row % num_adapters if num_adapters else core.BASE_SLOT
+            made.append(sequence)
+        return sorted(made, key=lambda sequence: sequence.slot)
+
+    @torch.inference_mode()
+    def decode_times(
+        self,
+        backend: CudaBackend,
+        rows: Sequence[core.Sequence],
+        num_steps: int,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> list[StepTimes]:
+        """Decodes `num_steps` steps of `rows`, after a warm-up, and times each. The tokens stay
+        within what the sequences have room for: then the last is decoded again."""
+        found = []
+        for index in range(self.sizes.warm_up_steps + num_steps):
+            batch = core.Batch(
+                tuple(core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in rows)
+            )
+            tokens, times = self._step(backend, batch, before_step)
+            if index < NEW_TOKENS - 1:
+                for sequence, token in zip(rows, tokens, strict=True):
+                    sequence.token_ids.append(token)
+            if index >= self.sizes.warm_up_steps:
+                found.append(times)
+        return found
+
+    @torch.inference_mode()
+    def prompt_times(
+        self, backend: CudaBackend, sequence: core.Sequence, others: Sequence[core.Sequence] = ()
+    ) -> StepTimes:
+        """Times a step of a whole prompt, beside `others`, which decode."""
+        rows = [core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in others]
+        rows.append(core.BatchRow(sequence, 0, len(sequence.token_ids), samples=True))
+        return self._step(backend, core.Batch(tuple(rows)), lambda: None)[1]
+
+    def _step(
+        self, backend: CudaBackend, batch: core.Batch, before_step: Callable[[], None]
+    ) -> tuple[list[int], StepTimes]:
+        timer = self.context.timer
+        begin_s = timer.now_s()
+        before_step()
+        logits: Logits = backend.forward(backend.prepare(batch))
+        queued_s = timer.now_s()
+        assert logits.argmax is not None
+        tokens = logits.argmax.tolist()
+        end_s = timer.now_s()
+        return tokens, StepTimes(end_s - begin_s, queued_s - begin_s)
+
+    def read_bytes(self, contexts: Sequence[int], num_adapters: int) -> int:
+        """The bytes that a decode step of such rows must read: weights without the embedding's
+        table, keys and values, each adapter once."""
+        g, weights = self.geometry, self.transformer.weights
+        per_token = 2 * g.num_layers * g.kv_size * self.sizes.dtype.itemsize
+        read = weights.num_bytes - weights.embedding.nbytes + per_token * sum(contexts)
+        return read + num_adapters * self.image_bytes
+
+    def product_flops(self, num_tokens: int, num_logits: int = 1) -> int:
+        """The operations of a step's products, attention aside."""
+        g, weights = self.geometry, self.transformer.weights
+        head = g.vocab_size * g.hidden_size
+        elements = weights.num_bytes // self.sizes.dtype.itemsize - 2 * head
+        return 2 * (elements * num_tokens + head * num_logits)

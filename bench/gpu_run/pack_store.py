@@ -1,0 +1,184 @@
+"""What the pack has, beside the peers: the demo's model, its adapters' images, recorded tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from bench.gpu_run import safetensors
+from bench.gpu_run.context import Missing
+from inference_svc.adapters.image_source import (
+    ImageChunk,
+    ImageHeader,
+    ImageTrailer,
+    LayerEnd,
+    PullMessage,
+    Segment,
+)
+from inference_svc.adapters.layout import ModelLayout
+from inference_svc.core import EngineConfig, Request, SamplingParams
+from inference_svc.engine.messages import LayoutAccepted, Message, StepOutputs, Submit
+
+MANIFEST, MODEL, IMAGES, RECORDED, PEERS = (
+    "pack.json",
+    "model",
+    "images",
+    "recorded.json",
+    "peers",
+)
+BASE_MODEL, LAYOUT_ID = "loadout-demo", "pack"
+MAX_RANK, MAX_MODEL_LEN = 32, 128
+
+
+def read_manifest(pack: Path) -> dict[str, Any]:
+    """Raises Missing where there is no pack."""
+    path = pack / MANIFEST
+    if not path.is_file():
+        raise Missing(f"there is no pack at {pack}: run `make gpu-pack` and bring it along")
+    return dict(json.loads(path.read_text()))
+
+
+class Recorded(NamedTuple):
+    """A request, and the tokens that a CPU gave."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+
+
+def read_recorded(pack: Path) -> list[Recorded]:
+    return [
+        Recorded(make_request(each), tuple(each["token_ids"]))
+        for each in json.loads((pack / RECORDED).read_text())
+    ]
+
+
+def make_request(facts: dict[str, Any]) -> Request:
+    """One of a recording's requests, as JSON has it."""
+    sampling = SamplingParams(
+        max_tokens=facts["max_tokens"],
+        temperature=facts["temperature"],
+        top_p=facts["top_p"],
+        seed=facts["seed"],
+    )
+    prompt, digest = tuple(facts["prompt_token_ids"]), facts["digest"]
+    return Request(facts["request_id"], prompt, sampling, digest, arrival_s=time.monotonic())
+
+
+def engine_config(pack: Path, device: str, **others: Any) -> EngineConfig:
+    """What computes the recorded requests, in fp32. Sizes that fit the demo's model."""
+    settings: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_sequences": 32,
+        "max_batch_tokens": 256,
+        "max_prefill_chunk": 256,
+        "kv_bytes": 64 << 20,
+        "arena_bytes": 16 << 20,
+        "max_loras": 8,
+        "max_lora_rank": MAX_RANK,
+        "prefetch": False,
+        "adapter_wait_s": 600.0,
+    }
+    return EngineConfig(pack / MODEL, BASE_MODEL, device=device, **settings | others)
+
+
+@dataclass(frozen=True)
+class PackStore:
+    """An `AdapterStore` over the pack's images; it pickles."""
+
+    pack: Path
+
+    def pull(
+        self, digest: str, layout_id: str, offset: int = 0, image_id: str = "", avoid: object = ()
+    ) -> PackStream:
+        return PackStream(self.pack / IMAGES, digest)
+
+    def accept_layout(self, layout: ModelLayout) -> str:
+        return LAYOUT_ID
+
+    def close(self) -> None:
+        """Has nothing open."""
+
+    def on_update(self, content: object) -> None:
+        """Is sent nothing."""
+
+
+def make_store(pack: Path) -> PackStore:
+    """Also sees to it that the model can be read: called in the engine's process."""
+    safetensors.install_if_missing()
+    return PackStore(pack)
+
+
+class PackStream:
+    """One pull, from the beginning."""
+
+    source = "pack"
+
+    def __init__(self, folder: Path, digest: str) -> None:
+        self._facts = json.loads((folder / f"{digest}.json").read_text())
+        self._data = (folder / f"{digest}.bin").read_bytes()
+
+    def cancel(self) -> None:
+        """Ends by itself: nothing blocks."""
+
+    def __iter__(self) -> Iterator[PullMessage]:
+        facts = self._facts
+        segments = tuple(Segment(*each) for each in facts["segments"])
+        digest = facts["digest"]
+        yield ImageHeader(
+            digest, digest, LAYOUT_ID, facts["image_format"], len(self._data), segments
+        )
+        hashes = []
+        for index, start, end in facts["parts"]:
+            data = self._data[start:end]
+            hashes.append(hashlib.sha256(data).digest())
+            yield ImageChunk(start, data)
+            yield LayerEnd(index, end, hashes[-1])
+        yield ImageTrailer(hashlib.sha256(b"".join(hashes)).digest())
+
+
+class RunningEngine(Protocol):
+    """An `EngineThread`, or an `EngineProcess`."""
+
+    def start(self, on_outputs: Callable[[StepOutputs], None]) -> None: ...
+    def send(self, message: Message) -> None: ...
+    def stop(self) -> None: ...
+
+
+def generate(
+    engine: RunningEngine, requests: Sequence[Request], timeout_s: float
+) -> dict[str, tuple[int, ...]]:
+    """Starts the engine, sends all requests at once, and stops it; returns the tokens by request.
+
+    Raises TimeoutError, and what a request ended with.
+    """
+    outputs: queue.SimpleQueue[StepOutputs] = queue.SimpleQueue()
+    engine.start(outputs.put)
+    end_s = time.monotonic() + timeout_s
+    try:
+        engine.send(LayoutAccepted(LAYOUT_ID))
+        for request in requests:
+            engine.send(Submit(request))
+        tokens: dict[str, tuple[int, ...]] = {r.request_id: () for r in requests}
+        num_open = len(requests)
+        while num_open:
+            try:
+                step = outputs.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                message = f"{num_open} of {len(requests)} requests are open after {timeout_s:.0f} s"
+                raise TimeoutError(message) from None
+            if step.failure is not None:
+                raise step.failure
+            for output in step.outputs:
+                if output.error is not None:
+                    raise output.error
+                tokens[output.request_id] += output.token_ids
+                num_open -= output.is_last
+        return tokens
+    finally:
+        engine.stop()

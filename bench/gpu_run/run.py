@@ -1,0 +1,173 @@
+"""The stages, one after the other, each in a process of its own and within its budget."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.gpu_run import goals, results_file
+from bench.gpu_run.context import Context, Found
+from bench.gpu_run.emulation import on_device
+from bench.gpu_run.results_file import Results
+from bench.machine import machine
+
+PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
+"""States of a stage. Stopped: at the end of its budget; what it has found until then is kept."""
+CLOSING_S = 4.0
+"""What a stage leaves of its budget, at most, to save what it has found."""
+
+
+class Stage(NamedTuple):
+    """`module` is one of `bench.gpu_run.stages`; `can_shrink` where it measures as long as it
+    may."""
+
+    name: str
+    module: str
+    budget_s: float
+    can_shrink: bool = True
+
+
+STAGES = (
+    Stage("env", "env", 20, can_shrink=False),
+    Stage("compile", "compile_kernels", 40, can_shrink=False),
+    Stage("correct", "correct", 110, can_shrink=False),
+    Stage("parity", "parity", 40, can_shrink=False),
+    Stage("tune", "tune", 110),
+    Stage("kernels", "kernels", 70),
+    Stage("decode", "decode", 100),
+    Stage("prefill", "prefill", 30),
+    Stage("loads", "loads", 30),
+    Stage("trace", "trace", 15),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seconds` bound the whole run: what can be shorter shares what the others leave."""
+
+    out: Path
+    pack: Path
+    stages: tuple[str, ...]
+    is_emulated: bool = False
+    resume: bool = False
+    seconds: float = 580.0
+
+
+def chosen_stages(text: str) -> tuple[str, ...]:
+    """Returns the names that "0,2-4,trace" stands for, in order. Raises ValueError for others."""
+    names = [stage.name for stage in STAGES]
+    found: set[str] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if part in names:
+            found.add(part)
+        elif first.isdecimal() and (last.isdecimal() or not dash):
+            chosen = names[int(first) : int(last or first) + 1]
+            if not chosen:
+                raise ValueError(f"--stages {part}: there are 0 to {len(names) - 1}")
+            found |= {*chosen}
+        else:
+            raise ValueError(f"--stages {part}: give numbers, ranges or {', '.join(names)}")
+    return tuple(name for name in names if name in found)
+
+
+def budgets(names: Sequence[str], seconds: float) -> dict[str, float]:
+    """Returns the seconds of each stage. Those that can, shrink; none grows. Raises ValueError
+    where the others alone take more."""
+    stages = [stage for stage in STAGES if stage.name in names]
+    fixed_s = sum(stage.budget_s for stage in stages if not stage.can_shrink)
+    elastic_s = sum(stage.budget_s for stage in stages if stage.can_shrink)
+    share = min(1.0, (seconds - fixed_s) / elastic_s) if elastic_s else 1.0
+    if share <= 0 or (not elastic_s and fixed_s > seconds):
+        raise ValueError(f"--seconds {seconds:g}: stages {', '.join(names)} need {fixed_s:g}")
+    return {s.name: s.budget_s * (share if s.can_shrink else 1.0) for s in stages}
+
+
+def run_all(options: Options) -> Results:
+    """Runs the chosen stages and returns the results, which it rewrites after each."""
+    results = results_file.read(options.out) if options.resume else {}
+    stages = results.setdefault("stages", {})
+    results["machine"] = machine(computes_on_gpu=True)
+    results["run"] = {
+        "emulated": options.is_emulated,
+        "times": "made up, as nothing ran on a device" if options.is_emulated else "measured",
+        "seconds_given": options.seconds,
+    }
+    began_s = time.monotonic()
+    for name, seconds in budgets(options.stages, options.seconds).items():
+        if options.resume and stages.get(name, {}).get("status") == PASSED:
+            print(f"{name}: passed before", flush=True)
+            continue
+        print(f"{name}: up to {seconds:.0f} s", flush=True)
+        stages[name] = run_stage(name, seconds, options, results)
+        results["run"]["seconds"] = time.monotonic() - began_s
+        results["summary"] = goals.summarize(stages)
+        results_file.write(options.out, results)
+        print(f"{name}: {stages[name]['status']}, {stages[name]['seconds']:.1f} s", flush=True)
+    results["summary"] = goals.summarize(stages)
+    results_file.write(options.out, results)
+    return results
+
+
+def run_stage(name: str, seconds: float, options: Options, results: Results) -> Results:
+    """Runs one stage in a child, and ends that at the end of its budget."""
+    found = {key: stage.get("found", {}) for key, stage in results["stages"].items()}
+    processes = multiprocessing.get_context("fork")
+    receiver, sender = processes.Pipe(duplex=False)
+    child = processes.Process(
+        target=_child, args=(name, seconds, options, found, receiver, sender), name=name
+    )
+    began_s = time.monotonic()
+    child.start()
+    sender.close()
+    entry: Results = {"status": FAILED, "error": "the stage's process died", "found": {}}
+    try:
+        while receiver.poll(max(0.0, began_s + seconds - time.monotonic())):
+            entry |= receiver.recv()
+        entry |= {"status": STOPPED, "error": f"not done after {seconds:.0f} s"}
+    except EOFError:
+        pass
+    # One that has saved its last ends by itself; interpreters with a device take a moment.
+    child.join(CLOSING_S if entry["status"] == PASSED else 0.1)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    if entry["status"] != PASSED and child.exitcode:
+        entry["exit_code"] = child.exitcode
+    return {**entry, "seconds": time.monotonic() - began_s, "budget_s": seconds}
+
+
+def _child(
+    name: str,
+    seconds: float,
+    options: Options,
+    found: dict[str, Found],
+    receiver: Connection,
+    sender: Connection,
+) -> None:
+    receiver.close()
+    [stage] = [stage for stage in STAGES if stage.name == name]
+    try:
+        context = Context.make(
+            is_emulated=options.is_emulated,
+            seconds=max(seconds / 2, seconds - CLOSING_S),
+            pack=options.pack,
+            out=options.out,
+            found=found,
+            save=lambda part: sender.send({"found": part}),
+        )
+        module = importlib.import_module(f"bench.gpu_run.stages.{stage.module}")
+        with on_device(context):
+            sender.send({"found": module.run(context), "status": PASSED, "error": None})
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        text = "".join(traceback.format_exception(error))
+        sender.send({"status": FAILED, "error": f"{type(error).__name__}: {error}", "trace": text})

@@ -1,0 +1,121 @@
+"""Every kernel compiled, in many processes at once; how long a start takes after that.
+
+Triton keeps what it compiles on disk, where the stages that follow find it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.gpu_run.context import Context, Found
+from bench.gpu_run.model import BenchModel
+from bench.gpu_run.pack_store import MANIFEST
+from bench.gpu_run.stages.parity import start_engine
+from inference_svc.backends.cuda_graphs import captured_sizes
+
+MAX_PROCESSES = 14
+CHILD_S = 60.0
+
+
+class Variant(NamedTuple):
+    """Kernels of steps of `num_rows` decode rows, or of a prompt of `num_tokens`; of neither: those
+    of the demo's model, in fp32."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.num_rows:
+            return f"{self.num_rows} rows"
+        return f"{self.num_tokens} tokens" if self.num_tokens else "the demo's model"
+
+
+def run(context: Context) -> Found:
+    """Raises what a kernel raised."""
+    chosen = variants(context)
+    num_processes = min(MAX_PROCESSES, len(chosen), os.cpu_count() or 1)
+    found: Found = {"processes": num_processes, "variants": {}}
+    seconds = found["variants"]
+    began_s = time.monotonic()
+    if context.is_emulated:
+        seconds |= {each.name: compile_variant(context, each) for each in chosen}
+    else:
+        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+            jobs = {
+                pool.submit(partial(_compile_alone, context.pack), each): each for each in chosen
+            }
+            for job in as_completed(jobs):
+                seconds[jobs[job].name] = job.result()
+                context.save(found)
+    found["compile_s"] = time.monotonic() - began_s
+    context.save(found)
+    began_s = time.monotonic()
+    make_model(context).backend()
+    found["start_s"] = time.monotonic() - began_s
+    return found
+
+
+def variants(context: Context) -> list[Variant]:
+    """One for each size at which a launch may differ, those that take longest first."""
+    sizes = context.sizes
+    prompts = [Variant(num_tokens=n) for n in sorted({*sizes.prompts, *sizes.kernel_tokens})]
+    decodes = [Variant(num_rows=n) for n in captured_sizes(max(sizes.rows))]
+    demo = [Variant()] if (context.pack / MANIFEST).is_file() else []
+    return [*demo, *reversed(prompts), *reversed(decodes)]
+
+
+def make_model(context: Context) -> BenchModel:
+    """All that a launch depends on is as in the model that is measured later."""
+    sizes = context.sizes
+    return BenchModel(
+        context,
+        num_adapters=1,
+        max_rows=max(sizes.rows),
+        max_context=sizes.long_context,
+        shares_layers=True,
+        num_pages=2 * max(*sizes.prompts, *sizes.rows),
+    )
+
+
+def compile_variant(context: Context, variant: Variant) -> float:
+    """Computes steps of this kind, without adapters and with one; returns the seconds."""
+    began_s = time.monotonic()
+    if variant == Variant():
+        start_engine(context).stop()
+        return time.monotonic() - began_s
+    model = make_model(context)
+    backend = model.backend(is_captured=False, is_warm=False)
+    for num_adapters in (0, 1):
+        if variant.num_rows:
+            rows = model.sequences([1] * variant.num_rows, num_adapters)
+            model.decode_times(backend, rows, 1)
+            with torch.inference_mode():
+                # As recorded: every kernel, whatever the adapters have.
+                backend._decode(variant.num_rows, bool(num_adapters))
+        else:
+            [prompt] = model.sequences([variant.num_tokens], num_adapters)
+            model.prompt_times(backend, prompt)
+    context.timer.synchronize()
+    return time.monotonic() - began_s
+
+
+def _compile_alone(pack: Path, variant: Variant) -> float:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    context = Context.make(
+        is_emulated=False, seconds=CHILD_S, pack=pack, out=Path(), found={}, save=_forget
+    )
+    return compile_variant(context, variant)
+
+
+def _forget(found: Found) -> None:
+    """The parent saves."""

@@ -1,0 +1,133 @@
+"""Versions, and what the device gives: by this all others' shares are reckoned."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from bench.gpu_run.context import Context, Found
+from inference_svc.host.device_info import device_facts
+from inference_svc.host.memory import available_bytes
+from kernels.host_memory import allocate_host, allocate_pinned
+
+PIECE_BYTES = 4 << 20
+"""As images travel: a step's inputs wait for no more."""
+SANITIZER = "compute-sanitizer"
+SANITIZER_FOLDERS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+
+
+def run(context: Context) -> Found:
+    return {
+        "versions": versions(),
+        "device": device_facts(str(context.device)),
+        "host_free_bytes": available_bytes(),
+        "compiler": shutil.which("cc"),
+        "sanitizer": find_sanitizer(),
+        "times": context.timer.name,
+        "ceilings": ceilings(context),
+    }
+
+
+def versions() -> Found:
+    return {
+        "python": sys.version.split()[0],
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def find_sanitizer() -> str | None:
+    """Returns the path of compute-sanitizer; None: it is not installed."""
+    for folder in (None, *SANITIZER_FOLDERS):
+        found = shutil.which(SANITIZER, path=folder)
+        if found:
+            return found
+    return None
+
+
+def ceilings(context: Context) -> Found:
+    """A copy on the device counts bytes read and bytes written."""
+    return {
+        "device_copy_gb_per_s": _copy(context),
+        **_bus(context),
+        "product_tflop_per_s": _product(context),
+        "graph_node_us": _node_us(context),
+    }
+
+
+def _copy(context: Context) -> float:
+    num_bytes = context.sizes.copy_bytes
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=context.device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * num_bytes / context.timer.time_us(copy, 1).best_us / 1e3
+
+
+def _bus(context: Context) -> Found:
+    """Between pinned memory and the device, the best of five."""
+    num_bytes = context.sizes.host_copy_bytes
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+    allocate = allocate_host if context.is_emulated else allocate_pinned
+    here = allocate(num_bytes)
+
+    def rate(target: torch.Tensor, source: torch.Tensor, piece_bytes: int) -> float:
+        seconds = []
+        for _ in range(5):
+            context.timer.synchronize()
+            begin_s = context.timer.now_s()
+            for first in range(0, len(target), piece_bytes):
+                part = slice(first, first + piece_bytes)
+                target[part].copy_(source[part], non_blocking=True)
+            context.timer.synchronize()
+            seconds.append(context.timer.now_s() - begin_s)
+        return len(target) / min(seconds) / 1e9
+
+    return {
+        "host_to_device_gb_per_s": rate(there, here, len(there)),
+        "host_to_device_in_pieces_gb_per_s": rate(there, here, PIECE_BYTES),
+        "device_to_host_gb_per_s": rate(here, there, len(there)),
+    }
+
+
+def _product(context: Context) -> float:
+    """TFLOP/s of a large product of random matrices."""
+    size = context.sizes.square
+    a, b = (
+        torch.randn(size, size, dtype=context.sizes.dtype, device=context.device) for _ in range(2)
+    )
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    return 2 * size**3 / context.timer.time_us(multiply, 1).best_us / 1e6
+
+
+@triton.jit
+def empty_kernel(out: Any) -> None:
+    tl.store(out, 1)
+
+
+def _node_us(context: Context) -> float:
+    """Microseconds that a node of a graph takes at least: of a kernel that does next to nothing,
+    after another."""
+    out = torch.zeros(1, dtype=torch.int32, device=context.device)
+
+    def launch() -> None:
+        for _ in range(context.sizes.nodes):
+            empty_kernel[(1,)](out)
+
+    return context.timer.time_us(launch, context.sizes.nodes).best_us

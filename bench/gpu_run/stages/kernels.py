@@ -1,0 +1,80 @@
+"""LoRA of every group beside the peers, as they come and tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bench.gpu_run import lora_cases
+from bench.gpu_run.context import Context, Found, Missing
+from bench.gpu_run.lora_cases import Case, Ours, Pool
+from bench.gpu_run.peers import LoraCall, Work
+from bench.gpu_run.stages.tune import PEER_SPACES, make_peer, peer_defaults, tuned_for
+
+MAX_ERROR = 0.02
+"""Relative RMS of what is added, in 16 bits; the peers' stands beside ours."""
+
+
+def run(context: Context) -> Found:
+    """Raises AssertionError where our numbers are wrong."""
+    found: Found = {"cells": [], "left_out": [], "missing": {}}
+    pool, num_targets = Pool(context), lora_cases.num_targets(context)
+    for case in lora_cases.cases(context):
+        if context.deadline.is_near():
+            found["left_out"].append(case.name)
+            continue
+        work = lora_cases.make_work(context, case, pool)
+        cell = describe(context, case, work)
+        cell |= measure(context, "ours", Ours(work, case.row_tokens, num_targets), work)
+        for name, call in peer_calls(context, case, work, found["missing"]):
+            cell |= measure(context, name, call, work)
+        found["cells"].append(cell | rate(cell))
+        if len(found["cells"]) % 10 == 0:
+            context.save(found)
+    wrong = [cell["case"] for cell in found["cells"] if not cell["ours_error"] < MAX_ERROR]
+    assert not wrong, f"ours differ from the definition: {wrong}"
+    return found
+
+
+def describe(context: Context, case: Case, work: Work) -> Found:
+    return {
+        "case": case.name,
+        "group": case.group.name,
+        "rank": case.rank,
+        "tokens": case.num_tokens,
+        "adapters": case.num_adapters,
+        "layers": len(work.layers),
+        "bound_us": lora_cases.bound_us(context, case),
+    }
+
+
+def measure(context: Context, name: str, call: LoraCall, work: Work) -> Found:
+    error = lora_cases.error(call, work)
+    times = lora_cases.time_call(context, call, work)
+    return {f"{name}_us": times.best_us, f"{name}_error": error}
+
+
+def peer_calls(
+    context: Context, case: Case, work: Work, missing: dict[str, str]
+) -> Iterator[tuple[str, LoraCall]]:
+    """Each peer as it comes and, where it was tuned, tuned."""
+    tuned: Mapping[str, Any] = context.found.get("tune", {}).get("peers", {})
+    for name in PEER_SPACES:
+        try:
+            default = peer_defaults(name, case)
+            yield f"{name}_default", make_peer(context.pack, name, work, default)
+            configs = tuned_for(tuned.get(name, {}), case)
+            if configs is not None:
+                yield f"{name}_tuned", make_peer(context.pack, name, work, configs)
+        except Missing as error:
+            missing[name] = str(error)
+
+
+def rate(cell: Found) -> Found:
+    """`ratio`: how many times as long the better peer takes, at its best."""
+    theirs = [us for name, us in cell.items() if name.endswith(("_default_us", "_tuned_us"))]
+    ours_us = cell["ours_us"]
+    return {
+        "share_of_bound": cell["bound_us"] / ours_us,
+        "ratio": min(theirs) / ours_us if theirs else None,
+    }

@@ -1,0 +1,416 @@
+"""The constants of kernels, ours and the peers', measured for as long.
+
+Of every kernel each constant is changed on its own; then what was better is taken together, and
+kept if that is better still. A change counts only if it is faster in both of two measurements, and
+if the kernel's numbers stay what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from triton.errors import TritonError
+
+from bench.gpu_run import kernel_cases, lora_cases
+from bench.gpu_run.context import Context, Found, Missing
+from bench.gpu_run.kernel_cases import Problem
+from bench.gpu_run.lora_cases import Case, Pool
+from bench.gpu_run.model import read_geometry
+from bench.gpu_run.peers import LoraCall, Sglang, Vllm, Work, default_chunk
+from bench.gpu_run.timing import Deadline
+from kernels import tuning
+from kernels.elementwise.triton_ops import power_of_2
+
+TABLE = "tuned.json"
+COMPILE_SHARE = 0.4
+"""Of the stage's time, at most, for compiling in many processes what is measured afterwards."""
+MAX_PROCESSES = 14
+MAX_S = 0.02
+"""Of one measurement, twice for each problem."""
+MIN_GAIN = 0.02
+"""By which constants must be faster to replace others: less is noise."""
+MAX_DIFFERENCE = 0.02
+"""Relative RMS by which results may differ: sums in another order, in 16 bits."""
+FAILURES = (TritonError, RuntimeError, ValueError)
+"""What constants that do not fit the device or the kernel raise."""
+
+Constants = dict[str, int]
+
+SPACE: dict[str, dict[str, tuple[int, ...]]] = {
+    "shrink": {
+        "chunk": (256, 1024),
+        "split_tokens": (64, 1 << 20),
+        "block_k": (128, 512),
+        "tile_block_r": (16, 64),
+        "tile_block_k": (32, 128),
+        "num_warps": (2, 8),
+        "num_stages": (2, 4),
+    },
+    "expand": {
+        "block_n": (64, 256),
+        "tile_block_r": (16, 64),
+        "num_warps": (2, 8),
+        "num_stages": (2, 4),
+    },
+    "decode": {
+        "block_n": (32, 128),
+        "programs": (264, 396, 792, 1056),
+        "num_warps": (2, 8),
+        "num_stages": (2, 4),
+    },
+    "segments": {"positions": (64, 256, 512)},
+    "combine": {"block_s": (8, 32), "num_warps": (2, 8)},
+    "prefill": {"block_n": (32, 128), "num_warps": (8,), "num_stages": (2, 4)},
+    "add_rms_norm": {"elements_per_warp": (128, 512, 1024), "max_warps": (8, 32)},
+    "swiglu": {"block": (512, 2048), "elements_per_warp": (128, 512)},
+    "store": {"many_tokens": (64, 1024), "block_t": (4, 16), "num_warps": (2, 8)},
+}
+"""What each constant is changed to; the default stands beside the kernels."""
+
+PEER_SPACES: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {
+    "vllm": {
+        "shrink": {
+            "block_m": (16, 64),
+            "block_n": (32,),
+            "block_k": (32, 64, 128, 256, 512),
+            "split_k": (1, 4, 16, 32),
+            "num_warps": (2, 8),
+            "num_stages": (3, 4),
+        },
+        "expand": {
+            "block_m": (16, 32),
+            "block_n": (32, 64, 128, 256),
+            "block_k": (16, 64),
+            "num_warps": (2, 8),
+            "num_stages": (3, 4),
+        },
+    },
+    "sglang": {
+        "both": {"chunk": (16, 32, 64, 128)},
+        "shrink": {
+            "BLOCK_N": (32, 64),
+            "BLOCK_K": (64, 128, 512),
+            "num_warps": (2, 8),
+            "num_stages": (2, 4),
+        },
+        "expand": {
+            "BLOCK_N": (32, 128, 256),
+            "BLOCK_K": (32, 64),
+            "num_warps": (2, 8),
+            "num_stages": (2, 4),
+        },
+    },
+}
+"""As vLLM's page on tuning and SGLang's table for Hopper have them."""
+SGLANG_DEFAULT: dict[str, Constants] = {
+    "shrink": {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
+    "expand": {"BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3},
+}
+"""What its launches are written with, and Triton's own for the rest."""
+
+Measure = Callable[[Constants], "list[float] | None"]
+"""Microseconds of each problem; None where the numbers are others than with the defaults."""
+
+
+def run(context: Context) -> Found:
+    found: Found = {"best": {}, "ours": {}, "peers": {}, "missing": {}}
+    if not context.is_emulated:
+        found["compiled"] = compile_all(context, context.deadline.left_s * COMPILE_SHARE)
+        context.save(found)
+    pool = Pool(context)
+    most = context.sizes.tune_configs
+    deadline = Deadline(context.deadline.left_s / 2)
+    for kernel, problems in kernel_cases.problems(context, pool).items():
+        measure = Ours(context, kernel, problems).measure
+        best, entry = search(default_of(context, kernel), SPACE[kernel], measure, deadline, most)
+        found["ours"][kernel] = entry | {"problems": [each.name for each in problems]}
+        if best != default_of(context, kernel):
+            found["best"][kernel] = best
+        write_table(context, found["best"])
+        context.save(found)
+    for case in kernel_cases.chosen_cases(context):
+        for name in PEER_SPACES:
+            try:
+                tune_peer(context, found, name, case, pool)
+            except Missing as error:
+                found["missing"][name] = str(error)
+        context.save(found)
+    return found
+
+
+def default_of(context: Context, kernel: str) -> Constants:
+    """Returns the constants of `kernel` for the model under measurement."""
+    g = read_geometry(context.sizes.config)
+    facts = {
+        "decode": {"head_dim": g.head_dim},
+        "combine": {"head_dim": g.head_dim},
+        "prefill": {"head_dim": g.head_dim},
+        "store": {"head_dim": g.head_dim},
+        "add_rms_norm": {"size": g.hidden_size},
+        "swiglu": {"size": g.intermediate_size},
+    }
+    return dict(tuning.constants(kernel, **facts.get(kernel, {})))
+
+
+def trials(default: Constants, space: Mapping[str, Sequence[int]]) -> Iterator[Constants]:
+    """The default, then each constant changed on its own."""
+    yield default
+    for name, values in space.items():
+        for value in values:
+            if value != default[name]:
+                yield default | {name: value}
+
+
+def search(
+    default: Constants,
+    space: Mapping[str, Sequence[int]],
+    measure: Measure,
+    deadline: Deadline,
+    most: int,
+) -> tuple[Constants, Found]:
+    """Returns the best constants, and what was tried: each with its time as a share of the
+    default's, the geometric mean over the problems, in the slower of two measurements."""
+    first = measure(default)
+    assert first is not None
+    base = [min(pair) for pair in zip(first, measure(default) or first, strict=True)]
+    tried: list[Found] = []
+
+    def share(constants: Constants) -> float | None:
+        both: list[float] = []
+        for _ in range(2):
+            times = measure(constants)
+            if times is None:
+                return None
+            logs = [math.log(us / of) for us, of in zip(times, base, strict=True)]
+            both.append(math.exp(sum(logs) / len(logs)))
+        tried.append({"changed": changed(constants, default), "share_of_default": max(both)})
+        return max(both)
+
+    better: Constants = {}
+    best, best_share = default, 1.0 - MIN_GAIN
+    shares: dict[str, float] = {}
+    for constants in list(trials(default, space))[1 : most + 1]:
+        if deadline.is_near():
+            break
+        found = share(constants)
+        [(name, value)] = changed(constants, default).items()
+        if found is not None and found < min(shares.get(name, 1.0), 1.0 - MIN_GAIN):
+            shares[name], better[name] = found, value
+        if found is not None and found < best_share:
+            best, best_share = constants, found
+    if len(better) > 1 and not deadline.is_near():
+        together = share(default | better)
+        if together is not None and together < best_share:
+            best, best_share = default | better, together
+    entry = {
+        "default_us": base,
+        "tried": tried,
+        "best": best,
+        "share_of_default": best_share if best != default else 1.0,
+        "was_cut_short": deadline.is_near(),
+    }
+    return best, entry
+
+
+def changed(constants: Constants, default: Constants) -> Constants:
+    return {name: value for name, value in constants.items() if value != default[name]}
+
+
+class Ours:
+    """One of our kernels on its problems."""
+
+    def __init__(self, context: Context, kernel: str, problems: Sequence[Problem]) -> None:
+        self._context, self._kernel, self._problems = context, kernel, problems
+        self._expected: list[torch.Tensor] = []
+
+    def measure(self, constants: Constants) -> list[float] | None:
+        times = []
+        try:
+            with tuning.overridden(self._kernel, **constants):
+                for index, problem in enumerate(self._problems):
+                    prepared = problem.prepare()
+                    got = prepared.result().float().clone()
+                    if index == len(self._expected):
+                        self._expected.append(got)
+                    if not relative(got, self._expected[index]) < MAX_DIFFERENCE:
+                        return None
+                    timer = self._context.timer
+                    times.append(timer.time_us(prepared.run, prepared.num_calls, MAX_S).best_us)
+        except FAILURES:
+            if not self._expected:
+                raise
+            return None
+        return times
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def tune_peer(context: Context, found: Found, name: str, case: Case, pool: Pool) -> None:
+    """Searches each part of the peer's constants for this case. Raises Missing without it."""
+    work = lora_cases.make_work(context, case, pool)
+    chosen = peer_defaults(name, case)
+    # Before any time is taken: the pack may lack it.
+    make_peer(context.pack, name, work, chosen)
+    parts: Found = {}
+    for part, space in PEER_SPACES[name].items():
+
+        def measure(constants: Constants, part: str = part) -> list[float] | None:
+            try:
+                call = make_peer(context.pack, name, work, chosen | {part: constants})
+                if not lora_cases.error(call, work) < MAX_DIFFERENCE:
+                    return None
+                return [lora_cases.time_call(context, call, work, MAX_S).best_us]
+            except FAILURES:
+                return None
+
+        chosen[part], parts[part] = search(
+            chosen[part], space, measure, context.deadline, context.sizes.tune_configs
+        )
+    found["peers"].setdefault(name, {})[case_key(case)] = {"configs": chosen, "parts": parts}
+
+
+def make_peer(pack: Path, name: str, work: Work, configs: Mapping[str, Constants]) -> LoraCall:
+    """Raises Missing where the pack lacks the peer."""
+    kind = Vllm if name == "vllm" else Sglang
+    call: LoraCall = kind(pack, work, configs)
+    return call
+
+
+def peer_defaults(name: str, case: Case) -> dict[str, Constants]:
+    """Returns the constants that the peer takes by itself: see vLLM's `get_lora_op_configs`."""
+    if name == "sglang":
+        return {"both": {"chunk": default_chunk(case.num_tokens)}, **SGLANG_DEFAULT}
+    is_short = case.num_tokens < 128
+    common = {"num_warps": 4, "num_ctas": 1, "num_stages": 2}
+    return {
+        "shrink": {
+            "block_m": 32,
+            "block_n": 16,
+            "block_k": 256 if is_short else 32,
+            "split_k": 64 if is_short else 8,
+            "group_size_m": 8,
+            **common,
+        },
+        "expand": {
+            "block_m": 64,
+            "block_n": 64 if len(case.group.widths) > 1 else 128,
+            "block_k": 32,
+            **common,
+        },
+    }
+
+
+def case_key(case: Case) -> str:
+    """By which a peer's constants are found: as its own files have them, by shape and tokens."""
+    return f"{case.group.name}, {power_of_2(case.num_tokens)}"
+
+
+def tuned_for(tuned: Mapping[str, Any], case: Case) -> dict[str, Constants] | None:
+    """Returns a peer's constants for the nearest number of tokens of the same group; None where
+    nothing was measured."""
+    known = {}
+    for key, entry in tuned.items():
+        group, _, tokens = key.rpartition(", ")
+        if group == case.group.name:
+            known[int(tokens)] = entry["configs"]
+    if not known:
+        return None
+    nearest = min(known, key=lambda tokens: abs(math.log2(tokens / case.num_tokens)))
+    return dict(known[nearest])
+
+
+def write_table(context: Context, best: Mapping[str, Constants]) -> None:
+    """Writes what was found in the form of `kernels/tuning`, to be reviewed and committed there: of
+    each kernel the default's rules, with the one for this model replaced."""
+    default = tuning.read_table(tuning.path_of(tuning.DEFAULT))
+    table = {kernel: [*default[kernel][:-1], constants] for kernel, constants in best.items()}
+    path = context.out / TABLE
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    tuning.read_table(path, default)
+
+
+def compile_all(context: Context, seconds: float) -> Found:
+    """Runs every trial once, in many processes, so that Triton finds it compiled later. What is not
+    done in time is left: it is compiled when it is measured."""
+    jobs = list(_jobs(context))
+    # A pool's processes outlive what they are told: those of a late one must not.
+    deadline = Deadline(seconds)
+    pool = multiprocessing.get_context("spawn").Pool(min(MAX_PROCESSES, os.cpu_count() or 1))
+    with pool:
+        done = pool.imap_unordered(partial(_compile, context.pack), jobs)
+        num_done = num_failed = 0
+        while num_done < len(jobs) and not deadline.is_near():
+            try:
+                num_failed += not done.next(timeout=max(0.1, deadline.left_s))
+            except multiprocessing.TimeoutError:
+                break
+            num_done += 1
+    return {"jobs": len(jobs), "done": num_done, "failed": num_failed, "seconds": seconds}
+
+
+class Job(NamedTuple):
+    """A trial of one of our kernels, or of a peer's part for the case with that number."""
+
+    kernel: str
+    constants: Constants
+    peer: str = ""
+    case: int = 0
+
+
+def _jobs(context: Context) -> Iterator[Job]:
+    """Ours and the peers' in turn, as none may be compiled less than the others."""
+    ours = [
+        Job(kernel, constants)
+        for kernel, space in SPACE.items()
+        for constants in trials(default_of(context, kernel), space)
+    ]
+    theirs = [
+        Job(part, constants, name, index)
+        for index, case in enumerate(kernel_cases.chosen_cases(context))
+        for name, spaces in PEER_SPACES.items()
+        for part, space in spaces.items()
+        for constants in trials(peer_defaults(name, case)[part], space)
+    ]
+    for index in range(max(len(ours), len(theirs))):
+        yield from ours[index : index + 1]
+        yield from theirs[index : index + 1]
+
+
+def _compile(pack: Path, job: Job) -> bool:
+    """In a process of its own; returns whether the constants can be compiled."""
+    torch.set_num_threads(1)
+    context = Context.make(
+        is_emulated=False, seconds=3600.0, pack=pack, out=Path(), found={}, save=_forget
+    )
+    # One layer has every kernel.
+    context = replace(context, sizes=replace(context.sizes, max_calls=1, case_bytes=0))
+    pool = Pool(context)
+    try:
+        if job.peer:
+            case = kernel_cases.chosen_cases(context)[job.case]
+            work = lora_cases.make_work(context, case, pool)
+            configs = peer_defaults(job.peer, case) | {job.kernel: job.constants}
+            make_peer(pack, job.peer, work, configs).run(0)
+        else:
+            with tuning.overridden(job.kernel, **job.constants):
+                for problem in kernel_cases.problems(context, pool)[job.kernel]:
+                    problem.prepare().result()
+        context.timer.synchronize()
+    except (*FAILURES, Missing):
+        return False
+    return True
+
+
+def _forget(found: Found) -> None:
+    """The parent saves."""
