@@ -30,7 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = {*getattr(item, "fixturenames", ())}
         starts = item.nodeid.startswith(PROCESS_FOLDERS) or "postgres" in item.nodeid
-        starts |= item.get_closest_marker("gpu") is not None
         if starts or not PROCESS_FIXTURES.isdisjoint(fixtures):
             item.add_marker(pytest.mark.processes)
 

@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu_run import lora_cases
 from bench.gpu_run.context import Context
-from bench.gpu_run.lora_cases import Case, Ours, Pool
+from bench.gpu_run.lora_cases import Case, Ours, Pool, random
 from bench.gpu_run.model import read_geometry
 from kernels import elementwise
 from kernels.attention import AttentionPlan, KVCache, attend, rotary_angles, rotate_and_store
@@ -88,11 +88,6 @@ def lora_problem(context: Context, pool: Pool, case: Case) -> Problem:
     return Problem(case.name, prepare)
 
 
-def _random(context: Context, *shape: int) -> torch.Tensor:
-    generator = torch.Generator(context.device).manual_seed(0)
-    return torch.randn(shape, generator=generator, dtype=context.sizes.dtype, device=context.device)
-
-
 def _cache(context: Context, num_pages: int) -> KVCache:
     """As many layers as memory is meant for, at least two, so that none is found in a cache."""
     g, sizes = read_geometry(context.sizes.config), context.sizes
@@ -103,7 +98,7 @@ def _cache(context: Context, num_pages: int) -> KVCache:
         num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, dtype=sizes.dtype,
         device=context.device,
     )  # fmt: skip
-    cache.data.normal_()
+    cache.data.normal_(generator=torch.Generator(context.device).manual_seed(0))
     return cache
 
 
@@ -116,7 +111,7 @@ def _attention(context: Context, name: str, firsts: list[int], counts: list[int]
         order = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(0))
         pages = [part.tolist() for part in order.split(pages_of)]
         plan = AttentionPlan.build(firsts, counts, pages, page_size, context.device)
-        q = _random(context, sum(counts), g.num_heads, g.head_dim)
+        q = random(context, sum(counts), g.num_heads, g.head_dim)
 
         def one(layer: int) -> torch.Tensor:
             return attend(q, cache, layer, plan, scale=g.head_dim**-0.5)
@@ -151,7 +146,7 @@ def _store(context: Context, num_tokens: int) -> Problem:
         cells = torch.arange(num_tokens, device=context.device)
         frequencies = torch.ones(g.head_dim // 2, device=context.device)
         angles = rotary_angles(cells, frequencies, 1.0, sizes.dtype)
-        qkv = _random(context, num_tokens, g.q_size + 2 * g.kv_size)
+        qkv = random(context, num_tokens, g.q_size + 2 * g.kv_size)
         before = qkv.clone()
 
         def run() -> None:
@@ -172,8 +167,8 @@ def _norm(context: Context, num_tokens: int) -> Problem:
     size = read_geometry(context.sizes.config).hidden_size
 
     def prepare() -> Prepared:
-        hidden, delta = (_random(context, num_tokens, size) for _ in range(2))
-        weight, zero = _random(context, size), torch.zeros_like(hidden)
+        hidden, delta = (random(context, num_tokens, size) for _ in range(2))
+        weight, zero = random(context, size), torch.zeros_like(hidden)
         calls = min(NUM_LAYERS, context.sizes.max_calls)
 
         def run() -> None:
@@ -192,7 +187,7 @@ def _swiglu(context: Context, num_tokens: int) -> Problem:
     size = read_geometry(context.sizes.config).intermediate_size
 
     def prepare() -> Prepared:
-        gate_up = _random(context, num_tokens, 2 * size)
+        gate_up = random(context, num_tokens, 2 * size)
         calls = min(NUM_LAYERS, context.sizes.max_calls)
 
         def run() -> None:

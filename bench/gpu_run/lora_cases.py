@@ -6,7 +6,7 @@ memory. All implementations read the same memory, each laid out as it wants.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,45 +83,52 @@ def cases(context: Context) -> Iterator[Case]:
 
 
 class Pool:
-    """Random memory for weights, used anew by every case."""
+    """Random memory for the weights of any of `cases`, each of which uses it from the start."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._flat = torch.empty(0, dtype=context.sizes.dtype, device=context.device)
+    def __init__(self, context: Context, cases: Iterable[Case]) -> None:
+        self._sizes = context.sizes
+        elements = max(self._num_layers(case) * self._layer_elements(case) for case in cases)
+        self._flat = torch.empty(elements, dtype=context.sizes.dtype, device=context.device)
+        self._flat.normal_(std=STD)
 
     def layers(self, case: Case) -> list[torch.Tensor]:
-        """Returns as much memory as each layer's weights take, for as many layers as fit into
-        `sizes.case_bytes`."""
-        sizes = self._context.sizes
-        per_granule = GRANULE_BYTES // sizes.dtype.itemsize
+        """Returns memory for each layer's weights: of as many as `sizes.case_bytes` hold."""
+        elements = self._layer_elements(case)
+        return list(self._flat[: self._num_layers(case) * elements].split(elements))
+
+    def _layer_elements(self, case: Case) -> int:
+        per_granule = GRANULE_BYTES // self._sizes.dtype.itemsize
         elements = sum(
             -(-case.rank * features // per_granule) * per_granule
             for width in case.group.widths
             for features in (case.group.num_in, width)
         )
-        elements *= case.num_adapters
-        fit = sizes.case_bytes // (elements * sizes.dtype.itemsize)
-        count = max(min(MIN_CALLS, sizes.max_calls), min(sizes.max_calls, fit))
-        if len(self._flat) < count * elements:
-            self._flat = torch.empty(0, dtype=sizes.dtype, device=self._context.device)
-            self._flat = torch.empty(
-                count * elements, dtype=sizes.dtype, device=self._context.device
-            ).normal_(std=STD)
-        return list(self._flat[: count * elements].split(elements))
+        return elements * case.num_adapters
+
+    def _num_layers(self, case: Case) -> int:
+        most = self._sizes.max_calls
+        num_bytes = self._layer_elements(case) * self._sizes.dtype.itemsize
+        return max(min(MIN_CALLS, most), min(most, self._sizes.case_bytes // num_bytes))
 
 
 def make_work(context: Context, case: Case, pool: Pool) -> Work:
-    device, dtype = context.device, context.sizes.dtype
+    """The same values every time."""
     slots = torch.arange(case.num_rows) * case.num_adapters // case.num_rows
     return Work(
         token_slots=slots.repeat_interleave(case.row_tokens),
         num_slots=case.num_adapters,
         rank=case.rank,
         widths=case.group.widths,
-        x=torch.randn(case.num_tokens, case.group.num_in, dtype=dtype, device=device),
-        out=torch.randn(case.num_tokens, sum(case.group.widths), dtype=dtype, device=device),
+        x=random(context, case.num_tokens, case.group.num_in),
+        out=random(context, case.num_tokens, sum(case.group.widths)),
         layers=pool.layers(case),
     )
+
+
+def random(context: Context, *shape: int) -> torch.Tensor:
+    """The same values every time."""
+    generator = torch.Generator(context.device).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=context.sizes.dtype, device=context.device)
 
 
 @dataclass

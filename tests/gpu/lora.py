@@ -14,11 +14,14 @@ from inference_svc.backends.cuda_lora import CudaLora
 from inference_svc.backends.torch import LoraStep, plan_lora
 from inference_svc.core import BASE_SLOT, Batch, BatchRow, Request, SamplingParams
 from inference_svc.core import Sequence as OfTokens
-from kernels.lora import TableEntry
+from kernels.lora import LoraPlan, TableEntry, add_lora, reference
 
 MAX_TOKENS, MAX_ROWS, NUM_SLOTS, MAX_RANK = 400, 16, 10, 33
 IN, WIDTHS, GROUP = 1024, (512, 128, 128), "layers.0.qkv"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+RATIOS = {torch.float32: 2e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
+"""Relative RMS by which kernels may differ from the definition: they round the shrunk rows, and the
+sum, to the dtype."""
 MIXES = [
     [0],
     list(range(10)),
@@ -145,3 +148,20 @@ def check_later_writes(bench: Bench) -> None:
     assert torch.equal(replay(), before)
     bench.arena.table.set_row(1, entries_of(1))
     assert not torch.equal(replay(), before)
+
+
+def check_definition(bench: Bench, host: Arena) -> None:
+    """What the kernels add is what the definition says over `host`, which has the same values:
+    single tokens, prompts, and both beside rows of the base."""
+    group = bench.groups[GROUP]
+    for slots, lengths in [
+        *((mix, [1] * len(mix)) for mix in MIXES),
+        ([BASE_SLOT, 0, 1, 2, 3], [5, 130, 1, 2, 17]),
+    ]:
+        x, out = bench.inputs(sum(lengths))
+        plans = [LoraPlan.build(slots, lengths, a.table, a.device) for a in (bench.arena, host)]
+        wanted = out.cpu()
+        reference.add_lora(wanted, x.cpu(), host.flat, host.table, plans[1], group)
+        add_lora(out, x, bench.arena.flat, bench.arena.table, plans[0], group)
+        difference = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
+        assert difference < RATIOS[x.dtype], f"rows {slots} of {lengths} tokens"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.lora import DTYPES, Bench, check_later_writes, check_longer_rows, check_replays
+from tests.gpu.lora import (
+    DTYPES,
+    Bench,
+    check_definition,
+    check_later_writes,
+    check_longer_rows,
+    check_replays,
+)
 
 REAL = [pytest.param(d, marks=pytest.mark.real if d == torch.bfloat16 else ()) for d in DTYPES]
 
@@ -31,3 +38,18 @@ def test_longer_rows_are_bitwise_a_new_plan(make_bench, on_device, dtype):
 def test_replay_sees_later_table_writes(make_bench, on_device):
     with on_device():
         check_later_writes(make_bench(torch.float16))
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_against_the_definition(make_bench, on_device, dtype):
+    bench = make_bench(dtype)
+    with on_device():
+        check_definition(bench, Bench(dtype).arena)
+
+
+@pytest.mark.real
+def test_a_row_is_written_as_on_the_host(make_bench):
+    there, here = make_bench(torch.float16).arena.table, Bench(torch.float16).arena.table
+    for table in (there, here):
+        table.clear_row(2)
+    assert torch.equal(there.rows.cpu(), here.rows)

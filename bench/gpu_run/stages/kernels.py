@@ -18,8 +18,9 @@ MAX_ERROR = 0.02
 def run(context: Context) -> Found:
     """Raises AssertionError where our numbers are wrong."""
     found: Found = {"cells": [], "left_out": [], "missing": {}}
-    pool, num_targets = Pool(context), lora_cases.num_targets(context)
-    for case in lora_cases.cases(context):
+    cases, num_targets = list(lora_cases.cases(context)), lora_cases.num_targets(context)
+    pool = Pool(context, cases)
+    for case in cases:
         if context.deadline.is_near():
             found["left_out"].append(case.name)
             continue

@@ -126,7 +126,7 @@ def run(context: Context) -> Found:
     if not context.is_emulated:
         found["compiled"] = compile_all(context, context.deadline.left_s * COMPILE_SHARE)
         context.save(found)
-    pool = Pool(context)
+    pool = Pool(context, kernel_cases.chosen_cases(context))
     most = context.sizes.tune_configs
     deadline = Deadline(context.deadline.left_s / 2)
     for kernel, problems in kernel_cases.problems(context, pool).items():
@@ -395,7 +395,7 @@ def _compile(pack: Path, job: Job) -> bool:
     )
     # One layer has every kernel.
     context = replace(context, sizes=replace(context.sizes, max_calls=1, case_bytes=0))
-    pool = Pool(context)
+    pool = Pool(context, kernel_cases.chosen_cases(context))
     try:
         if job.peer:
             case = kernel_cases.chosen_cases(context)[job.case]

@@ -1,0 +1,242 @@
+"""The parts of the GPU run: how stages end, what counts as a goal, how constants are chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.gpu_run import goals, results_file, run
+from bench.gpu_run import safetensors as own_safetensors
+from bench.gpu_run.context import Context, Missing
+from bench.gpu_run.peers import load
+from bench.gpu_run.run import Options, Stage, budgets, chosen_stages
+from bench.gpu_run.stages.tune import search, trials
+from bench.gpu_run.timing import Deadline
+
+MODEL = Path(__file__).parents[2] / "loadout/demo/assets/model/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("0", ("env",)), ("7-9", ("prefill", "loads", "trace")), ("trace,0", ("env", "trace"))],
+)
+def test_stages_by_number_range_and_name(text, names):
+    assert chosen_stages(text) == names
+
+
+@pytest.mark.parametrize("text", ["", "10", "x", "2-", "-3"])
+def test_unknown_stages_are_refused(text):
+    with pytest.raises(ValueError, match="--stages"):
+        chosen_stages(text)
+
+
+def test_all_stages_take_less_than_ten_minutes():
+    names = [stage.name for stage in run.STAGES]
+    assert len(names) == 10
+    assert sum(budgets(names, 580.0).values()) < 580
+    assert sum(budgets(names, 1e6).values()) < 580, "none grows"
+    shrunk = budgets(names, 300.0)
+    assert sum(shrunk.values()) == pytest.approx(300)
+    assert shrunk["correct"] == 110
+    assert shrunk["tune"] < 110
+    with pytest.raises(ValueError, match="need 210"):
+        budgets(names, 200.0)
+
+
+def test_results_are_replaced_in_one_go(tmp_path):
+    results_file.write(tmp_path, {"stages": {"env": 1}})
+    with pytest.raises(TypeError):
+        results_file.write(tmp_path, {"stages": object()})
+    assert results_file.read(tmp_path) == {"stages": {"env": 1}}
+    assert results_file.read(tmp_path / "elsewhere") == {}
+
+
+def good(context: Context) -> dict:
+    return {"ran": 1 + context.found.get("good", {}).get("ran", 0)}
+
+
+def broken(context: Context) -> dict:
+    context.save({"half": True})
+    raise RuntimeError("an illegal memory access")
+
+
+def dying(context: Context) -> dict:
+    os._exit(7)
+
+
+def hanging(context: Context) -> dict:
+    context.save({"half": True})
+    while True:
+        time.sleep(1.0)
+
+
+STAGES = (
+    Stage("broken", "broken", 60),
+    Stage("dying", "dying", 60),
+    Stage("hanging", "hanging", 0.3),
+    Stage("good", "good", 60),
+)
+
+
+@pytest.fixture
+def run_fakes(monkeypatch, tmp_path):
+    """`run_fakes(resume)` runs STAGES, the functions above."""
+    for function in (good, broken, dying, hanging):
+        module = ModuleType(f"bench.gpu_run.stages.{function.__name__}")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(run, "STAGES", STAGES)
+
+    def call(resume: bool = False) -> dict:
+        names = tuple(stage.name for stage in STAGES)
+        return run.run_all(Options(tmp_path, tmp_path, names, is_emulated=True, resume=resume))
+
+    return call
+
+
+@pytest.mark.processes
+def test_a_stage_that_ends_badly_does_not_stop_the_next(run_fakes, tmp_path):
+    stages = run_fakes()["stages"]
+    assert {name: each["status"] for name, each in stages.items()} == {
+        "broken": "failed",
+        "dying": "failed",
+        "hanging": "stopped",
+        "good": "passed",
+    }
+    assert stages["broken"]["error"] == "RuntimeError: an illegal memory access"
+    assert "in broken" in stages["broken"]["trace"]
+    assert stages["dying"]["exit_code"] == 7
+    assert stages["broken"]["found"] == stages["hanging"]["found"] == {"half": True}
+    assert json.loads((tmp_path / "results.json").read_text())["stages"] == stages
+    again = run_fakes(resume=True)["stages"]
+    assert again["good"] == stages["good"], "not run again"
+    assert again["broken"]["seconds"] != stages["broken"]["seconds"]
+
+
+@pytest.mark.processes
+def test_a_run_from_the_beginning_forgets_an_earlier_one(run_fakes):
+    assert run_fakes()["stages"]["good"]["found"] == {"ran": 1}
+    assert run_fakes()["stages"]["good"]["found"] == {"ran": 1}
+
+
+def test_without_a_device_and_without_emulation_a_stage_says_so(tmp_path):
+    facts = {"seconds": 1.0, "pack": tmp_path, "out": tmp_path, "found": {}, "save": print}
+    with pytest.raises(Missing, match="no CUDA device"):
+        Context.make(is_emulated=False, **facts)
+    context = Context.make(is_emulated=True, **facts)
+    with pytest.raises(Missing, match="run the stage env"):
+        _ = context.ceilings
+
+
+def cell(ratio: float, share: float, **more: float) -> dict:
+    return {"case": f"{ratio}", "ratio": ratio, "share_of_bound": share} | more
+
+
+def kernel_goals(*cells: dict, missing: dict | None = None) -> list[bool | None]:
+    found = {"cells": [*cells], "left_out": [], "missing": missing or {}}
+    summary = goals.summarize({"kernels": {"found": found}})
+    return [goal["passed"] for goal in summary if goal["goal"].startswith("LoRA")]
+
+
+def test_kernel_goals_are_of_every_cell():
+    fast, at_bound = cell(1.4, 0.3, vllm_tuned_us=1.0), cell(1.05, 0.9, vllm_tuned_us=1.0)
+    assert kernel_goals(fast, at_bound) == [True, True]
+    assert kernel_goals(fast, cell(1.2, 0.8, vllm_tuned_us=1.0)) == [False, True]
+    assert kernel_goals(fast, cell(0.9, 0.95, vllm_tuned_us=1.0)) == [True, False]
+
+
+def test_kernel_goals_need_tuned_peers():
+    assert kernel_goals(cell(1.4, 0.3)) == [None, None]
+    assert kernel_goals(cell(1.4, 0.3, vllm_tuned_us=1.0), missing={"sglang": ""}) == [None, None]
+    assert kernel_goals(cell(0.9, 0.3)) == [False, False], "slower than an untuned one"
+
+
+def test_decode_and_load_goals():
+    loop = [
+        {"num_rows": 1, "num_adapters": 0, "share_of_floor": 0.76},
+        {"num_rows": 32, "num_adapters": 32, "share_of_floor": 0.74},
+    ]
+    loads = {"alone": {"share_of_bus": 0.81}, "decode": {"p99_ratio": 1.2}}
+    summary = goals.summarize({"decode": {"found": {"loop": loop}}, "loads": {"found": loads}})
+    passed = {goal["goal"]: goal["passed"] for goal in summary}
+    assert passed["decode, 1 rows, 0 adapters"] is True
+    assert passed["decode, 32 rows, 32 adapters"] is False
+    assert passed["an adapter's load"] is True
+    assert passed["decode's p99 beside loads"] is False
+    assert "MISS         decode, 32 rows, 32 adapters" in goals.table(summary)
+
+
+DEFAULT, SPACE = {"block": 64, "warps": 4}, {"block": (32, 128), "warps": (2, 8)}
+
+
+def test_trials_change_one_constant_each():
+    assert list(trials(DEFAULT, SPACE)) == [
+        DEFAULT,
+        *({"block": block, "warps": 4} for block in (32, 128)),
+        *({"block": 64, "warps": warps} for warps in (2, 8)),
+    ]
+
+
+def test_search_takes_what_is_better_together():
+    def measure(constants):
+        us = 100.0 * {32: 1.2, 64: 1.0, 128: 0.8}[constants["block"]]
+        return [us * {2: 1.1, 4: 1.0, 8: 0.9}[constants["warps"]], 50.0]
+
+    best, entry = search(DEFAULT, SPACE, measure, Deadline(60), 99)
+    assert best == {"block": 128, "warps": 8}
+    assert entry["share_of_default"] == pytest.approx(0.72**0.5)
+    assert len(entry["tried"]) == 5
+
+
+def test_search_keeps_the_default_against_noise_and_wrong_numbers():
+    calls = []
+
+    def measure(constants):
+        calls.append(constants)
+        if constants["block"] == 128:
+            return None  # other numbers
+        # The first measurement of every other looks good, the second does not.
+        return [80.0 if constants != DEFAULT and calls.count(constants) == 1 else 100.0]
+
+    best, entry = search(DEFAULT, SPACE, measure, Deadline(60), 99)
+    assert best == DEFAULT
+    assert entry["share_of_default"] == 1.0
+    assert {"block": 128} not in [each["changed"] for each in entry["tried"]]
+
+
+def test_search_stops_at_its_deadline():
+    best, entry = search(DEFAULT, SPACE, lambda constants: [1.0], Deadline(0), 99)
+    assert (best, entry["tried"], entry["was_cut_short"]) == (DEFAULT, [], True)
+
+
+def test_own_reader_of_the_model_reads_as_the_library():
+    wanted = load_file(MODEL)
+    with own_safetensors.safe_open(MODEL, "pt") as file:
+        assert set(file.offset_keys()) == wanted.keys()
+        for name, tensor in wanted.items():
+            assert tuple(file.get_slice(name).get_shape()) == tuple(tensor.shape)
+            assert torch.equal(file.get_tensor(name), tensor)
+    assert not own_safetensors.install_if_missing(), "the library is installed here"
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(MODEL.read_bytes()[:100])
+    with pytest.raises(own_safetensors.SafetensorError), own_safetensors.safe_open(path, "pt"):
+        pass
+
+
+def test_a_missing_peer_says_why(tmp_path):
+    with pytest.raises(Missing, match="make gpu-pack"):
+        load(tmp_path, "vllm")
+    (tmp_path / "pack.json").write_text(json.dumps({"missing": {"vllm": "no such wheel"}}))
+    with pytest.raises(Missing, match="vllm is not in the pack: no such wheel"):
+        load(tmp_path, "vllm")
