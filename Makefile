@@ -42,7 +42,7 @@ test-long: $(VENV)/.installed-dev $(PROMETHEUS) soak gpu-emulate
 # peers' kernels where they can be had.
 gpu-emulate: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 $(PYTEST) $(TEST_WORKERS) --dist load tests/gpu
-	-$(MAKE) gpu-pack
+	-$(BIN)/python -m bench.gpu_run.pack
 	PYTHON=$(BIN)/python tools/gpu_run.sh --emulate --out build/gpu-emulated
 
 # What the GPU run takes along to a machine without a network: the peers' Triton files, the demo's
@@ -50,9 +50,8 @@ gpu-emulate: $(VENV)/.installed-dev
 gpu-pack: $(VENV)/.installed-dev
 	$(BIN)/python -m bench.gpu_run.pack
 
-# tests/gpu and the GPU run with the versions of the machine that has the GPU, and nothing else:
-# GPU_PYTHON is its Python.
-GPU_PYTHON ?= $(shell command -v python3.12 || ls -d $(HOME)/.pyenv/versions/3.12.*/bin/python3.12 2>/dev/null | tail -1)
+# tests/gpu and the GPU run with the versions of the machine that has the GPU, and nothing else.
+# GPU_PYTHON=/path names its Python, if it is not found.
 test-gpu-versions: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.gpu_versions $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
 

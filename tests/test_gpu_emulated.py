@@ -1,8 +1,11 @@
-"""The tests of `tests/gpu` where there is no GPU: a process whose Triton interprets its kernels."""
+"""What runs on a machine with a GPU imports nothing that is not there.
+
+`tests/bench/test_gpu_run.py` runs the tests of `tests/gpu` that are marked `smoke`, emulated;
+`make gpu-emulate` runs all of them.
+"""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +16,14 @@ ROOT = Path(__file__).parents[1]
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-
-def run(*arguments: str) -> str:
-    """pytest's output. Fails where pytest does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 ALLOWED = """
 torch torchgen functorch triton numpy pytest _pytest py pluggy iniconfig packaging pygments
 sympy mpmath networkx jinja2 markupsafe filelock fsspec typing_extensions setuptools
-tests kernels inference_svc servicekit
+tests bench kernels inference_svc servicekit
 """
 """torch, triton, numpy and pytest with what they need themselves, and our own packages."""
+MAKES_THE_PACK = "bench.gpu_run.pack"
+"""The one module of the GPU run that runs elsewhere."""
 IMPORT_ALONE = """
 import importlib, sys
 class Refuse:
@@ -45,14 +38,15 @@ for name in sys.argv[2:]:
 """
 
 
+def modules_in(folder: str) -> list[str]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+
+
 def test_nothing_else_is_imported() -> None:
     """A machine with a GPU may have nothing but torch, triton, numpy and pytest."""
-    modules = [f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests/gpu").glob("*.py"))]
+    modules = [*modules_in("tests/gpu"), *modules_in("bench/gpu_run")]
+    modules.remove(MAKES_THE_PACK)
     command = [sys.executable, "-c", IMPORT_ALONE, ALLOWED, "tests.conftest", *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_smoke() -> None:
-    """One of each file, of the smallest kind; `make gpu-emulate` runs them all."""
-    assert " passed" in run("-m", "smoke")

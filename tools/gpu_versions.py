@@ -1,0 +1,96 @@
+"""`make test-gpu-versions`: tests/gpu and the GPU run with the versions of the machine that has the
+GPU, and with nothing else installed.
+
+    python -m tools.gpu_versions --python python3.12
+
+Makes an environment in build/gpu-versions with that Python, torch, Triton, numpy and pytest; then
+collects and emulates all of tests/gpu there, and runs every stage of the GPU run, emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PYTHON_VERSION = "3.12"
+PACKAGES = ("torch==2.11.0", "triton==3.6.0", "numpy", "pytest")
+"""Of torch any build will do: a build for CPUs is smaller, where pip's index has one."""
+FOLDER = Path("build/gpu-versions")
+STAMP = FOLDER / "packages.txt"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tools.gpu_versions", description=__doc__)
+    parser.add_argument("--python", help=f"a Python {PYTHON_VERSION}; by default one is looked for")
+    options = parser.parse_args()
+    chosen = find_python([options.python] if options.python else candidates())
+    if chosen is None:
+        where = options.python or "on PATH, in pyenv's folder, or of uv"
+        print(
+            f"error: no Python {PYTHON_VERSION} {where}; GPU_PYTHON=/path/to/python3.12 names one",
+            file=sys.stderr,
+        )
+        return 2
+    python = install(chosen)
+    # Without the peers: what they need is the same.
+    pack = FOLDER / "pack"
+    run(sys.executable, "-m", "bench.gpu_run.pack", "--no-peers", "--out", str(pack))
+    pytest = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    run(*pytest, "--collect-only", "tests/gpu", emulates=True)
+    run(*pytest, "tests/gpu", emulates=True)
+    out = FOLDER / "out"
+    run(python, "-m", "bench.gpu_run", "--emulate", "--pack", str(pack), "--out", str(out))
+    return 0
+
+
+def candidates() -> list[str]:
+    """Returns where a Python of that version may be."""
+    name = f"python{PYTHON_VERSION}"
+    pyenv = Path.home() / ".pyenv/versions"
+    found = [name, *map(str, sorted(pyenv.glob(f"{PYTHON_VERSION}.*/bin/{name}")))]
+    if shutil.which("uv"):
+        done = subprocess.run(
+            ["uv", "python", "find", PYTHON_VERSION], capture_output=True, text=True
+        )
+        found += done.stdout.split()
+    return found
+
+
+def find_python(names: list[str]) -> str | None:
+    """Returns the first that runs and is of that version: a shim of pyenv's may do neither."""
+    for name in names:
+        try:
+            done = subprocess.run([name, "--version"], capture_output=True, text=True)
+        except OSError:
+            continue
+        if done.stdout.startswith(f"Python {PYTHON_VERSION}."):
+            return name
+    return None
+
+
+def install(python: str) -> str:
+    """Makes the environment, if it is not there with these packages; returns its Python."""
+    wanted = "\n".join(PACKAGES)
+    inside = str((FOLDER / "env/bin/python").absolute())
+    if not STAMP.is_file() or STAMP.read_text() != wanted:
+        run(python, "-m", "venv", "--clear", str(FOLDER / "env"))
+        run(inside, "-m", "pip", "install", "--quiet", *PACKAGES)
+        STAMP.write_text(wanted)
+    return inside
+
+
+def run(*command: str, emulates: bool = False) -> None:
+    """Raises SystemExit with the command's status if it fails."""
+    print("+", *command, flush=True)
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if emulates else {})
+    status = subprocess.run(command, env=environment).returncode
+    if status:
+        raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
