@@ -7,9 +7,11 @@ Ten stages, each in a process of its own: what one breaks, a device in a state o
 not reach the next. It needs torch, triton, numpy and pytest; `docs/development/gpu-run.md` says
 what the stages are and what they write.
 
+compile_pool  work for many processes at once, such as compiling, that ends in time
 context       what a stage is given: device, sizes, timer, deadline, what earlier stages found
 emulation     what stands for the device where there is none
 goals         each goal beside what was measured, and whether it is met
+kernel_cases  what the kernels' constants are measured with
 lora_cases    LoRA of one group of projections over memory that no cache holds, ours and the peers'
 model         the model under measurement, with random weights and adapters, and its steps
 one_step      single steps of a model of one layer, to be run under compute-sanitizer

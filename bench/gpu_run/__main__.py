@@ -10,7 +10,7 @@ from pathlib import Path
 PACK = Path(".gpu-pack")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/gpu_run.sh", description="Finds out on a GPU what has to be known of it."
     )
@@ -32,12 +32,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="without a device: tiny shapes, Triton's interpreter, made-up durations",
     )
-    return parser.parse_args(arguments)
+    return parser
 
 
 def main() -> int:
     """Returns 1 if a stage has not passed. Goals that are missed fail nothing."""
-    options = parse()
+    options = make_parser().parse_args()
     if options.emulate:
         os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported
     from bench.gpu_run import goals, run

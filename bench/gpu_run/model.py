@@ -212,11 +212,14 @@ class BenchModel:
         rows: Sequence[core.Sequence],
         num_steps: int,
         before_step: Callable[[], None] = lambda: None,
+        warm_up_steps: int | None = None,
     ) -> list[StepTimes]:
         """Decodes `num_steps` steps of `rows`, after a warm-up, and times each. The tokens stay
         within what the sequences have room for: then the last is decoded again."""
+        if warm_up_steps is None:
+            warm_up_steps = self.sizes.warm_up_steps
         found = []
-        for index in range(self.sizes.warm_up_steps + num_steps):
+        for index in range(warm_up_steps + num_steps):
             batch = core.Batch(
                 tuple(core.BatchRow(s, len(s.token_ids) - 1, 1, samples=True) for s in rows)
             )
@@ -224,7 +227,7 @@ class BenchModel:
             if index < NEW_TOKENS - 1:
                 for sequence, token in zip(rows, tokens, strict=True):
                     sequence.token_ids.append(token)
-            if index >= self.sizes.warm_up_steps:
+            if index >= warm_up_steps:
                 found.append(times)
         return found
 

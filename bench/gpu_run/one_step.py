@@ -43,7 +43,7 @@ def main() -> None:
         backend = model.backend(is_captured=False, is_warm=False)
         *others, prompt = model.sequences([5, 9, 20], 2)
         if "decode" in options.kinds:
-            model.decode_times(backend, [*others, prompt], 1)
+            model.decode_times(backend, [*others, prompt], 1, warm_up_steps=0)
         if "mixed" in options.kinds:
             model.prompt_times(backend, prompt, others)
         context.timer.synchronize()

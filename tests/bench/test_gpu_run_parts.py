@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.gpu_run import goals, results_file, run
+from bench.gpu_run import goals, lora_cases, results_file, run
 from bench.gpu_run import safetensors as own_safetensors
+from bench.gpu_run.compile_pool import run_jobs
 from bench.gpu_run.context import Context, Missing
 from bench.gpu_run.peers import load
 from bench.gpu_run.run import Options, Stage, budgets, chosen_stages
-from bench.gpu_run.stages.tune import search, trials
+from bench.gpu_run.sizes import REAL
+from bench.gpu_run.stages.tune import search, trials, tuned_for
 from bench.gpu_run.timing import Deadline
 
 MODEL = Path(__file__).parents[2] / "loadout/demo/assets/model/model.safetensors"
@@ -134,6 +137,45 @@ def test_without_a_device_and_without_emulation_a_stage_says_so(tmp_path):
     context = Context.make(is_emulated=True, **facts)
     with pytest.raises(Missing, match="run the stage env"):
         _ = context.ceilings
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_jobs_are_done_in_other_processes_or_left():
+    done: list[int] = []
+    found = run_jobs(abs, [-1, -2, -3], 120.0, done.append)
+    assert (found["jobs"], found["done"], sorted(done)) == (3, 3, [1, 2, 3])
+    late = run_jobs(abs, [-1, -2], 0.0, done.append)
+    assert (late["jobs"], late["done"], len(done)) == (2, 0, 3)
+
+
+def real_context(tmp_path: Path) -> Context:
+    facts = {"seconds": 1.0, "pack": tmp_path, "out": tmp_path, "found": {}, "save": print}
+    return replace(Context.make(is_emulated=True, **facts), sizes=REAL)
+
+
+def test_kernels_are_measured_for_every_group_rank_and_mix(tmp_path):
+    cases = list(lora_cases.cases(real_context(tmp_path)))
+    groups = {case.group.name: (case.group.num_in, case.group.widths) for case in cases}
+    assert groups == {
+        "qkv": (4096, (4096, 1024, 1024)),
+        "o": (4096, (4096,)),
+        "gate_up": (4096, (14336, 14336)),
+        "down": (14336, (4096,)),
+        "head": (4096, (128256,)),
+    }
+    mixes = {(case.num_rows, case.num_adapters) for case in cases if case.row_tokens == 1}
+    assert mixes >= {(1, 1), (8, 4), (32, 1), (32, 16), (32, 32), (128, 1), (128, 64), (128, 128)}
+    assert {case.rank for case in cases} == {8, 16, 64}
+    assert {case.num_tokens for case in cases if case.row_tokens > 1} == {128, 2048}
+
+
+def test_peers_constants_are_of_the_nearest_case(tmp_path):
+    case = next(c for c in lora_cases.cases(real_context(tmp_path)) if c.num_rows == 128)
+    tuned = {f"{case.group.name}, {n}": {"configs": n} for n in (1, 32, 2048)}
+    assert tuned_for({name: {"configs": {"n": 0}} for name in ("o, 128",)}, case) is None
+    found = {key: {"configs": {"at": {"n": each["configs"]}}} for key, each in tuned.items()}
+    assert tuned_for(found, case) == {"at": {"n": 32}}
 
 
 def cell(ratio: float, share: float, **more: float) -> dict:

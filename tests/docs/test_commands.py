@@ -20,6 +20,7 @@ import typer.main
 import yaml
 
 from adapter_store.config import StoreSettings
+from bench.gpu_run import __main__ as gpu_run
 from inference_svc.config import InferenceSettings
 from loadout import Client
 from loadout.cli.__main__ import main
@@ -162,6 +163,8 @@ def test_command_is_understood(command: Command) -> None:
         understand_module(arguments)
     elif program == "make":
         understand_make(arguments)
+    elif program == "tools/gpu_run.sh":
+        gpu_run.make_parser().parse_args(arguments)
     else:
         assert program in TOOLS | CHECKED_ELSEWHERE.keys()
 

@@ -13,6 +13,7 @@ import typer.main
 
 from adapter_store.config import StoreSettings
 from adapter_store.metrics import definitions as store_metrics
+from bench.gpu_run import __main__ as gpu_run
 from inference_svc.config import InferenceSettings
 from inference_svc.metrics import definitions as inference_metrics
 from loadout.adapter_store.v1 import adapter_store_pb2
@@ -54,8 +55,9 @@ def settings() -> list[Setting]:
 
 @cache
 def flags() -> set[str]:
-    """Returns the flags of both services and of every command."""
+    """Returns the flags of both services, of every command, and of the GPU run."""
     found = {flag for setting in settings() for flag in setting.flags}
+    found |= gpu_run.make_parser()._option_string_actions.keys()
     command = typer.main.get_command(app)
     for each in (command, *command.commands.values()):
         for parameter in each.params:

@@ -5,24 +5,22 @@ Triton keeps what it compiles on disk, where the stages that follow find it.
 
 from __future__ import annotations
 
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.model import BenchModel
 from bench.gpu_run.pack_store import MANIFEST
 from bench.gpu_run.stages.parity import start_engine
 from inference_svc.backends.cuda_graphs import captured_sizes
 
-MAX_PROCESSES = 14
-CHILD_S = 60.0
+START_S = 6.0
+"""Left for a start when all is compiled."""
 
 
 class Variant(NamedTuple):
@@ -41,21 +39,21 @@ class Variant(NamedTuple):
 
 def run(context: Context) -> Found:
     """Raises what a kernel raised."""
+    found: Found = {"variants": {}}
     chosen = variants(context)
-    num_processes = min(MAX_PROCESSES, len(chosen), os.cpu_count() or 1)
-    found: Found = {"processes": num_processes, "variants": {}}
-    seconds = found["variants"]
     began_s = time.monotonic()
+
+    def keep(result: tuple[str, float]) -> None:
+        name, seconds = result
+        found["variants"][name] = seconds
+        context.save(found)
+
     if context.is_emulated:
-        seconds |= {each.name: compile_variant(context, each) for each in chosen}
+        for each in chosen:
+            keep((each.name, compile_variant(context, each)))
     else:
-        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-            jobs = {
-                pool.submit(partial(_compile_alone, context.pack), each): each for each in chosen
-            }
-            for job in as_completed(jobs):
-                seconds[jobs[job].name] = job.result()
-                context.save(found)
+        seconds = context.deadline.left_s - START_S
+        found["pool"] = run_jobs(partial(_compile_alone, context.pack), chosen, seconds, keep)
     found["compile_s"] = time.monotonic() - began_s
     context.save(found)
     began_s = time.monotonic()
@@ -82,7 +80,7 @@ def make_model(context: Context) -> BenchModel:
         max_rows=max(sizes.rows),
         max_context=sizes.long_context,
         shares_layers=True,
-        num_pages=2 * max(*sizes.prompts, *sizes.rows),
+        num_pages=2 * max(sizes.prompts) // sizes.page_size,
     )
 
 
@@ -97,7 +95,7 @@ def compile_variant(context: Context, variant: Variant) -> float:
     for num_adapters in (0, 1):
         if variant.num_rows:
             rows = model.sequences([1] * variant.num_rows, num_adapters)
-            model.decode_times(backend, rows, 1)
+            model.decode_times(backend, rows, 1, warm_up_steps=0)
             with torch.inference_mode():
                 # As recorded: every kernel, whatever the adapters have.
                 backend._decode(variant.num_rows, bool(num_adapters))
@@ -108,14 +106,6 @@ def compile_variant(context: Context, variant: Variant) -> float:
     return time.monotonic() - began_s
 
 
-def _compile_alone(pack: Path, variant: Variant) -> float:
-    """In a process of its own."""
-    torch.set_num_threads(1)
-    context = Context.make(
-        is_emulated=False, seconds=CHILD_S, pack=pack, out=Path(), found={}, save=_forget
-    )
-    return compile_variant(context, variant)
-
-
-def _forget(found: Found) -> None:
-    """The parent saves."""
+def _compile_alone(pack: Path, variant: Variant) -> tuple[str, float]:
+    """In a process of its own; returns the variant's name with the seconds."""
+    return variant.name, compile_variant(context_of_job(pack), variant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -65,27 +66,21 @@ def _counts(junit: Path) -> Found:
 
 
 def run_sanitizer(context: Context) -> Found:
-    """Runs each tool on each kind of step, as far as there is time; without compute-sanitizer
-    nothing, in emulation the steps alone."""
-    program = [sys.executable, "-m", "bench.gpu_run.one_step"]
+    """Runs all tools at once, each on both kinds of steps; without compute-sanitizer nothing, in
+    emulation the steps alone."""
+    program = [sys.executable, "-m", "bench.gpu_run.one_step", *KINDS]
+    path = find_sanitizer()
     if context.is_emulated:
-        commands = {"no tool": [*program, *KINDS, "--emulate"]}
+        commands = {"no tool": [*program, "--emulate"]}
     else:
-        path = find_sanitizer()
         options = ["--error-exitcode", str(ERROR_STATUS)]
-        commands = {
-            f"{tool}, {kind}": [path, "--tool", tool, *options, *program, kind]
-            for tool in TOOLS
-            for kind in KINDS
-            if path is not None
-        }
+        commands = {tool: [path, "--tool", tool, *options, *program] for tool in TOOLS if path}
+    seconds = context.deadline.left_s
+    with ThreadPoolExecutor(len(TOOLS)) as threads:
+        ended = list(threads.map(lambda command: _run(command, seconds), commands.values()))
     found: Found = {}
     log = ""
-    for name, command in commands.items():
-        if context.deadline.is_near(1.0):
-            found[name] = {"status": None, "output": "no time was left"}
-            continue
-        status, output = _run(command, context.deadline.left_s)
+    for name, (status, output) in zip(commands, ended, strict=True):
         found[name] = {"status": status, "output": output[-300:]}
         log += f"==== {name}: status {status}\n{output}\n"
     (context.out / SANITIZER_LOG).write_text(log)

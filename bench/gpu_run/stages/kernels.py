@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bench.gpu_run import lora_cases
+from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.lora_cases import Case, Ours, Pool
 from bench.gpu_run.peers import LoraCall, Work
 from bench.gpu_run.stages.tune import PEER_SPACES, make_peer, peer_defaults, tuned_for
 
+COMPILE_SHARE = 0.35
+"""Of the stage's time, at most, for compiling the peers' kernels in many processes."""
 MAX_ERROR = 0.02
 """Relative RMS of what is added, in 16 bits; the peers' stands beside ours."""
 
@@ -19,6 +25,9 @@ def run(context: Context) -> Found:
     """Raises AssertionError where our numbers are wrong."""
     found: Found = {"cells": [], "left_out": [], "missing": {}}
     cases, num_targets = list(lora_cases.cases(context)), lora_cases.num_targets(context)
+    if not context.is_emulated:
+        found["compiled"] = compile_all(context, context.deadline.left_s * COMPILE_SHARE)
+        context.save(found)
     pool = Pool(context, cases)
     for case in cases:
         if context.deadline.is_near():
@@ -35,6 +44,30 @@ def run(context: Context) -> Found:
     wrong = [cell["case"] for cell in found["cells"] if not cell["ours_error"] < MAX_ERROR]
     assert not wrong, f"ours differ from the definition: {wrong}"
     return found
+
+
+def compile_all(context: Context, seconds: float) -> Found:
+    """Runs the peers on every case once, in many processes: their kernels are others for each rank
+    and shape. What is not done in time is compiled when it is measured."""
+    cases = list(lora_cases.cases(context))
+    tuned = context.found.get("tune", {}).get("peers", {})
+    missing: set[str] = set()
+    done = run_jobs(partial(_compile, context.pack, tuned), cases, seconds, missing.update)
+    return done | {"missing": sorted(missing)}
+
+
+def _compile(pack: Path, tuned: Mapping[str, Any], case: Case) -> list[str]:
+    """In a process of its own; returns which peers are missing."""
+    context = context_of_job(pack)
+    # One layer has every kernel.
+    sizes = replace(context.sizes, max_calls=1, case_bytes=0)
+    context = replace(context, sizes=sizes, found={"tune": {"peers": tuned}})
+    missing: dict[str, str] = {}
+    work = lora_cases.make_work(context, case, Pool(context, [case]))
+    for _, call in peer_calls(context, case, work, missing):
+        call.run(0)
+    context.timer.synchronize()
+    return [*missing]
 
 
 def describe(context: Context, case: Case, work: Work) -> Found:

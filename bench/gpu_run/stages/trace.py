@@ -33,7 +33,7 @@ def run(context: Context) -> Found:
     model.decode_times(backend, others, 1)  # once outside: the first has more to do
     found: Found = {}
     steps: dict[str, Callable[[], object]] = {
-        "decode": lambda: model.decode_times(backend, others, 1),
+        "decode": lambda: model.decode_times(backend, others, 1, warm_up_steps=0),
         "mixed": lambda: model.prompt_times(backend, prompt, others),
     }
     for name, step in steps.items():

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +19,7 @@ import torch
 from triton.errors import TritonError
 
 from bench.gpu_run import kernel_cases, lora_cases
+from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.kernel_cases import Problem
 from bench.gpu_run.lora_cases import Case, Pool
@@ -33,7 +32,6 @@ from kernels.elementwise.triton_ops import power_of_2
 TABLE = "tuned.json"
 COMPILE_SHARE = 0.4
 """Of the stage's time, at most, for compiling in many processes what is measured afterwards."""
-MAX_PROCESSES = 14
 MAX_S = 0.02
 """Of one measurement, twice for each problem."""
 MIN_GAIN = 0.02
@@ -343,20 +341,15 @@ def write_table(context: Context, best: Mapping[str, Constants]) -> None:
 def compile_all(context: Context, seconds: float) -> Found:
     """Runs every trial once, in many processes, so that Triton finds it compiled later. What is not
     done in time is left: it is compiled when it is measured."""
+    failed = []
+
+    def note(result: tuple[Job, bool]) -> None:
+        job, is_good = result
+        if not is_good:
+            failed.append(job._asdict())
+
     jobs = list(_jobs(context))
-    # A pool's processes outlive what they are told: those of a late one must not.
-    deadline = Deadline(seconds)
-    pool = multiprocessing.get_context("spawn").Pool(min(MAX_PROCESSES, os.cpu_count() or 1))
-    with pool:
-        done = pool.imap_unordered(partial(_compile, context.pack), jobs)
-        num_done = num_failed = 0
-        while num_done < len(jobs) and not deadline.is_near():
-            try:
-                num_failed += not done.next(timeout=max(0.1, deadline.left_s))
-            except multiprocessing.TimeoutError:
-                break
-            num_done += 1
-    return {"jobs": len(jobs), "done": num_done, "failed": num_failed, "seconds": seconds}
+    return run_jobs(partial(_compile, context.pack), jobs, seconds, note) | {"failed": failed}
 
 
 class Job(NamedTuple):
@@ -387,12 +380,9 @@ def _jobs(context: Context) -> Iterator[Job]:
         yield from theirs[index : index + 1]
 
 
-def _compile(pack: Path, job: Job) -> bool:
+def _compile(pack: Path, job: Job) -> tuple[Job, bool]:
     """In a process of its own; returns whether the constants can be compiled."""
-    torch.set_num_threads(1)
-    context = Context.make(
-        is_emulated=False, seconds=3600.0, pack=pack, out=Path(), found={}, save=_forget
-    )
+    context = context_of_job(pack)
     # One layer has every kernel.
     context = replace(context, sizes=replace(context.sizes, max_calls=1, case_bytes=0))
     pool = Pool(context, kernel_cases.chosen_cases(context))
@@ -408,9 +398,5 @@ def _compile(pack: Path, job: Job) -> bool:
                     problem.prepare().result()
         context.timer.synchronize()
     except (*FAILURES, Missing):
-        return False
-    return True
-
-
-def _forget(found: Found) -> None:
-    """The parent saves."""
+        return job, False
+    return job, True

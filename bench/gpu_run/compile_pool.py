@@ -1,0 +1,56 @@
+"""Work for many processes at once, such as compiling, that ends in time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from bench.gpu_run.context import Context, Found
+from bench.gpu_run.timing import Deadline
+
+MAX_PROCESSES = 14
+ENDLESS_S = 3600.0
+"""Who started the processes ends them."""
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def run_jobs(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    seconds: float,
+    on_result: Callable[[Result], None],
+) -> Found:
+    """Calls `function`, which pickles, with each job in some process; what is not done in time is
+    left. Raises what it raised."""
+    deadline = Deadline(seconds)
+    num_processes = max(1, min(MAX_PROCESSES, len(jobs), os.cpu_count() or 1))
+    num_done = 0
+    # Spawned, as a process that knows of the device must not fork; ended on the way out.
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        results = pool.imap_unordered(function, jobs)
+        while num_done < len(jobs) and not deadline.is_near():
+            try:
+                on_result(results.next(timeout=max(0.01, deadline.left_s)))
+            except multiprocessing.TimeoutError:
+                break
+            num_done += 1
+    return {"processes": num_processes, "jobs": len(jobs), "done": num_done, "seconds": seconds}
+
+
+def context_of_job(pack: Path) -> Context:
+    """What a job is given in its process: a device without emulation."""
+    torch.set_num_threads(1)
+    return Context.make(
+        is_emulated=False, seconds=ENDLESS_S, pack=pack, out=Path(), found={}, save=_forget
+    )
+
+
+def _forget(found: Found) -> None:
+    """The stage's own process saves."""
