@@ -59,12 +59,14 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
 
 
 def chosen_cases(context: Context) -> list[Case]:
-    """Of every group but the head: one row, many rows of adapters of their own, and prompts."""
-    sizes, found = context.sizes, []
-    for group in lora_cases.groups(context)[:-1]:
+    """Of every group one row, many rows of adapters of their own, and prompts; of the output head,
+    which never computes a whole prompt, rows alone."""
+    sizes, groups, found = context.sizes, lora_cases.groups(context), []
+    for group in groups:
         for rows in (sizes.kernel_rows[0], sizes.kernel_rows[-2]):
             found.append(Case(group, sizes.rank, rows, rows))
-        found += [Case(group, sizes.rank, 1, 1, tokens) for tokens in sizes.kernel_tokens]
+        if group is not groups[-1]:
+            found += [Case(group, sizes.rank, 1, 1, tokens) for tokens in sizes.kernel_tokens]
     return found[: sizes.tune_problems]
 
 

@@ -116,7 +116,7 @@ REAL = Sizes(
     parity_requests=200,
     parity_tokens=64,
     tune_configs=64,
-    tune_problems=16,
+    tune_problems=32,
 )
 
 EMULATED = Sizes(
