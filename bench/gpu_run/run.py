@@ -22,7 +22,7 @@ from bench.machine import machine
 PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
 """States of a stage. Stopped: at the end of its budget; what it has found until then is kept."""
 CLOSING_S = 4.0
-"""What a stage leaves of its budget, at most, to save what it has found."""
+"""What a stage leaves of its budget, at most, to save what it has found and to end."""
 
 
 class Stage(NamedTuple):
@@ -125,18 +125,21 @@ def run_stage(name: str, seconds: float, options: Options, results: Results) -> 
     child = processes.Process(
         target=_child, args=(name, seconds, options, found, receiver, sender), name=name
     )
-    began_s = time.monotonic()
+    end_s = (began_s := time.monotonic()) + seconds
     child.start()
     sender.close()
     entry: Results = {"status": FAILED, "error": "the stage's process died", "found": {}}
     try:
-        while receiver.poll(max(0.0, began_s + seconds - time.monotonic())):
-            entry |= receiver.recv()
-        entry |= {"status": STOPPED, "error": f"not done after {seconds:.0f} s"}
+        while receiver.poll(max(0.0, end_s - time.monotonic())):
+            entry |= (message := receiver.recv())
+            if "status" in message:
+                break
+        else:
+            entry |= {"status": STOPPED, "error": f"not done after {seconds:.0f} s"}
     except EOFError:
         pass
-    # One that has saved its last ends by itself; interpreters with a device take a moment.
-    child.join(CLOSING_S if entry["status"] == PASSED else 0.1)
+    # What has said its last ends by itself: leaving the device takes a moment.
+    child.join(min(CLOSING_S, max(0.5, end_s - time.monotonic())))
     if child.is_alive():
         child.kill()
         child.join()
