@@ -12,6 +12,7 @@ import torch
 
 from bench.gpu_run.context import Context, Found
 from bench.gpu_run.timing import Deadline
+from kernels import tuning
 
 MAX_PROCESSES = 14
 ENDLESS_S = 3600.0
@@ -47,6 +48,7 @@ def run_jobs(
 def context_of_job(pack: Path) -> Context:
     """What a job is given in its process: a device without emulation."""
     torch.set_num_threads(1)
+    tuning.use_device(torch.cuda.get_device_name())
     return Context.make(
         is_emulated=False, seconds=ENDLESS_S, pack=pack, out=Path(), found={}, save=_forget
     )

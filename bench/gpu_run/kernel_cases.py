@@ -39,14 +39,12 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
     """Returns the problems of each kernel, by the name of its constants."""
     sizes = context.sizes
     rows, tokens = sizes.kernel_rows, sizes.kernel_tokens
-    lora = [lora_problem(context, pool, case) for case in chosen_cases(context)]
+    lora = [lora_problem(context, pool, case) for case in few_cases(context)]
     decode = [_decode(context, n, sizes.contexts[0]) for n in (rows[0], rows[-2], rows[-1])]
     decode.append(_decode(context, rows[-1], sizes.contexts[0], sizes.long_context))
     prefill = [_prefill(context, n) for n in tokens]
     between = [*rows, *tokens]
     found = {
-        "shrink": lora,
-        "expand": lora,
         "decode": decode,
         "segments": decode,
         "combine": decode,
@@ -54,19 +52,35 @@ def problems(context: Context, pool: Pool) -> dict[str, list[Problem]]:
         "add_rms_norm": [_norm(context, n) for n in between],
         "swiglu": [_swiglu(context, n) for n in between],
         "store": [_store(context, n) for n in between],
+        "shrink": lora,
+        "expand": lora,
     }
     return {kernel: each[: sizes.tune_problems] for kernel, each in found.items()}
 
 
-def chosen_cases(context: Context) -> list[Case]:
-    """Of every group one row, many rows of adapters of their own, and prompts; of the output head,
-    which never computes a whole prompt, rows alone."""
-    sizes, groups, found = context.sizes, lora_cases.groups(context), []
-    for group in groups:
+def few_cases(context: Context) -> list[Case]:
+    """One row, many rows of adapters of their own, and a prompt, of the widest outputs and the
+    widest inputs: constants are for all of a model."""
+    sizes, groups = context.sizes, lora_cases.groups(context)
+    inner = groups[:-1] or groups
+    chosen = {max(inner, key=lambda g: sum(g.widths)), max(inner, key=lambda g: g.num_in)}
+    found = []
+    for group in sorted(chosen):
         for rows in (sizes.kernel_rows[0], sizes.kernel_rows[-2]):
             found.append(Case(group, sizes.rank, rows, rows))
+        found.append(Case(group, sizes.rank, 1, 1, sizes.kernel_tokens[-1]))
+    return found[: sizes.tune_problems]
+
+
+def peer_cases(context: Context) -> list[Case]:
+    """Of every group many rows of adapters of their own, and a prompt; of the output head, which
+    never computes a whole prompt, rows alone. Peers have constants by shape and tokens."""
+    sizes, groups, found = context.sizes, lora_cases.groups(context), []
+    rows, tokens = sizes.kernel_rows[-2], sizes.kernel_tokens[-1]
+    for group in groups:
+        found.append(Case(group, sizes.rank, rows, rows))
         if group is not groups[-1]:
-            found += [Case(group, sizes.rank, 1, 1, tokens) for tokens in sizes.kernel_tokens]
+            found.append(Case(group, sizes.rank, 1, 1, tokens))
     return found[: sizes.tune_problems]
 
 

@@ -63,17 +63,22 @@ def step_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -
 def _partial_results_bytes(config: EngineConfig, geometry: ModelGeometry) -> int:
     """Returns what decode attention holds of the segments of all contexts, in fp32: sums, and what
     they are weighted by."""
-    num_segments = max_segments(config.max_sequences, max_pages(config) * config.page_size)
+    positions = min(tuned["positions"] for tuned in tuning.all_constants("segments"))
+    longest = max_pages(config) * config.page_size
+    num_segments = max_segments(config.max_sequences, longest, positions)
     return 4 * num_segments * geometry.num_heads * (geometry.head_dim + 1)
 
 
 def _shrunk_bytes(config: EngineConfig, geometry: ModelGeometry, num_tokens: int) -> int:
     """Returns what an adapter's A makes of the inputs of a group: fp32, three targets at most. Few
     tokens have a sum for each chunk of their features."""
-    tuned = tuning.constants("shrink")
     widest = max(geometry.hidden_size, geometry.q_size, geometry.intermediate_size)
-    num_split = min(num_tokens, tuned["split_tokens"]) * -(-widest // tuned["chunk"])
-    block = max(tuned["block_r"], tuned["tile_block_r"])
+    tables = tuning.all_constants("shrink")
+    num_split = max(
+        min(num_tokens, tuned["split_tokens"]) * -(-widest // tuned["chunk"]) for tuned in tables
+    )
+    blocks = (*tables, *tuning.all_constants("expand"))
+    block = max(tuned[name] for tuned in blocks for name in ("block_r", "tile_block_r"))
     rank = -(-config.max_lora_rank // block) * block
     return 4 * max(num_tokens, num_split) * 3 * rank
 

@@ -7,7 +7,7 @@ tokens whatever the batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,17 +144,11 @@ class Sampler:
         if argmax is None or rows.limited or rows.penalised:
             argmax = self._argmax(logits)
         token_ids = self._choose(logits, argmax, rows)
-        chosen: list[int] = token_ids.tolist()
-        if OPEN in chosen:
+        sampled = _read(token_ids, logprobs, rows)
+        if any(token.token_id == OPEN for token in sampled):
             assert rows.cut is not None
             token_ids[token_ids == OPEN] = _draw_sorted(logits, rows.cut, token_ids)
-            chosen = token_ids.tolist()
-        sampled = [SampledToken(token) for token in chosen]
-        if logprobs is not None and rows.logprob_rows is not None:
-            counts = [count for _, count in rows.logprobs]
-            found = _token_logprobs(logprobs, token_ids[rows.logprob_rows], counts)
-            for (row, _), token_logprobs in zip(rows.logprobs, found, strict=True):
-                sampled[row] = SampledToken(chosen[row], token_logprobs)
+            sampled = _read(token_ids, logprobs, rows)
         return sampled
 
     def _choose(self, logits: Tensor, token_ids: Tensor, rows: _Rows) -> Tensor:
@@ -259,15 +253,35 @@ def _first_above(cumulative: Tensor, number: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
-def _token_logprobs(
-    logprobs: Tensor, token_ids: Tensor, counts: list[int]
-) -> Iterator[TokenLogprobs]:
-    """Yields what each row of `logprobs` [N, vocab] says of its token and of the `counts[row]` most
-    likely. One search for each different count: of equal values it may find others for another."""
-    tops = {count: logprobs.topk(min(count, logprobs.shape[1])) for count in set(counts)}
-    own = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
-    found = {count: (ids.tolist(), values.tolist()) for count, (values, ids) in tops.items()}
-    for row, (token_id, count) in enumerate(zip(token_ids.tolist(), counts, strict=True)):
-        ids, values = found[count]
-        top = tuple(zip(ids[row], values[row], strict=True))
-        yield TokenLogprobs(token_id, own[row], top)
+def _read(token_ids: Tensor, logprobs: Tensor | None, rows: _Rows) -> list[SampledToken]:
+    """Returns the tokens, with what `logprobs` [L, vocab] of the rows that ask for them say: of the
+    row's token, and of its most likely ones. Waits for the device once.
+
+    One search for each different count: of equal values it may find others for another.
+    """
+    if logprobs is None or rows.logprob_rows is None:
+        return [SampledToken(token) for token in token_ids.tolist()]
+    vocab_size = logprobs.shape[1]
+    counts = sorted({count for _, count in rows.logprobs})
+    tops = [logprobs.topk(min(count, vocab_size)) for count in counts]
+    # A token that is OPEN is asked for again.
+    own_ids = token_ids[rows.logprob_rows].clamp(min=0)
+    own = logprobs.gather(1, own_ids.unsqueeze(1))
+    tokens, own_values, *found = _lists(
+        [token_ids, own, *(part for top in tops for part in (top.indices, top.values))]
+    )
+    sampled = [SampledToken(int(token)) for token in tokens]
+    for place, (row, count) in enumerate(rows.logprobs):
+        index, width = counts.index(count), min(count, vocab_size)
+        ids, values = (part[place * width :][:width] for part in found[2 * index :][:2])
+        top = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
+        token_id = sampled[row].token_id
+        sampled[row] = SampledToken(token_id, TokenLogprobs(token_id, own_values[place], top))
+    return sampled
+
+
+def _lists(tensors: list[Tensor]) -> list[list[float]]:
+    """Returns the elements of each, read in one copy: fp64 holds any fp32, and any index."""
+    flat = torch.cat([each.flatten().double() for each in tensors]).tolist()
+    ends = np.cumsum([each.numel() for each in tensors]).tolist()
+    return [flat[end - each.numel() : end] for each, end in zip(tensors, ends, strict=True)]

@@ -74,7 +74,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.queue = FairQueue(self.limits.fair_quantum, self.limits.fair_ageing_s)
-        self.step_limit = StepLimit(self.limits.max_batch_tokens)
+        limits = self.limits
+        self.step_limit = StepLimit(limits.max_batch_tokens, limits.max_sequences)
 
     # Adding and removing sequences.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.core import BatchRow
 
-GOOD_STEPS = 64
+GOOD_STEPS = 32
 """Steps without running out of memory after which twice as many tokens are tried again."""
 
 Rows = tuple[BatchRow, ...]
@@ -15,15 +15,17 @@ Rows = tuple[BatchRow, ...]
 @dataclass
 class StepLimit:
     """At most `max_tokens`, as steps are planned; `num_out_of_memory` counts how often the memory
-    did not suffice."""
+    did not suffice. It is `max_rows` at least, a step of which all rows decode, which takes little
+    and costs much to cut; unless that is too much itself."""
 
     max_tokens: int
+    max_rows: int = 1
     tokens: int = field(init=False)
     num_out_of_memory: int = 0
     _num_good: int = 0
 
     def __post_init__(self) -> None:
-        assert self.max_tokens > 0
+        assert 0 < self.max_rows <= self.max_tokens
         self.tokens = self.max_tokens
 
     def cut(self, rows: Rows) -> tuple[Rows, Rows]:
@@ -47,7 +49,8 @@ class StepLimit:
     def ran_out(self, num_tokens: int) -> None:
         """The memory did not suffice for so many tokens: half of them are the limit."""
         self.num_out_of_memory += 1
-        self.tokens, self._num_good = max(1, num_tokens // 2), 0
+        least = self.max_rows if num_tokens > self.max_rows else 1
+        self.tokens, self._num_good = max(least, num_tokens // 2), 0
 
     def succeeded(self) -> None:
         """A whole step was computed."""

@@ -121,13 +121,14 @@ def segment_starts(num_queries: Ints, contexts: Ints) -> NDArray[np.int32]:
     return starts
 
 
-def max_segments(num_rows: int, longest: int) -> int:
-    """Returns the most segments of a step of so many rows whose contexts are at most `longest`."""
-    return num_rows * int(_num_segments(np.array([longest]))[0])
+def max_segments(num_rows: int, longest: int, positions: int | None = None) -> int:
+    """Returns the most segments of a step of so many rows whose contexts are at most `longest`;
+    `positions` stands for the constant of that name."""
+    return num_rows * int(_num_segments(np.array([longest]), positions)[0])
 
 
-def _num_segments(contexts: Ints) -> Ints:
-    positions = tuning.constants("segments")["positions"]
+def _num_segments(contexts: Ints, positions: int | None = None) -> Ints:
+    positions = positions or tuning.constants("segments")["positions"]
     return np.minimum(-(-contexts // positions), MAX_SEGMENTS)
 
 

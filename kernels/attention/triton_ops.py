@@ -168,7 +168,7 @@ def _prefill(
     window: int,
 ) -> None:  # fmt: skip
     num_heads, kv = q.shape[1], cache.data[layer]
-    tuned = tuning.constants("prefill", head_dim=cache.head_dim)
+    tuned = tuning.constants("prefill", head_dim=cache.head_dim, itemsize=q.itemsize)
     kernels.prefill_kernel[(len(plan.tiles), num_heads)](
         out,
         q,

@@ -85,6 +85,13 @@ def constants(kernel: str, **model: int) -> Mapping[str, int]:
     return found
 
 
+def all_constants(kernel: str) -> list[Mapping[str, int]]:
+    """Returns the constants of every rule of `kernel` in any table: what it may run with on a
+    device that is not known yet."""
+    tables = (read_table(path, _default) for path in sorted(FOLDER.glob("*.json")))
+    return [rule for table in (*tables, _table) for rule in table.get(kernel, [])]
+
+
 def _fits(rule: Mapping[str, Any], model: Mapping[str, int]) -> bool:
     ranges = rule.get(WHERE, {})
     return all(lowest <= model[name] <= highest for name, (lowest, highest) in ranges.items())

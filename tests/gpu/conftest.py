@@ -28,8 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU_TESTS_SHARE, such as 2/8: of processes that share the tests, which one this is."""
     if IS_EMULATED:
         items[:] = [item for item in items if item.get_closest_marker("real") is None]
+    index, _, number = os.environ.get("GPU_TESTS_SHARE", "0/1").partition("/")
+    items[:] = items[int(index) :: int(number)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,6 +40,8 @@ def _interpreter() -> None:
     torch.set_num_threads(1)
     if IS_EMULATED:
         teach_the_interpreter_ranges()
+    else:
+        tuning.use_device(torch.cuda.get_device_name())
 
 
 @pytest.fixture(scope="session")

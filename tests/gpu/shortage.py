@@ -47,11 +47,11 @@ def little_memory(backend: CudaBackend) -> Iterator[None]:
     torch.cuda.empty_cache()
     _, total_bytes = torch.cuda.mem_get_info(device)
     limit_bytes = torch.cuda.memory_reserved(device) + LEFT_BYTES
-    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def tokens(backend: Any, slots: list[int], limit: StepLimit) -> list[list[int]]:

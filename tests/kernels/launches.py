@@ -114,19 +114,31 @@ def recorded() -> Iterator[Callable[[], list[tuple[str, Any]]]]:
             setattr(module, name, kernel)
 
 
-def _launch_layer(shape: Shape, rows: list[tuple[int, int]]) -> None:
+def compiled_attention(
+    shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """As `compiled_step`, of what surrounds attention in models of another dtype."""
+    from triton.runtime import driver
+
+    driver.set_active(NoDevice(90))
+    with recorded() as launched:
+        _launch_layer(Shape(*shape), rows, dtype)
+        return {name: describe(each)._asdict() for name, each in launched()}
+
+
+def _launch_layer(shape: Shape, rows: list[tuple[int, int]], dtype: torch.dtype = DTYPE) -> None:
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     cache = KVCache.allocate(
         num_layers=1, num_pages=4, page_size=PAGE_SIZE, num_kv_heads=num_kv_heads, head_dim=dim,
-        dtype=DTYPE,
+        dtype=dtype,
     )  # fmt: skip
     pages = [[0] * (1 + (first + count) // PAGE_SIZE) for first, count in rows]
     plan = AttentionPlan.build(*zip(*rows, strict=True), pages, PAGE_SIZE)
     num_tokens = len(plan.cells)
-    elementwise_ops.swiglu(torch.zeros(num_tokens, 2 * shape.intermediate, dtype=DTYPE))
-    angles = attention_ops.rotary_angles(plan.cells, torch.zeros(dim // 2), 1.0, DTYPE)
-    qkv = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=DTYPE)
-    norm = torch.zeros(dim, dtype=DTYPE)
+    elementwise_ops.swiglu(torch.zeros(num_tokens, 2 * shape.intermediate, dtype=dtype))
+    angles = attention_ops.rotary_angles(plan.cells, torch.zeros(dim // 2), 1.0, dtype)
+    qkv = torch.zeros(num_tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
+    norm = torch.zeros(dim, dtype=dtype)
     attention_ops.rotate_and_store(qkv, cache, 0, plan.cells, *angles, norm, norm, 1e-5)
     q = qkv[:, : num_heads * dim].view(num_tokens, num_heads, dim)
     attention_ops.attend(q, cache, 0, plan, scale=0.1)
@@ -197,4 +209,4 @@ def _run(tool: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-OPERATIONS = {f.__name__: f for f in (compiled_step,)}
+OPERATIONS = {f.__name__: f for f in (compiled_step, compiled_attention)}

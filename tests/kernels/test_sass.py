@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.gpu_cost import CTAS_PER_SM
 
@@ -79,3 +80,12 @@ def test_launches(compiler, shape, step):
     for name in ("prefill_kernel", "shrink_kernel qkv", "expand_kernel qkv"):
         if step in PROMPTS:
             assert found[name]["wgmma"] > 0, found[name]
+
+
+@pytest.mark.parametrize("shape", ["8B", pytest.param("heads of 256", marks=pytest.mark.long)])
+def test_prompts_in_fp32(compiler, shape):
+    """Twice the bytes take other blocks."""
+    found = compiler.call("compiled_attention", SHAPES[shape], [(0, 100)], torch.float32)
+    kernel = SimpleNamespace(**found["prefill_kernel"])
+    assert kernel.spills == kernel.stack_bytes == 0, kernel
+    assert kernel.num_ctas >= 1

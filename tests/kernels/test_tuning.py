@@ -24,8 +24,20 @@ def test_tables_that_come_along_are_right(path):
 
 
 def test_the_first_rule_that_fits_counts():
-    assert tuning.constants("prefill", head_dim=128)["block_n"] == 64
-    assert tuning.constants("prefill", head_dim=256)["block_n"] == 32
+    assert tuning.constants("prefill", head_dim=128, itemsize=2)["block_n"] == 64
+    assert tuning.constants("prefill", head_dim=256, itemsize=2)["block_n"] == 32
+    assert tuning.constants("prefill", head_dim=256, itemsize=4)["block_n"] == 16
+
+
+def test_constants_of_all_tables(tmp_path, monkeypatch):
+    """What a device may run with that is not known yet."""
+    [default] = tuning.all_constants("segments")[:1]
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    (tmp_path / "ACME.json").write_text(json.dumps({"segments": [{"positions": 8}]}))
+    assert [rule["positions"] for rule in tuning.all_constants("segments")] == [
+        8,
+        default["positions"],
+    ]
 
 
 def test_a_devices_table_wins_where_it_has_a_kernel(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,14 @@ from bench.gpu_run.compile_pool import context_of_job, run_jobs
 from bench.gpu_run.context import Context, Found, Missing
 from bench.gpu_run.lora_cases import Case, Ours, Pool
 from bench.gpu_run.peers import LoraCall, Work
-from bench.gpu_run.stages.tune import PEER_SPACES, make_peer, peer_defaults, tuned_for
+from bench.gpu_run.stages.tune import (
+    FAILURES,
+    PEER_SPACES,
+    Constants,
+    make_peer,
+    peer_defaults,
+    tuned_for,
+)
 
 COMPILE_SHARE = 0.35
 """Of the stage's time, at most, for compiling the peers' kernels in many processes."""
@@ -37,8 +44,11 @@ def run(context: Context) -> Found:
         work = lora_cases.make_work(context, case, pool)
         cell = describe(context, case, work)
         cell |= measure(context, "ours", Ours(work, case.row_tokens, num_targets), work)
-        for name, call in peer_calls(context, case, work, found["missing"]):
-            cell |= measure(context, name, call, work)
+        for name, make in peer_calls(context, case):
+            try:
+                cell |= measure(context, name, make(work), work)
+            except (*FAILURES, Missing) as error:
+                found["missing"].setdefault(name.partition("_")[0], str(error))
         found["cells"].append(cell | rate(cell))
         if len(found["cells"]) % 10 == 0:
             context.save(found)
@@ -68,12 +78,15 @@ def _compile(pack: Path, tuned: Mapping[str, Any], case: Case) -> list[str]:
     # One layer has every kernel.
     sizes = replace(context.sizes, max_calls=1, case_bytes=0)
     context = replace(context, sizes=sizes, found={"tune": {"peers": tuned}})
-    missing: dict[str, str] = {}
+    missing: list[str] = []
     work = lora_cases.make_work(context, case, Pool(context, [case]))
-    for _, call in peer_calls(context, case, work, missing):
-        call.run(0)
+    for name, make in peer_calls(context, case):
+        try:
+            make(work).run(0)
+        except (*FAILURES, Missing):
+            missing.append(name.partition("_")[0])
     context.timer.synchronize()
-    return [*missing]
+    return missing
 
 
 def describe(context: Context, case: Case, work: Work) -> Found:
@@ -94,20 +107,19 @@ def measure(context: Context, name: str, call: LoraCall, work: Work) -> Found:
     return {f"{name}_us": times.best_us, f"{name}_error": error}
 
 
-def peer_calls(
-    context: Context, case: Case, work: Work, missing: dict[str, str]
-) -> Iterator[tuple[str, LoraCall]]:
-    """Each peer as it comes and, where it was tuned, tuned."""
+def peer_calls(context: Context, case: Case) -> Iterator[tuple[str, Callable[[Work], LoraCall]]]:
+    """Each peer as it comes and, where it was tuned, tuned. To make one raises Missing without it,
+    and it or its call one of FAILURES where its constants do not suit."""
     tuned: Mapping[str, Any] = context.found.get("tune", {}).get("peers", {})
+
+    def maker(name: str, configs: Mapping[str, Constants]) -> Callable[[Work], LoraCall]:
+        return lambda work: make_peer(context.pack, name, work, configs)
+
     for name in PEER_SPACES:
-        try:
-            default = peer_defaults(name, case)
-            yield f"{name}_default", make_peer(context.pack, name, work, default)
-            configs = tuned_for(tuned.get(name, {}), case)
-            if configs is not None:
-                yield f"{name}_tuned", make_peer(context.pack, name, work, configs)
-        except Missing as error:
-            missing[name] = str(error)
+        yield f"{name}_default", maker(name, peer_defaults(name, case))
+        configs = tuned_for(tuned.get(name, {}), case)
+        if configs is not None:
+            yield f"{name}_tuned", maker(name, configs)
 
 
 def rate(cell: Found) -> Found:

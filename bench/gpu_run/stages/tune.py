@@ -124,10 +124,13 @@ def run(context: Context) -> Found:
     if not context.is_emulated:
         found["compiled"] = compile_all(context, context.deadline.left_s * COMPILE_SHARE)
         context.save(found)
-    pool = Pool(context, kernel_cases.chosen_cases(context))
+    pool = make_pool(context)
     most = context.sizes.tune_configs
-    deadline = Deadline(context.deadline.left_s / 2)
-    for kernel, problems in kernel_cases.problems(context, pool).items():
+    ours = Deadline(context.deadline.left_s / 2)
+    problems_of = kernel_cases.problems(context, pool)
+    for index, (kernel, problems) in enumerate(problems_of.items()):
+        # What one leaves is for those after it.
+        deadline = Deadline(ours.left_s / (len(problems_of) - index))
         measure = Ours(context, kernel, problems).measure
         best, entry = search(default_of(context, kernel), SPACE[kernel], measure, deadline, most)
         found["ours"][kernel] = entry | {"problems": [each.name for each in problems]}
@@ -135,14 +138,22 @@ def run(context: Context) -> Found:
             found["best"][kernel] = best
         write_table(context, found["best"])
         context.save(found)
-    for case in kernel_cases.chosen_cases(context):
-        for name in PEER_SPACES:
-            try:
-                tune_peer(context, found, name, case, pool)
-            except Missing as error:
-                found["missing"][name] = str(error)
+    work = [(case, name) for case in kernel_cases.peer_cases(context) for name in PEER_SPACES]
+    for index, (case, name) in enumerate(work):
+        seconds = context.deadline.left_s / (len(work) - index)
+        try:
+            tune_peer(context, found, name, case, pool, seconds)
+        except (*FAILURES, Missing) as error:
+            found["missing"][name] = str(error)
         context.save(found)
+        if context.deadline.is_near():
+            break
     return found
+
+
+def make_pool(context: Context) -> Pool:
+    cases = (*kernel_cases.few_cases(context), *kernel_cases.peer_cases(context))
+    return Pool(context, cases)
 
 
 def default_of(context: Context, kernel: str) -> Constants:
@@ -151,7 +162,7 @@ def default_of(context: Context, kernel: str) -> Constants:
     facts = {
         "decode": {"head_dim": g.head_dim},
         "combine": {"head_dim": g.head_dim},
-        "prefill": {"head_dim": g.head_dim},
+        "prefill": {"head_dim": g.head_dim, "itemsize": context.sizes.dtype.itemsize},
         "store": {"head_dim": g.head_dim},
         "add_rms_norm": {"size": g.hidden_size},
         "swiglu": {"size": g.intermediate_size},
@@ -176,9 +187,11 @@ def search(
     most: int,
 ) -> tuple[Constants, Found]:
     """Returns the best constants, and what was tried: each with its time as a share of the
-    default's, the geometric mean over the problems, in the slower of two measurements."""
+    default's, the geometric mean over the problems, in the slower of two measurements; the second
+    only if the first is faster. Raises ValueError if the default's numbers are wrong."""
     first = measure(default)
-    assert first is not None
+    if first is None:
+        raise ValueError(f"the default {default} does not run, or its numbers are wrong")
     base = [min(pair) for pair in zip(first, measure(default) or first, strict=True)]
     tried: list[Found] = []
 
@@ -190,6 +203,8 @@ def search(
                 return None
             logs = [math.log(us / of) for us, of in zip(times, base, strict=True)]
             both.append(math.exp(sum(logs) / len(logs)))
+            if both[0] > 1.0 - MIN_GAIN:
+                break
         tried.append({"changed": changed(constants, default), "share_of_default": max(both)})
         return max(both)
 
@@ -254,14 +269,18 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def tune_peer(context: Context, found: Found, name: str, case: Case, pool: Pool) -> None:
-    """Searches each part of the peer's constants for this case. Raises Missing without it."""
+def tune_peer(
+    context: Context, found: Found, name: str, case: Case, pool: Pool, seconds: float
+) -> None:
+    """Searches each part of the peer's constants for this case. Raises Missing without it, and one
+    of FAILURES where its own constants fail."""
     work = lora_cases.make_work(context, case, pool)
     chosen = peer_defaults(name, case)
     # Before any time is taken: the pack may lack it.
     make_peer(context.pack, name, work, chosen)
     parts: Found = {}
-    for part, space in PEER_SPACES[name].items():
+    for index, (part, space) in enumerate(PEER_SPACES[name].items()):
+        deadline = Deadline(seconds / (len(PEER_SPACES[name]) - index))
 
         def measure(constants: Constants, part: str = part) -> list[float] | None:
             try:
@@ -273,7 +292,7 @@ def tune_peer(context: Context, found: Found, name: str, case: Case, pool: Pool)
                 return None
 
         chosen[part], parts[part] = search(
-            chosen[part], space, measure, context.deadline, context.sizes.tune_configs
+            chosen[part], space, measure, deadline, context.sizes.tune_configs
         )
     found["peers"].setdefault(name, {})[case_key(case)] = {"configs": chosen, "parts": parts}
 
@@ -370,7 +389,7 @@ def _jobs(context: Context) -> Iterator[Job]:
     ]
     theirs = [
         Job(part, constants, name, index)
-        for index, case in enumerate(kernel_cases.chosen_cases(context))
+        for index, case in enumerate(kernel_cases.peer_cases(context))
         for name, spaces in PEER_SPACES.items()
         for part, space in spaces.items()
         for constants in trials(peer_defaults(name, case)[part], space)
@@ -385,10 +404,10 @@ def _compile(pack: Path, job: Job) -> tuple[Job, bool]:
     context = context_of_job(pack)
     # One layer has every kernel.
     context = replace(context, sizes=replace(context.sizes, max_calls=1, case_bytes=0))
-    pool = Pool(context, kernel_cases.chosen_cases(context))
+    pool = make_pool(context)
     try:
         if job.peer:
-            case = kernel_cases.chosen_cases(context)[job.case]
+            case = kernel_cases.peer_cases(context)[job.case]
             work = lora_cases.make_work(context, case, pool)
             configs = peer_defaults(job.peer, case) | {job.kernel: job.constants}
             make_peer(pack, job.peer, work, configs).run(0)

@@ -159,7 +159,7 @@ def test_all_requests_get_the_tokens_that_they_would_have(
         assert one[0].logprob == pytest.approx(other[0].logprob, abs=1e-4)
     status = scarce.engine.commands.describe()
     assert status.counters["step_out_of_memory"] == model.num_refused > 0
-    assert status.gauges["step_token_limit"] <= most
+    assert status.gauges["step_token_limit"] == scarce.limit.tokens < MAX_TOKENS
     assert plenty.engine.commands.describe().counters["step_out_of_memory"] == 0
 
 
@@ -186,7 +186,7 @@ def test_the_limit_recovers(make: Callable[[], Engine]) -> None:
     engine = make()
     model = engine.make_scarce(lambda inputs: len(inputs.token_ids) <= 10)
     engine.run(requests())
-    assert engine.limit.tokens <= 10
+    assert engine.limit.tokens < MAX_TOKENS
     model.suffices = lambda inputs: True
     before = engine.limit.num_out_of_memory
     for _ in range(60):
@@ -261,3 +261,12 @@ def test_the_limit_is_halved_and_doubled() -> None:
         assert limit.tokens == expected
     limit.ran_out(1)
     assert limit.tokens == 1
+
+
+def test_steps_of_decodes_are_cut_only_if_they_are_too_much() -> None:
+    limit = StepLimit(100, max_rows=30)
+    for _ in range(5):
+        limit.ran_out(limit.tokens if limit.tokens > 30 else 31)
+        assert limit.tokens >= 30
+    limit.ran_out(20)
+    assert limit.tokens == 10
