@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import (
     AsyncExitStack,
     ExitStack,
@@ -50,12 +50,13 @@ from adapter_store.registration.registrar import Registrar
 from adapter_store.registration.tenant_policy import StorePolicyFile, open_policy
 from adapter_store.replication.lease_renewal import Leases
 from adapter_store.replication.pin_refresh import PinRefresher
-from adapter_store.service import StoreService
+from adapter_store.service import Places, StoreService
 from adapter_store.sources import Sources
 from adapter_store.sources.hub import HubSource
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.staging import FetchLimits
+from adapter_store.sources.transfer import FetchRunner
 from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
@@ -77,6 +78,7 @@ from servicekit.rpc.server import (
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.types import split_address
+from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
@@ -134,36 +136,43 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
         storage.collector.sweep()
 
-        calls = _executor(stack, CALL_THREADS, "call")
-        fetches = _executor(stack, settings.fetch_workers, "fetch")
-        helpers = _executor(stack, HELPER_THREADS, "helpers")
+        places = _places(stack, settings)
+        calls, internal = places.calls, places.calls.of(INTERNAL)
+        helpers = ThreadPoolExecutor(HELPER_THREADS, thread_name_prefix="helpers")
+        stack.callback(helpers.shutdown, wait=True, cancel_futures=True)
         workers = WorkerPool(settings.compile_workers, "compile")
         stack.callback(workers.close)
         verified = VerifiedCheckpoints()
         builder = ImageBuilder(
             catalog, storage.blobs, disk, metrics, grace, helpers, verified, storage.images
         )
-        images = ImageCache(builder, disk, workers, calls, settings.memory_bytes)
+        share = _tenant_share(settings)
+        images = ImageCache(
+            *(builder, disk, workers, calls, settings.memory_bytes), tenant_share=share
+        )
         stack.push_async_callback(images.close)
         precompiler = Precompiler(
-            *(catalog, images, calls, settings.compile_workers),
+            *(catalog, images, internal, settings.compile_workers),
             only_pinned=not settings.compile_ahead,
         )
         stack.push_async_callback(precompiler.close)
-        watch = Watch(catalog, calls, settings.bookmark_seconds)
+        watches = Shares("watches", settings.max_watches, share, setting="max_watches")
+        watch = Watch(catalog, calls, settings.bookmark_seconds, watches)
         sources, limits = _sources(settings), _limits(settings)
         registrar = Registrar(
-            catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping
+            *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
+            FetchRunner(places.pace, share),
+            places.staged_bytes,
         )
         service = StoreService(
-            catalog, registrar, images, precompiler, watch, metrics, policies, calls, fetches
+            catalog, registrar, images, precompiler, watch, metrics, policies, places
         )
         service.shared_counts = None if storage.images is None else storage.images.counts
         stack.push_async_callback(service.layout_usage.wait_idle)
 
         await service.precompile_missing()
         work = _collect_periodically(
-            storage.collector, images, service, calls, settings.collect_seconds
+            storage.collector, images, service, internal, settings.collect_seconds
         )
         stack.push_async_callback(_cancel, asyncio.create_task(work))
         if catalog.is_shared:
@@ -229,17 +238,32 @@ def _lock_folder(folder: Path) -> int:
     return fd
 
 
-def _executor(stack: AsyncExitStack, num_threads: int, name: str) -> ThreadPoolExecutor:
-    executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-    stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-    return executor
+def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
+    share = _tenant_share(settings)
+    calls = FairExecutor(CALL_THREADS, "calls", share)
+    stack.callback(calls.close)
+    fetches = FairExecutor(settings.fetch_workers, "fetches", share)
+    stack.callback(fetches.close)
+    return Places(
+        calls,
+        fetches,
+        Shares("uploads", settings.max_uploads, share, setting="max_uploads"),
+        Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
+        Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
+        Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
+    )
+
+
+def _tenant_share(settings: StoreSettings) -> float:
+    # Without a policy all callers are one tenant.
+    return 1.0 if settings.policy_file is None else settings.tenant_share
 
 
 async def _collect_periodically(
     collector: Collector,
     images: ImageCache,
     service: StoreService,
-    executor: ThreadPoolExecutor,
+    executor: Executor,
     seconds: float,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -338,7 +362,9 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         server = RpcServer(SERVICE, settings.listen, certificates, (calls, tokens), OPTIONS)
         debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            store.service, authenticator, audit, settings.pull_stall_seconds, debug
+            *(store.service, authenticator, audit),
+            Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
+            debug,
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         await server.set_serving(True)

@@ -33,6 +33,7 @@ GIB = 1 << 30
 STORAGE = Group("Storage")
 SOURCES = Group("Sources")
 LIMITS = Group("Limits of adapters")
+SHARES = Group("Shares of tenants")
 IMAGES = Group("Images")
 REPLICAS = Group("Replicas")
 CATALOG = Group("Catalog")
@@ -48,7 +49,7 @@ class StoreSettings(ServiceSettings):
     module = "adapter_store"
     example = "loadout store --source-roots /srv/adapters --data-dir /var/lib/loadout"
     groups = (
-        *(NETWORK, STORAGE, SOURCES, LIMITS, IMAGES, CATALOG, REPLICAS),
+        *(NETWORK, STORAGE, SOURCES, LIMITS, SHARES, IMAGES, CATALOG, REPLICAS),
         *(ACCESS, TLS, TELEMETRY, PROCESS),
     )
 
@@ -95,7 +96,8 @@ class StoreSettings(ServiceSettings):
     """Cache folder of the Hub, which is read when HF_HUB_OFFLINE is set. Unset: HF_HUB_CACHE."""
 
     fetch_workers: Annotated[int, Field(ge=1), SOURCES] = 4
-    """Number of registrations and uploads processed at once; further ones wait."""
+    """Number of registrations and uploads processed at once; further ones wait, and tenants take
+    turns."""
 
     max_adapter_bytes: Annotated[Bytes, LIMITS] = ByteSize(16 * GIB)
     """Size of the largest adapter that is accepted, all its files together."""
@@ -109,6 +111,28 @@ class StoreSettings(ServiceSettings):
     allow_pickle_files: Annotated[bool, LIMITS] = False
     """Accept adapter_model.bin where there is no safetensors file. It is read by torch's restricted
     reader in a process with limits, and stored as safetensors."""
+
+    tenant_share: Annotated[float, Field(gt=0, le=1), SHARES] = 0.5
+    """How much of each place that is finite (uploads, staged bytes, fetch workers, call threads,
+    watches, memory of pulls) one tenant may hold, of what others leave. A token for several tenants
+    counts as a tenant of its own. Without --policy-file all callers are one, which may hold
+    everything."""
+
+    max_uploads: Annotated[int, Field(ge=1), SHARES] = 64
+    """Number of uploads at once."""
+
+    max_watches: Annotated[int, Field(ge=1), SHARES] = 1024
+    """Number of watches at once."""
+
+    staging_bytes: Annotated[Bytes, SHARES] = ByteSize(64 * GIB)
+    """Bytes on disk of sources that are being fetched or uploaded, all together."""
+
+    min_transfer_rate: Annotated[Bytes, SHARES] = ByteSize(64 << 10)
+    """Bytes per second below which an upload, a fetch or a pull ends: once it is behind by
+    --transfer-stall-seconds, a pull by --pull-stall-seconds."""
+
+    transfer_stall_seconds: Annotated[PositiveSeconds, SHARES] = 60.0
+    """Time after which an upload or a fetch ends that receives nothing."""
 
     compile_ahead: Annotated[bool, IMAGES] = True
     """Compile the current version of every adapter before it is pulled: at start, at registration

@@ -5,15 +5,16 @@ InvalidArgument
 FailedPrecondition
  └─ IncompatibleAdapter  valid, but not servable under a layout
 Aborted
- └─ Conflict             the name points elsewhere than the caller required
+ ├─ Conflict             the name points elsewhere than the caller required
+ └─ CallerGone           the caller left before its source was fetched
 OutOfRange
  └─ RevisionTooOld       the requested history is gone: list again
 ResourceExhausted
  └─ LimitExceeded        a size or count limit of this store
      └─ Overloaded       this store's memory is in use; trying again later may succeed
 DeadlineExceeded
- ├─ PullStalled          a reader that took nothing for too long
- └─ UploadStalled        a writer that sent nothing for too long
+ ├─ PullStalled          a reader that took too little for too long
+ └─ UploadStalled        a writer that sent too little for too long
 Unavailable
  ├─ SourceUnavailable    the source did not answer
  └─ CatalogUnavailable   the catalog's database does not answer
@@ -46,6 +47,10 @@ class IncompatibleAdapter(FailedPrecondition):
 
 class Conflict(Aborted):
     reason = "CONFLICT"
+
+
+class CallerGone(Aborted):
+    reason = "CALLER_GONE"
 
 
 class RevisionTooOld(OutOfRange):

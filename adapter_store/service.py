@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -23,6 +23,7 @@ from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
 from adapter_store.core import (
+    ANYONE,
     Action,
     AdapterEvent,
     AdapterRecord,
@@ -31,7 +32,7 @@ from adapter_store.core import (
     Layout,
     Principal,
 )
-from adapter_store.errors import LimitExceeded, UploadStalled
+from adapter_store.errors import UploadStalled
 from adapter_store.images import layout as layouts
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.disk_tier import TierCounts
@@ -47,32 +48,51 @@ from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_UPLOADS = 64
-UPLOAD_STALL_SECONDS = 60.0
-"""How long an upload may send nothing before it is aborted."""
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What callers share: threads of short calls and of registrations, places for uploads, and the
+    memory that pulls hold. An upload may not be slower than `pace`."""
+
+    calls: FairExecutor
+    fetches: FairExecutor
+    uploads: Shares
+    pulled_bytes: Shares
+    staged_bytes: Shares
+    pace: Pace
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a name that has started, and continues to its end even if its caller leaves."""
+    """A change of a name that has started. Once its content is here it continues to its end even if
+    its caller leaves."""
 
     recorded: asyncio.Future[tuple[AdapterRecord, int]]
     """The record and the revision at which it is current, once they are durable."""
     followed_up: asyncio.Task[tuple[AdapterRecord, int]]
     """The same, once the images that the change requires are queued."""
+    caller_gone: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Ends the change unless its content has been fetched."""
 
     async def wait(self) -> tuple[AdapterRecord, int]:
-        """Returns the record and the revision at which it is current. Raises why it was refused."""
-        return await asyncio.shield(self.followed_up)
+        """Returns the record and the revision at which it is current. Raises why it was refused. If
+        it is cancelled, so is a fetch; what has been fetched is recorded."""
+        try:
+            return await asyncio.shield(self.followed_up)
+        except asyncio.CancelledError:
+            self.caller_gone.set()
+            raise
 
 
 class StoreService:
-    """Runs short catalog work in `calls` and registrations in `fetches`; both are bounded."""
+    """Runs short catalog work in `places.calls` and registrations in `places.fetches`, each for the
+    account of its caller."""
 
     def __init__(
         self,
@@ -83,25 +103,22 @@ class StoreService:
         watch: Watch,
         metrics: Metrics,
         policies: StorePolicyFile,
-        calls: ThreadPoolExecutor,
-        fetches: ThreadPoolExecutor,
+        places: Places,
     ) -> None:
         self._catalog = catalog
         self._registrar = registrar
         self._images = images
-        self.layout_usage = LayoutUsage(catalog, calls, self._resume)
-        self._pulls = Pulls(images, metrics, self.layout_usage.record)
+        self.layout_usage = LayoutUsage(catalog, places.calls.of(INTERNAL), self._resume)
+        self._pulls = Pulls(images, metrics, self.layout_usage.record, places.pulled_bytes)
         self._precompiler = precompiler
         self._watch = watch
         self._metrics = metrics
         self._policies = policies
         self._rate_limiter = RateLimiter()
-        self._calls = calls
-        self._fetches = fetches
+        self._places = places
         self.shared_counts: TierCounts | None = None
         """The counts of the tier that replicas share, if there is one."""
         self._changes: set[asyncio.Task[tuple[AdapterRecord, int]]] = set()
-        self._num_uploads = 0
         self._live_layouts: frozenset[str] = frozenset()
 
     # Names
@@ -114,48 +131,57 @@ class StoreService:
         request = dataclasses.replace(request, created_by=caller.name)
         with self._counted_registration() as count:
             await self._check(caller, request)
-            return self._start(self._fetch(self._registrar.register, request, source_uri), count)
+            gone = threading.Event()
+            job = self._fetch(caller, self._registrar.register, request, source_uri, gone)
+            return self._start(job, count, gone)
+
+    def upload_place(self, caller: Principal) -> AbstractContextManager[object]:
+        """Takes one of the places for uploads while the context lasts. Raises ShareExceeded."""
+        return self._places.uploads.reserve(caller.account)
+
+    async def in_time(self, first: Awaitable[T]) -> T:
+        """Returns the first part of an upload. Raises UploadStalled if it does not come."""
+        try:
+            async with asyncio.timeout(self._places.pace.stall_seconds):
+                return await first
+        except TimeoutError:
+            raise _upload_stalled(self._places.pace) from None
 
     async def upload(
         self, caller: Principal, request: Registration, chunks: AsyncIterator[FileChunk]
     ) -> Change:
-        """Receives files in chunks; once all are there, starts their registration."""
+        """Receives files in chunks; once all are there, starts their registration. Needs an
+        `upload_place`."""
         request = dataclasses.replace(request, created_by=caller.name)
         with self._counted_registration() as count:
             await self._check(caller, request)
-            if self._num_uploads >= MAX_UPLOADS:
-                raise LimitExceeded(f"{MAX_UPLOADS} uploads are in progress; try again later")
-            self._num_uploads += 1
-            try:
-                with spans.child_span("receive"):
-                    upload = await self._receive(chunks)
-            except BaseException:
-                self._num_uploads -= 1
-                raise
-            change = self._start(self._fetch(self._registrar.finish_upload, request, upload), count)
-            change.followed_up.add_done_callback(self._end_upload)
-            return change
+            with spans.child_span("receive"):
+                upload = await self._receive(caller, request, chunks)
+            job = self._fetch(caller, self._registrar.finish_upload, request, upload)
+            return self._start(job, count)
 
     async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
-        return await self._call(self._catalog.get, ref, caller.tenants)
+        return await self._call(caller, self._catalog.get, ref, caller.tenants)
 
     async def page(
         self, caller: Principal, page_size: int, page_token: str, filter_text: str
     ) -> tuple[list[AdapterRecord], str, int]:
         return await self._call(
-            self._catalog.page, page_size, page_token, filter_text, caller.tenants
+            caller, self._catalog.page, page_size, page_token, filter_text, caller.tenants
         )
 
     async def delete(self, caller: Principal, name: AdapterName, version: int) -> tuple[str, int]:
         """Returns the digest that is gone, and the revision."""
-        found = await self._call(self._catalog.remove, name, version, caller.tenants)
+        found = await self._call(caller, self._catalog.remove, name, version, caller.tenants)
         await self.refresh_pinned()
         return found
 
     async def versions(
         self, caller: Principal, name: AdapterName, page_size: int, page_token: str
     ) -> VersionsPage:
-        return await self._call(self._catalog.versions, name, page_size, page_token, caller.tenants)
+        return await self._call(
+            caller, self._catalog.versions, name, page_size, page_token, caller.tenants
+        )
 
     async def rollback(
         self,
@@ -173,6 +199,7 @@ class StoreService:
             require_signed(policy, name.tenant, signature, record.digest)
 
         job = self._call(
+            caller,
             self._catalog.rollback,
             name,
             version,
@@ -187,16 +214,20 @@ class StoreService:
         self, caller: Principal, ref: AdapterRef, pinned: bool
     ) -> tuple[AdapterRecord, int]:
         capacity = self._images.memory_counts.capacity_bytes
-        found = await self._call(self._catalog.set_pinned, ref, pinned, capacity, caller.tenants)
+        found = await self._call(
+            caller, self._catalog.set_pinned, ref, pinned, capacity, caller.tenants
+        )
         await self.refresh_pinned()
         return found
 
     def watch(self, caller: Principal, since_revision: int) -> AsyncGenerator[AdapterEvent]:
-        return self._watch.stream(since_revision, caller.tenants)
+        return self._watch.stream(since_revision, caller.tenants, caller.account)
 
     # Layouts and images
 
-    async def register_layout(self, layout: Layout, image_formats: list[int]) -> tuple[str, int]:
+    async def register_layout(
+        self, layout: Layout, image_formats: list[int], caller: Principal = ANYONE
+    ) -> tuple[str, int]:
         """Returns the layout's id and the newest image format common to both sides."""
         common = set(image_formats) & set(IMAGE_FORMATS)
         if not common:
@@ -207,7 +238,7 @@ class StoreService:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        layout_id, was_not_live = await self._call(self._add_layout, layout)
+        layout_id, was_not_live = await self._call(caller, self._add_layout, layout)
         if was_not_live:
             await self._resume(layout_id)
         return layout_id, layout.image_format
@@ -215,7 +246,7 @@ class StoreService:
     def pull(
         self, caller: Principal, key: ImageKey, offset: int, image_id: str
     ) -> AsyncGenerator[PullMessage]:
-        return self._pulls.stream(key, offset, image_id, caller.tenants)
+        return self._pulls.stream(key, offset, image_id, caller.tenants, caller.account)
 
     async def precompile_missing(self) -> None:
         """Queues the images that live layouts miss. Call it at start."""
@@ -225,18 +256,18 @@ class StoreService:
     async def queue_new_layouts(self) -> None:
         """Queues the images of live layouts that were registered with other replicas, which may
         leave precompilation to this one."""
-        live = frozenset(await self._call(self._catalog.live_layouts))
+        live = frozenset(await self._run(self._catalog.live_layouts))
         for layout_id in sorted(live - self._live_layouts):
             self._precompiler.queue_layout(layout_id)
         self._live_layouts = live
 
     async def refresh_pinned(self) -> None:
         """Applies the catalog's pins to the memory tier, and queues missing images."""
-        pinned = await self._call(self._catalog.pinned_keys)
+        pinned = await self._run(self._catalog.pinned_keys)
         self._precompiler.queue_pinned(self._images.set_pinned(pinned))
 
-    async def status(self) -> StoreStatus:
-        return StoreStatus(await self._call(self.read_catalog), self.read_work())
+    async def status(self, caller: Principal = ANYONE) -> StoreStatus:
+        return StoreStatus(await self._call(caller, self.read_catalog), self.read_work())
 
     def read_catalog(self) -> CatalogCounts:
         """Returns the catalog's totals. Blocks; may be called from any thread. Raises
@@ -259,7 +290,7 @@ class StoreService:
         """Returns what is in progress. Call it on the event loop."""
         return WorkDetails(
             len(self._changes),
-            self._num_uploads,
+            self._places.uploads.used,
             self._precompiler.num_queued,
             self._images.in_progress(),
             list(self._pulls.active),
@@ -291,14 +322,16 @@ class StoreService:
             caller.require(Action.PIN, "pinned")
         limits = self._policies.policy.tenant(request.name.tenant)
         self._rate_limiter.acquire(request.name.tenant, limits.registrations_per_minute)
-        await self._call(self._registrar.check, request)
+        await self._call(caller, self._registrar.check, request)
 
-    async def _receive(self, chunks: AsyncIterator[FileChunk]) -> Upload:
-        opening = self._call(self._registrar.open_upload)
+    async def _receive(
+        self, caller: Principal, request: Registration, chunks: AsyncIterator[FileChunk]
+    ) -> Upload:
+        opening = self._call(caller, self._registrar.open_upload, request)
         try:
             upload = await asyncio.shield(opening)
-            async for chunk in _with_stall_timeout(chunks):
-                await self._fetch(self._registrar.write_upload, upload, chunk)
+            async for chunk in _with_minimum_rate(chunks, self._places.pace):
+                await self._fetch(caller, self._registrar.write_upload, upload, chunk)
         except BaseException:
             # The caller may leave while its folder is being created: remove it once it is there.
             opening.add_done_callback(self._abandon)
@@ -307,18 +340,17 @@ class StoreService:
 
     def _abandon(self, opening: asyncio.Future[Upload]) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._fetches.submit(self._registrar.abandon_upload, opening.result())
-
-    def _end_upload(self, _done: asyncio.Future[tuple[AdapterRecord, int]]) -> None:
-        self._num_uploads -= 1
+            self._places.fetches.submit(INTERNAL, self._registrar.abandon_upload, opening.result())
 
     def _start(
         self,
         job: asyncio.Future[tuple[AdapterRecord, int]],
         count: Callable[[BaseException | None], None] = lambda error: None,
+        caller_gone: threading.Event | None = None,
     ) -> Change:
-        """Returns the handle of a change that is not interrupted any more: its folder may become a
-        blob at any moment, and its follow-up must run. `count` is called when it has ended."""
+        """Returns the handle of a change, which `caller_gone` ends while it fetches. Later it is
+        not interrupted any more: its folder may become a blob at any moment, and its follow-up must
+        run. `count` is called when it has ended."""
 
         def end(task: asyncio.Task[tuple[AdapterRecord, int]]) -> None:
             self._changes.discard(task)
@@ -327,14 +359,14 @@ class StoreService:
         task = asyncio.create_task(self._follow_up(job))
         self._changes.add(task)
         task.add_done_callback(end)
-        return Change(job, task)
+        return Change(job, task, caller_gone or threading.Event())
 
     async def _follow_up(
         self, job: asyncio.Future[tuple[AdapterRecord, int]]
     ) -> tuple[AdapterRecord, int]:
         """Queues the images of a new current version, and applies a pin that may have moved."""
         record, revision = await job
-        live = frozenset(await self._call(self._catalog.live_layouts))
+        live = frozenset(await self._run(self._catalog.live_layouts))
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
@@ -356,31 +388,51 @@ class StoreService:
         return layout_id, self._catalog.add_layout(layout_id, base_models, layouts.to_json(layout))
 
     def _call(
-        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         assert not kwargs
-        return asyncio.get_running_loop().run_in_executor(self._calls, function, *args)
+        calls = self._places.calls.of(caller.account)
+        return asyncio.get_running_loop().run_in_executor(calls, function, *args)
+
+    def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs the store's own work."""
+        calls = self._places.calls.of(INTERNAL)
+        return asyncio.get_running_loop().run_in_executor(calls, function)
 
     def _fetch(
-        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         assert not kwargs
         work = partial(function, *args)
         if spans.current_sampled() is not None:  # the thread continues the span
             work = partial(contextvars.copy_context().run, work)
-        return asyncio.get_running_loop().run_in_executor(self._fetches, work)
+        fetches = self._places.fetches.of(caller.account)
+        return asyncio.get_running_loop().run_in_executor(fetches, work)
 
 
-async def _with_stall_timeout(chunks: AsyncIterator[FileChunk]) -> AsyncGenerator[FileChunk]:
-    """Yields the chunks. Raises UploadStalled if the next one does not come in time."""
+async def _with_minimum_rate(
+    chunks: AsyncIterator[FileChunk], pace: Pace
+) -> AsyncGenerator[FileChunk]:
+    """Yields the chunks. Raises UploadStalled if their bytes do not come in time."""
+    rate = MinimumRate(pace)
     while True:
         try:
-            async with asyncio.timeout(UPLOAD_STALL_SECONDS):
-                chunk = await anext(chunks, None)
+            async with asyncio.timeout(rate.remaining_s):
+                with rate.waiting():
+                    chunk = await anext(chunks, None)
         except TimeoutError:
-            raise UploadStalled(
-                f"the upload has sent nothing for {UPLOAD_STALL_SECONDS:g} seconds"
-            ) from None
+            raise _upload_stalled(pace) from None
         if chunk is None:
             return
+        rate.received(len(chunk.data))
+        if rate.is_too_slow:
+            raise _upload_stalled(pace)
         yield chunk
+
+
+def _upload_stalled(pace: Pace) -> UploadStalled:
+    return UploadStalled(
+        f"the upload has sent nothing for {pace.stall_seconds:g} seconds, or less than "
+        f"{pace.bytes_per_second} bytes per second for too long (transfer_stall_seconds, "
+        "min_transfer_rate)"
+    )

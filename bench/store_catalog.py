@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
 from adapter_store.catalog.watch import Watch
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.shares import FairExecutor, Shares
 
 RESULTS = Path(__file__).parent / "results" / "store_catalog.json"
 BATCH_ROWS = 5_000
@@ -158,8 +159,8 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 async def watch_milliseconds(catalog: Catalog, repeats: int) -> float:
     """Times a watcher a hundred events behind, from its call to the first event."""
     times = []
-    with ThreadPoolExecutor(4) as executor:
-        watch = Watch(catalog, executor, bookmark_seconds=1)
+    with closing(FairExecutor(4, "calls")) as calls:
+        watch = Watch(catalog, calls, 1, Shares("watches", 1 << 20))
         since = catalog.revision() - 100
         for _ in range(repeats):
             start = time.perf_counter()

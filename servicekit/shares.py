@@ -234,16 +234,17 @@ class Shares:
 
     def _exceeded(self, account: str, amount: int, num_waiting: int = 0) -> ShareExceeded:
         setting = f" ({self._setting})" if self._setting else ""
-        message = f"{self.name}: {account or 'you'} holds {self._used[account]} of {self.capacity}"
+        who = account or "all callers together"
+        message = f"{self.name}: {self._used[account]} of {self.capacity}{setting} held by {who}"
         if amount > self.capacity:
-            message += f"{setting}; {amount} more can never be had"
+            message += f"; {amount} more can never be had"
         elif num_waiting:
-            message += f"{setting}, and waits for {num_waiting} more; try again later"
+            message += f", and {num_waiting} more waited for; try again later"
         elif self.share == 1:
-            message += f"{setting}; {amount} more cannot be had now: try again later"
+            message += f"; {amount} more cannot be had now: try again later"
         else:
             message += (
-                f"{setting}; {amount} more cannot be had now: one tenant's share is at most "
+                f"; {amount} more cannot be had now: one tenant's share is at most "
                 f"{self.share:.0%} of what others leave; try again later"
             )
         can_wait = amount <= self.capacity
@@ -336,7 +337,7 @@ class FairExecutor:
         future.add_done_callback(lambda _: self._leave(request, future))
         return future
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Cancels what has not started, and waits for the rest."""
         with self._lock:
             self._is_closed = True

@@ -21,6 +21,7 @@ from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc import call_context
 from servicekit.rpc.interceptor import CallRules
+from servicekit.shares import MinimumRate, Pace
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -48,21 +49,21 @@ CALL_RULES = CallRules(
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    """The RPCs. A pull waits `pull_stall_seconds` for a reader that takes nothing."""
+    """The RPCs. A pull's reader may not be slower than `pull_pace`."""
 
     def __init__(
         self,
         service: StoreService,
         authenticator: Authenticator[Action],
         audit: Audit[StoreAuditEntry],
-        pull_stall_seconds: float,
+        pull_pace: Pace,
         debug: DebugInfo,
     ) -> None:
         self._service = service
         self._debug = debug
         self._authenticator = authenticator
         self._audit = audit
-        self._pull_stall_seconds = pull_stall_seconds
+        self._pull_pace = pull_pace
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
@@ -80,8 +81,12 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def UploadAdapter(  # noqa: N802
         self, requests: AsyncIterator[pb.UploadAdapterRequest], context: Context
     ) -> pb.UploadAdapterResponse:
-        with self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry):
-            registration, chunks = await convert.from_upload(requests, caller.home_tenant)
+        with (
+            self._audited(context, "UploadAdapter", Action.PUBLISH) as (caller, entry),
+            self._service.upload_place(caller),
+        ):
+            opening = convert.from_upload(requests, caller.home_tenant)
+            registration, chunks = await self._service.in_time(opening)
             entry.name = str(registration.name)
             record, revision = await _finish(
                 entry, await self._service.upload(caller, registration, chunks)
@@ -172,11 +177,11 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     ) -> pb.RegisterLayoutResponse:
         base_model = request.layout.base_model
         with self._audited(context, "RegisterLayout", Action.REGISTER_LAYOUT, base_model) as (
-            _,
+            caller,
             entry,
         ):
             entry.digest, image_format = await self._service.register_layout(
-                convert.from_layout(request.layout), list(request.layout.image_formats)
+                convert.from_layout(request.layout), list(request.layout.image_formats), caller
             )
         return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
 
@@ -188,17 +193,22 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         key = convert.from_pull(request)
         pull = self._service.pull(caller, key, request.offset, request.image_id)
+        rate = MinimumRate(self._pull_pace)
         async with aclosing(pull) as messages:
             async for message in messages:
                 response = convert.to_pull_response(message)
                 try:
-                    async with asyncio.timeout(self._pull_stall_seconds):
-                        await context.write(response)
+                    async with asyncio.timeout(rate.remaining_s):
+                        with rate.waiting():
+                            await context.write(response)
                 except TimeoutError:
                     raise PullStalled(
-                        f"the reader has taken nothing for {self._pull_stall_seconds:g} seconds",
+                        f"the reader has taken nothing for {self._pull_pace.stall_seconds:g} "
+                        f"seconds, or less than {self._pull_pace.bytes_per_second} bytes per "
+                        "second for too long (pull_stall_seconds, min_transfer_rate)",
                         subject=key.digest,
                     ) from None
+                rate.received(len(response))
 
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context
@@ -217,8 +227,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def GetStoreStatus(  # noqa: N802
         self, request: pb.GetStoreStatusRequest, context: Context
     ) -> pb.GetStoreStatusResponse:
-        self._authorize(context, Action.STATUS)
-        status = await self._service.status()
+        caller = self._authorize(context, Action.STATUS)
+        status = await self._service.status(caller)
         catalog, work = status.catalog, status.work
         return pb.GetStoreStatusResponse(
             version=version("loadout"),

@@ -10,32 +10,39 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
-from concurrent.futures import Executor
 from datetime import UTC, datetime
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.core import AdapterEvent, EventKind, Tenants
 from servicekit.errors import Draining
+from servicekit.shares import FairExecutor, Shares
 
 RECENT_EVENTS = 1024
 BATCH_EVENTS = 256
 
 
 class Watch:
-    """Lives on one event loop. The catalog calls it with changes from any thread."""
+    """Lives on one event loop. The catalog calls it with changes from any thread. `places` are for
+    its streams."""
 
-    def __init__(self, catalog: Catalog, executor: Executor, bookmark_seconds: float) -> None:
+    def __init__(
+        self, catalog: Catalog, calls: FairExecutor, bookmark_seconds: float, places: Shares
+    ) -> None:
         self._catalog = catalog
-        self._executor = executor
+        self._calls = calls
+        self._places = places
         self._bookmark_seconds = bookmark_seconds
         self._loop = asyncio.get_running_loop()
         self._recent: deque[AdapterEvent] = deque(maxlen=RECENT_EVENTS)
         self._last_received = 0
         self._changed = asyncio.Event()
         self._closed = False
-        self.num_watchers = 0
         catalog.on_change(self._on_change)
         self._revision = catalog.revision()
+
+    @property
+    def num_watchers(self) -> int:
+        return self._places.used
 
     def close(self) -> None:
         """Ends every watcher with Draining."""
@@ -43,21 +50,21 @@ class Watch:
         self._wake()
 
     async def stream(
-        self, since_revision: int, tenants: Tenants = None
+        self, since_revision: int, tenants: Tenants = None, account: str = ""
     ) -> AsyncGenerator[AdapterEvent]:
         """Yields these tenants' events after `since_revision`, then each as it happens. Bookmarks
         are sent when there are no events for a while, and where other tenants' events were left
         out, so that the caller's revision stays current. While it is not known what other replicas
         change there are no bookmarks: the caller's revision may not be current.
 
-        Raises RevisionTooOld, at the start or when the caller is too slow, and Draining.
+        Raises RevisionTooOld, at the start or when the caller is too slow, ShareExceeded if the
+        account has too many watches, and Draining.
         """
-        self.num_watchers += 1
-        try:
+        with self._places.reserve(account):
             position = since_revision
             while True:
                 yielded = position
-                for event in await self._read(position):
+                for event in await self._read(position, account):
                     position = event.revision
                     if tenants is None or event.tenant in tenants:
                         yield event
@@ -70,10 +77,8 @@ class Watch:
                 is_idle = position >= self._revision and not await self._change_from(position)
                 if is_idle and self._catalog.is_current:
                     yield _bookmark(position)
-        finally:
-            self.num_watchers -= 1
 
-    async def _read(self, position: int) -> list[AdapterEvent]:
+    async def _read(self, position: int, account: str) -> list[AdapterEvent]:
         if position == self._revision:
             return []
         recent = self._recent
@@ -82,7 +87,7 @@ class Watch:
             start = position + 1 - recent[0].revision
             return [recent[i] for i in range(start, min(start + BATCH_EVENTS, len(recent)))]
         return await self._loop.run_in_executor(
-            self._executor, self._catalog.events_since, position, BATCH_EVENTS
+            self._calls.of(account), self._catalog.events_since, position, BATCH_EVENTS
         )
 
     async def _change_from(self, position: int) -> bool:

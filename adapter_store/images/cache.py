@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -21,7 +20,8 @@ from adapter_store.images.disk_tier import DiskTier, TierCounts
 from adapter_store.images.memory_tier import MemoryEntry, MemoryTier, Reservation
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.worker_pool import Priority, WorkerPool
-from servicekit.errors import Draining, ServiceError
+from servicekit.errors import Draining, ServiceError, ShareExceeded
+from servicekit.shares import INTERNAL, FairExecutor, Shares
 from servicekit.telemetry.spans import child_span
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,9 @@ class _Flight:
     """The build of one image, which any number of callers share. `started` returns the image as
     soon as it is being filled."""
 
-    def __init__(self, priority: Priority) -> None:
+    def __init__(self, priority: Priority, account: str) -> None:
         self.priority = priority
+        self.account = account
         self.task: asyncio.Task[None]
         self.started: asyncio.Future[MemoryEntry] = asyncio.get_running_loop().create_future()
         self.reservation: Reservation | None = None
@@ -62,9 +63,10 @@ class ImageCache:
         builder: ImageBuilder,
         disk: DiskTier,
         workers: WorkerPool,
-        calls: Executor,
+        calls: FairExecutor,
         memory_bytes: int,
         memory_wait_seconds: float = MEMORY_WAIT_SECONDS,
+        tenant_share: float = 1.0,
     ) -> None:
         self._builder = builder
         self._disk = disk
@@ -74,7 +76,7 @@ class ImageCache:
         self._pinned: frozenset[ImageKey] = frozenset()
         self._memory = MemoryTier(memory_bytes, lambda key: key in self._pinned)
         self._flights: dict[ImageKey, _Flight] = {}
-        self._num_waiting = 0
+        self._waiting = Shares("images_waiting_for_memory", MAX_WAITING, tenant_share)
         self._spare_task: asyncio.Task[None] | None = None
 
     @property
@@ -92,7 +94,7 @@ class ImageCache:
 
     @property
     def num_waiting_for_room(self) -> int:
-        return self._num_waiting
+        return self._waiting.used
 
     def in_progress(self) -> list[ImageInProgress]:
         """Returns the images that `num_in_progress` counts."""
@@ -102,9 +104,11 @@ class ImageCache:
         ]
 
     @asynccontextmanager
-    async def hold(self, key: ImageKey, tenants: Tenants = None) -> AsyncIterator[PartialImage]:
+    async def hold(
+        self, key: ImageKey, tenants: Tenants = None, account: str = ""
+    ) -> AsyncIterator[PartialImage]:
         """Yields the image, complete or being built, and keeps it in memory while the context
-        lasts.
+        lasts. The account's shares are used.
 
         Raises NotFound, also if none of these tenants has a record of it; IncompatibleAdapter and
         CorruptData, as ImageBuilder.plan; Overloaded if there is no memory for it. Failures after
@@ -112,11 +116,11 @@ class ImageCache:
         """
         # An image in memory may have been deleted: only the catalog knows.
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._calls, self._builder.check, key, tenants)
+        await loop.run_in_executor(self._calls.of(account), self._builder.check, key, tenants)
         entry = self._memory.find(key)
         while entry is None or entry.is_freed:
             try:
-                entry = await self._start(key)
+                entry = await self._start(key, account)
             except NotPrecompiled:  # joined a precompilation that gave up: start anew
                 continue
         with self._memory.hold(entry):
@@ -129,7 +133,8 @@ class ImageCache:
         """
         if key in self._memory:
             return
-        flight = self._join(key, Priority.PINNED if key in self._pinned else Priority.PRECOMPILE)
+        priority = Priority.PINNED if key in self._pinned else Priority.PRECOMPILE
+        flight = self._join(key, priority, INTERNAL)
         try:
             await asyncio.shield(flight.task)
         except NotPrecompiled:
@@ -173,18 +178,18 @@ class ImageCache:
         assert not self._flights
         self._memory.check_integrity()
 
-    async def _start(self, key: ImageKey) -> MemoryEntry:
+    async def _start(self, key: ImageKey, account: str) -> MemoryEntry:
         """Joins the build of this image, or starts it; returns the image as soon as it is being
         filled.
 
         The build continues if the caller is cancelled.
         """
-        return await asyncio.shield(self._join(key, Priority.PULL).started)
+        return await asyncio.shield(self._join(key, Priority.PULL, account).started)
 
-    def _join(self, key: ImageKey, priority: Priority) -> _Flight:
+    def _join(self, key: ImageKey, priority: Priority, account: str) -> _Flight:
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(priority)
+            flight = self._flights[key] = _Flight(priority, account)
             flight.task = asyncio.create_task(self._build(key, flight))
             flight.task.add_done_callback(_retrieve_failure)
         elif priority is Priority.PULL and flight.priority is not Priority.PULL:
@@ -215,8 +220,9 @@ class ImageCache:
             raise
         finally:
             if build is not None and build.claim is not None:
+                calls = self._calls.of(INTERNAL)
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._calls, self._builder.release_claim, build)
+                await loop.run_in_executor(calls, self._builder.release_claim, build)
 
     async def _fill(self, build: Build, flight: _Flight) -> None:
         key = build.key
@@ -271,11 +277,12 @@ class ImageCache:
 
     async def _reserve(self, build: Build, flight: _Flight) -> Reservation:
         """Reserves memory for the image. Pulls wait for a limited time. Raises Overloaded."""
-        if self._num_waiting >= MAX_WAITING:
-            raise _memory_full()
+        try:
+            place = self._waiting.reserve(flight.account)
+        except ShareExceeded:
+            raise _memory_full() from None
         reservation = self._memory.reserve(build.plan.total_bytes, flight.priority)
         flight.reservation = reservation
-        self._num_waiting += 1
         try:
             while not reservation.granted.done():
                 is_pull = flight.priority is Priority.PULL
@@ -286,7 +293,7 @@ class ImageCache:
             self._memory.cancel_reservation(reservation)
             raise
         finally:
-            self._num_waiting -= 1
+            place.release()
         return reservation
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
 from adapter_store.images.cache import ImageCache
+from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
-from servicekit.errors import InvalidArgument, ServiceError
+from servicekit.errors import InvalidArgument, ServiceError, ShareExceeded
+from servicekit.shares import Reservation, Shares
 from servicekit.telemetry.spans import Phases
 
+SHARE_WAIT_SECONDS = 5.0
+"""How long a pull waits until its account's other pulls have let go of enough memory."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
@@ -71,13 +76,29 @@ class ActivePull:
     sent_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _HeldImage:
+    """What an account's pulls of one image take of its share, once however many they are."""
+
+    reservation: Reservation
+    num_pulls: int = 0
+
+
 class Pulls:
-    """Streams images. Lives on the event loop. Calls `use_layout` with the layout of each pull."""
+    """Streams images. Lives on the event loop. Calls `use_layout` with the layout of each pull.
+
+    The images that an account's pulls keep in memory take its share of `held_bytes`."""
 
     def __init__(
-        self, images: ImageCache, metrics: Metrics, use_layout: Callable[[str], None]
+        self,
+        images: ImageCache,
+        metrics: Metrics,
+        use_layout: Callable[[str], None],
+        held_bytes: Shares,
     ) -> None:
         self._images = images
+        self._held_bytes = held_bytes
+        self._held: dict[tuple[str, ImageKey], _HeldImage] = {}
         self._metrics = metrics
         self._use_layout = use_layout
         self.active: set[ActivePull] = set()
@@ -87,7 +108,12 @@ class Pulls:
         return len(self.active)
 
     async def stream(
-        self, key: ImageKey, offset: int, image_id: str, tenants: Tenants = None
+        self,
+        key: ImageKey,
+        offset: int,
+        image_id: str,
+        tenants: Tenants = None,
+        account: str = "",
     ) -> AsyncGenerator[PullMessage]:
         """Streams an image of one of these tenants from `offset` of `image_id`, or from 0 if the
         image has another id now.
@@ -96,8 +122,8 @@ class Pulls:
         fail, the stream ends with the error, and without its trailer. The image is held as long as
         the stream is open: copy a chunk before requesting the next.
 
-        Raises as ImageCache.hold and PartialImage.wait_part, and InvalidArgument for an offset
-        beyond the image.
+        Raises as ImageCache.hold and PartialImage.wait_part, InvalidArgument for an offset beyond
+        the image, and ShareExceeded if the account's pulls keep its share of the memory.
         """
         start_s = time.monotonic()
         active = ActivePull(*key, start_s)
@@ -107,7 +133,7 @@ class Pulls:
         phases.enter("wait")
         failure: BaseException | None = None
         try:
-            async with self._images.hold(key, tenants) as image:
+            async with self._hold(key, tenants, account) as image:
                 self._use_layout(key.layout_id)
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
@@ -135,6 +161,52 @@ class Pulls:
             phases.end(failure, bytes=num_sent)
             self.active.discard(active)
             self._metrics.pulls.labels(result).inc()
+
+    @asynccontextmanager
+    async def _hold(
+        self, key: ImageKey, tenants: Tenants, account: str
+    ) -> AsyncIterator[PartialImage]:
+        """Holds the image within the account's share of the memory. Its size is known from the
+        image only: without a share left it is let go while one is waited for."""
+        share: Reservation | None = None
+        try:
+            while True:
+                async with self._images.hold(key, tenants, account) as image:
+                    num_bytes = min(image.plan.total_bytes, self._held_bytes.capacity)
+                    if self._enter(key, account, num_bytes, share):
+                        share = None
+                        try:
+                            yield image
+                        finally:
+                            self._leave(key, account)
+                        return
+                share = await self._held_bytes.wait(account, num_bytes, SHARE_WAIT_SECONDS)
+        finally:
+            if share is not None:
+                share.release()
+
+    def _enter(
+        self, key: ImageKey, account: str, num_bytes: int, share: Reservation | None
+    ) -> bool:
+        """Counts a pull. Returns False if its image would exceed the account's share."""
+        held = self._held.get((account, key))
+        if held is None:
+            try:
+                held = _HeldImage(share or self._held_bytes.reserve(account, num_bytes))
+            except ShareExceeded:
+                return False
+            self._held[account, key] = held
+        elif share is not None:
+            share.release()
+        held.num_pulls += 1
+        return True
+
+    def _leave(self, key: ImageKey, account: str) -> None:
+        held = self._held[account, key]
+        held.num_pulls -= 1
+        if not held.num_pulls:
+            del self._held[account, key]
+            held.reservation.release()
 
 
 def start_offset(offset: int, offset_image_id: str, image_id: str, total_bytes: int) -> int:

@@ -33,10 +33,13 @@ from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
 from adapter_store.registration.tenant_policy import StorePolicyFile
 from adapter_store.sources import Sources
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.staging import FetchLimits, StagedBytes, Staging, Stop
+from adapter_store.sources.transfer import FetchRunner
 from adapter_store.sources.upload import UPLOAD_URI, FileChunk, Upload
+from servicekit.auth.principal import tenant_account
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ class Registration:
 
 
 class Registrar:
-    """Thread-safe. Setting `stopping` ends fetches with Draining."""
+    """Thread-safe. Setting `stopping` ends fetches with Draining. What is being received takes its
+    tenant's share of `staged_bytes`."""
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class Registrar:
         checkpoint_limits: CheckpointLimits,
         policies: StorePolicyFile,
         stopping: threading.Event,
+        fetches: FetchRunner,
+        staged_bytes: Shares,
     ) -> None:
         self._catalog = catalog
         self._blobs = blobs
@@ -86,6 +92,8 @@ class Registrar:
         self._checkpoint_limits = checkpoint_limits
         self._policies = policies
         self._stopping = stopping
+        self._fetches = fetches
+        self._staged_bytes = staged_bytes
 
     def check(self, request: Registration) -> None:
         """Checks what can be checked before anything is fetched.
@@ -116,16 +124,23 @@ class Registrar:
                 )
         self._catalog.check_capacity(request.name, request.expected_digest, self._quota(request))
 
-    def register(self, request: Registration, source_uri: str) -> tuple[AdapterRecord, int]:
+    def register(
+        self, request: Registration, source_uri: str, caller_gone: threading.Event | None = None
+    ) -> tuple[AdapterRecord, int]:
         """Fetches, checks and records. Returns the record and the revision at which it is current.
 
-        Raises what Source.fetch and open_checkpoint raise, FailedPrecondition if the content is
-        not the expected or the signed one, Conflict, and QuotaExceeded.
+        Raises what Source.fetch, FetchRunner.run and open_checkpoint raise, FailedPrecondition if
+        the content is not the expected or the signed one, Conflict, QuotaExceeded, ShareExceeded,
+        and CallerGone if `caller_gone` is set before the end of the fetch.
         """
-        staging = self._stage()
+        staging = self._stage(request, caller_gone)
         try:
             with child_span("fetch") as span, _translate_disk_full():
-                revision = self._sources.fetch(source_uri, staging)
+                revision = self._fetches.run(
+                    tenant_account(request.name.tenant),
+                    lambda: self._sources.fetch(source_uri, staging),
+                    staging,
+                )
                 if span is not None:
                     span.set_attributes(
                         bytes=staging.total_bytes, scheme=source_uri.partition(":")[0]
@@ -134,9 +149,9 @@ class Registrar:
         finally:
             self._unstage(staging)
 
-    def open_upload(self) -> Upload:
+    def open_upload(self, request: Registration) -> Upload:
         """Opens an upload to write chunks to; then call `finish_upload` or `abandon_upload`."""
-        return Upload(self._stage())
+        return Upload(self._stage(request))
 
     def write_upload(self, upload: Upload, chunk: FileChunk) -> None:
         with _translate_disk_full():
@@ -163,12 +178,18 @@ class Registrar:
     def _quota(self, request: Registration) -> Quota:
         return self._policies.policy.tenant(request.name.tenant).quota
 
-    def _stage(self) -> Staging:
-        return Staging(self._blobs.stage(), self._fetch_limits, self._stopping)
+    def _stage(self, request: Registration, caller_gone: threading.Event | None = None) -> Staging:
+        stop = Stop(self._stopping, caller_gone or threading.Event())
+        stop.check()
+        staged = StagedBytes(
+            self._staged_bytes, tenant_account(request.name.tenant), self._quota(request).max_bytes
+        )
+        return Staging(self._blobs.stage(), self._fetch_limits, stop, staged)
 
     def _unstage(self, staging: Staging) -> None:
         self._metrics.fetched_bytes.inc(staging.total_bytes)
         shutil.rmtree(staging.folder, ignore_errors=True)
+        staging.release()
 
     def _record(
         self, request: Registration, staging: Staging, source_uri: str, source_revision: str = ""

@@ -20,8 +20,15 @@ from typing import Any
 
 from adapter_store.errors import SourceUnavailable
 from adapter_store.sources.local import LocalSource
-from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
-from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
+from adapter_store.sources.staging import StagedFile, Staging
+from adapter_store.sources.transfer import (
+    CHANGED,
+    STEP_BYTES,
+    Retry,
+    RetryPolicy,
+    copy_all,
+    in_blocks,
+)
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 API_TIMEOUT_S = 15
@@ -157,7 +164,7 @@ class HubSource:
                 before_bytes = file.size_bytes
                 try:
                     with translate_errors(where):
-                        _read_on(url, where, commit, expected.size_bytes, file, digest)
+                        _read_on(url, where, commit, expected.size_bytes, file, digest, staging)
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
                         retry.progressed()
@@ -188,7 +195,13 @@ class HubSource:
 
 
 def _read_on(
-    url: str, where: str, commit: str, size_bytes: int, file: StagedFile, digest: Any
+    url: str,
+    where: str,
+    commit: str,
+    size_bytes: int,
+    file: StagedFile,
+    digest: Any,
+    staging: Staging,
 ) -> None:
     """Sends one GET for the missing bytes. Raises SourceUnavailable if not all of them arrive."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -209,7 +222,7 @@ def _read_on(
             raise _changed(where, f"has {length[:20]} bytes, its commit says {size_bytes}")
         if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             raise _unavailable(where, "it was not continued where it broke")
-        for data in answer.iter_raw(READ_BYTES):
+        for data in in_blocks(answer.iter_raw(STEP_BYTES), staging):
             file.write(data)
             digest.update(data)
     if file.size_bytes != size_bytes:

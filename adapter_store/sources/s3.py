@@ -14,8 +14,15 @@ from functools import partial
 from typing import Any
 
 from adapter_store.errors import LimitExceeded, SourceUnavailable
-from adapter_store.sources.staging import READ_BYTES, StagedFile, Staging
-from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
+from adapter_store.sources.staging import StagedFile, Staging
+from adapter_store.sources.transfer import (
+    CHANGED,
+    STEP_BYTES,
+    Retry,
+    RetryPolicy,
+    copy_all,
+    in_blocks,
+)
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 CONNECT_TIMEOUT_S = 5
@@ -127,7 +134,7 @@ class S3Source:
                 before_bytes = file.size_bytes
                 try:
                     with translate_errors(where):
-                        _read_on(get, where, expected, file)
+                        _read_on(get, where, expected, file, staging)
                 except SourceUnavailable as error:
                     if file.size_bytes > before_bytes:
                         retry.progressed()
@@ -177,7 +184,7 @@ def _list_once(client: Any, place: S3Place) -> dict[str, S3Object]:
     return objects
 
 
-def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None:
+def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile, staging: Staging) -> None:
     """Sends one GET for the missing bytes. Raises SourceUnavailable if not all of them arrive."""
     start, size = file.size_bytes, expected.size_bytes
     answer = get(IfMatch=expected.etag, **({"Range": f"bytes={start}-"} if start else {}))
@@ -187,7 +194,7 @@ def _read_on(get: Any, where: str, expected: S3Object, file: StagedFile) -> None
             raise _changed(where)
         if start and not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
             raise _unavailable(where, "it was not continued where it broke")
-        while file.size_bytes < size and (data := body.read(READ_BYTES)):
+        for data in in_blocks(iter(partial(body.read, STEP_BYTES), b""), staging):
             file.write(data)
     if file.size_bytes != size:
         raise _unavailable(where, f"the connection ended after {file.size_bytes} of {size} bytes")

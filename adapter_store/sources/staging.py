@@ -8,15 +8,16 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
 from adapter_store.core import SourceFile
-from adapter_store.errors import InvalidAdapter, LimitExceeded
-from servicekit.errors import Draining, InvalidArgument
+from adapter_store.errors import CallerGone, InvalidAdapter, LimitExceeded
+from servicekit.errors import Draining, InvalidArgument, QuotaExceeded
+from servicekit.shares import Shares
 
 READ_BYTES = 4 << 20
 """How much of a source is read at a time."""
@@ -39,8 +40,53 @@ class FetchLimits:
     allow_pickle_files: bool = False
 
 
+CONFIG_BYTES = 1 << 20
+"""What a tenant may stage beyond its quota, which counts weights only."""
+
+
 class Abandoned(Exception):
-    """Raised because another file of the same adapter has failed: this one is not needed."""
+    """Raised because the fetch has ended, maybe by the failure of another file: this one is not
+    needed."""
+
+
+class StagedBytes:
+    """What the files of one adapter take of the place for staged bytes, counted for its tenant. All
+    that the tenant stages is bounded by its quota, too. Thread-safe."""
+
+    def __init__(self, shares: Shares, account: str, max_bytes: int | None = None) -> None:
+        self._shares = shares
+        self._account = account
+        self._max_bytes = max_bytes
+        self._held = shares.reserve(account, 0)
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ShareExceeded and QuotaExceeded before these bytes may be written."""
+        self._held.grow(num_bytes)
+        staged_bytes = self._shares.used_by(self._account)
+        if self._max_bytes is not None and staged_bytes > self._max_bytes + CONFIG_BYTES:
+            raise QuotaExceeded(
+                f"max_bytes: {self._account} has {staged_bytes} bytes of uploads and fetches in "
+                f"progress, over its quota of {self._max_bytes}",
+                subject="max_bytes",
+            )
+
+    def release(self) -> None:
+        self._held.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What ends a fetch before its end: the store's shutdown, or the caller's leaving."""
+
+    draining: threading.Event = field(default_factory=threading.Event)
+    caller_gone: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        """Raises Draining or CallerGone."""
+        if self.draining.is_set():
+            raise Draining("this store is shutting down")
+        if self.caller_gone.is_set():
+            raise CallerGone("the caller left before its source was fetched")
 
 
 class StagedFile:
@@ -54,9 +100,9 @@ class StagedFile:
         self.name = path.name
         self.size_bytes = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Raises LimitExceeded before the first byte over a limit is written."""
-        self._staging.count(self.name, self.size_bytes, len(data))
+        self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
         if len(data) < CONCURRENT_HASH_BYTES:
             self._sha256.update(data)
             self._write(data)
@@ -78,7 +124,7 @@ class StagedFile:
         self._hasher.shutdown()
         self._file.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
@@ -101,16 +147,22 @@ class StagedFile:
 class Staging:
     """A folder for the files of one adapter; its creator removes it.
 
-    Thread-safe, each file within one thread at a time. Once `stopping` is set, writing and
-    waiting raise Draining.
+    Thread-safe, each file within one thread at a time. After `stop`, writing and waiting raise why.
+    What is written is `staged`; `release` gives that back.
     """
 
     def __init__(
-        self, folder: Path, limits: FetchLimits, stopping: threading.Event | None = None
+        self,
+        folder: Path,
+        limits: FetchLimits,
+        stop: Stop | None = None,
+        staged: StagedBytes | None = None,
     ) -> None:
         self.folder = folder
-        self._stopping = stopping or threading.Event()
+        self._stop = stop or Stop()
+        self._staged = staged
         self.total_bytes = 0
+        self._received_bytes = 0
         self._limits = limits
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
@@ -156,9 +208,25 @@ class Staging:
             total_bytes += size_bytes
             self._check(name, size_bytes, total_bytes)
 
+    def release(self) -> None:
+        """Gives back the staged bytes: the folder is gone, or has become a blob."""
+        if self._staged is not None:
+            self._staged.release()
+
+    @property
+    def progress_bytes(self) -> int:
+        """The bytes that have arrived, those not written yet included."""
+        return max(self.total_bytes, self._received_bytes)
+
+    def received(self, num_bytes: int) -> None:
+        """Notes bytes that have arrived, to be written later. Raises as `check_cancelled`."""
+        self.check_cancelled()
+        with self._lock:
+            self._received_bytes += num_bytes
+
     def wait(self, seconds: float) -> None:
-        """Sleeps, unless the store is shutting down. Raises Draining."""
-        self._stopping.wait(seconds)
+        """Sleeps, unless the store is shutting down. Raises as `check_cancelled`."""
+        self._stop.draining.wait(seconds)
         self.check_cancelled()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
@@ -166,18 +234,19 @@ class Staging:
         self._check(name, expected_bytes, self.total_bytes + expected_bytes)
         return StagedFile(self, self.folder / check_file_name(name, name))
 
-    def count(self, name: str, size_bytes: int, new_bytes: int) -> None:
-        """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is
-        discarded."""
+    def count(self, name: str, size_bytes: int, new_bytes: int, *, is_kept: bool = False) -> None:
+        """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is not
+        kept on disk."""
         self.check_cancelled()
         with self._lock:
             self._check(name, size_bytes + new_bytes, self.total_bytes + new_bytes)
+            if is_kept and self._staged is not None:
+                self._staged.add(new_bytes)
             self.total_bytes += new_bytes
 
     def check_cancelled(self) -> None:
-        """Raises Draining or Abandoned if this folder is no longer needed."""
-        if self._stopping.is_set():
-            raise Draining("this store is shutting down")
+        """Raises Draining, CallerGone or Abandoned if this folder is no longer needed."""
+        self._stop.check()
         if self._abandoned.is_set():
             raise Abandoned
 

@@ -1,19 +1,30 @@
-"""Copying an adapter's files: several at once, each with retries.
+"""Copying an adapter's files: several at once, each with retries, none for ever.
 
-Waits between attempts grow exponentially, with jitter: many stores do not retry in step.
+Waits between attempts grow exponentially, with jitter: many stores do not retry in step. A source
+that answers too slowly is left: whatever it does, its worker is free again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import Abandoned, Staging
+from adapter_store.sources.staging import READ_BYTES, Abandoned, Staging
+from servicekit.shares import MinimumRate, Pace, Shares
 
 FILES_AT_ONCE = 4
+POLL_SECONDS = 0.25
+"""How often a fetch is checked for progress, and for a caller that has left."""
+STEP_BYTES = 64 << 10
+"""How much is read from a connection at a time: progress is noticed after each step."""
+MAX_FETCHES = 64
+"""How many fetches may be in progress, those included that were left and still wait for their
+source's next byte."""
+TOO_SLOW = "SOURCE_TOO_SLOW"
 
 CHANGED = "SOURCE_CHANGED"
 """The reason of a failure that retrying cannot fix: the pinned content is gone."""
@@ -53,6 +64,81 @@ class Retry:
         )
         seconds = random.uniform(0, longest)
         self._staging.wait(max(seconds, min(at_least_seconds, self._policy.max_seconds)))
+
+
+class FetchRunner:
+    """Runs fetches, each in a thread of its own: one that its source keeps waiting can be left."""
+
+    def __init__(self, pace: Pace, tenant_share: float) -> None:
+        self._pace = pace
+        self.running = Shares("fetches", MAX_FETCHES, tenant_share)
+
+    def run(self, account: str, fetch: Callable[[], str], staging: Staging) -> str:
+        """Returns what `fetch` does, which writes to `staging`.
+
+        Raises what it raises, SourceUnavailable if the source is too slow, and as
+        `Staging.check_cancelled`; then its thread ends with the next byte that it receives.
+        Raises ShareExceeded if too many of the account do not end.
+        """
+        done: Future[str] = Future()
+        place = self.running.reserve(account)
+
+        def work() -> None:
+            try:
+                with place:
+                    found = fetch()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(found)
+
+        # A daemon: it must not keep a store from ending.
+        threading.Thread(target=work, name="source", daemon=True).start()
+        try:
+            self._wait(done, staging)
+        except BaseException:
+            staging.abandon()
+            raise
+        return done.result()
+
+    def _wait(self, done: Future[str], staging: Staging) -> None:
+        rate, known_bytes = MinimumRate(self._pace), 0
+        while not done.done():
+            with rate.waiting():
+                wait([done], timeout=min(POLL_SECONDS, rate.remaining_s))
+            if done.done():
+                return
+            staging.check_cancelled()
+            now_bytes = staging.progress_bytes
+            rate.received(now_bytes - known_bytes)
+            known_bytes = now_bytes
+            if rate.is_too_slow:
+                raise SourceUnavailable(
+                    f"source_uri: the source is too slow: {now_bytes} bytes arrived, less than "
+                    f"{self._pace.bytes_per_second} per second and {self._pace.stall_seconds:g} "
+                    "seconds of silence (min_transfer_rate, transfer_stall_seconds)",
+                    subject="source_uri",
+                    reason=TOO_SLOW,
+                )
+
+
+def in_blocks(steps: Iterable[bytes], staging: Staging) -> Iterator[bytearray]:
+    """Yields what a connection sends in blocks of READ_BYTES or a little more; the steps come as
+    they arrive, also when it breaks. Raises as `Staging.check_cancelled` between two steps."""
+    block = bytearray()
+    try:
+        for step in steps:
+            staging.received(len(step))
+            block += step
+            if len(block) >= READ_BYTES:
+                yield block
+                block = bytearray()
+    except Exception:
+        if block:
+            yield block
+        raise
+    if block:
+        yield block
 
 
 def copy_all(names: Iterable[str], copy: Callable[[str], None], staging: Staging) -> None:

@@ -38,7 +38,7 @@ class Principal(Generic[ActionT]):
         """Whose share of a finite place the caller's work is counted against: its tenant's, or its
         token's own if it is for several tenants. "" without a policy: callers are one."""
         if self.tenants is not None and len(self.tenants) == 1:
-            return f"tenant {min(self.tenants)}"
+            return tenant_account(min(self.tenants))
         return f"token {self.name}" if self.name else ""
 
     def may(self, action: ActionT) -> bool:
@@ -71,6 +71,11 @@ class Principal(Generic[ActionT]):
 
     def is_for(self, tenant: str) -> bool:
         return self.tenants is None or tenant in self.tenants
+
+
+def tenant_account(tenant: str) -> str:
+    """Returns the account of callers of this tenant alone."""
+    return f"tenant {tenant}"
 
 
 @dataclass(frozen=True, slots=True)

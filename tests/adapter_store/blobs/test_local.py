@@ -22,7 +22,9 @@ from adapter_store.registration.tenant_policy import open_policy
 from adapter_store.sources import Sources
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.staging import FetchLimits
+from adapter_store.sources.transfer import FetchRunner
 from servicekit.refs import AdapterName
+from servicekit.shares import Pace, Shares
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -46,6 +48,8 @@ class Process:
             CheckpointLimits(),
             open_policy(None),
             threading.Event(),
+            FetchRunner(Pace(1, 60), 1),
+            Shares("staged_bytes", 1 << 30),
         )
 
     def close(self) -> None:

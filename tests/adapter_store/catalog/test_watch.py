@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 import pytest
 
@@ -16,6 +15,7 @@ from adapter_store.core import EventKind
 from adapter_store.errors import RevisionTooOld
 from servicekit.errors import Draining
 from servicekit.refs import AdapterName
+from servicekit.shares import FairExecutor, Shares
 from tests.support.wait import until_async
 
 
@@ -34,8 +34,8 @@ def register(catalog: Catalog, count: int, start: int = 0) -> None:
 
 def run(catalog, scenario, bookmark_seconds: float = 30.0):
     async def main():
-        with ThreadPoolExecutor(2) as executor:
-            watch = Watch(catalog, executor, bookmark_seconds)
+        with closing(FairExecutor(2, "calls")) as calls:
+            watch = Watch(catalog, calls, bookmark_seconds, Shares("watches", 1000))
             async with asyncio.timeout(60):
                 return await scenario(watch)
 

@@ -17,6 +17,7 @@ from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
+from servicekit.shares import Shares
 from tests.adapter_store.images import test_cache
 
 SECONDS = 60
@@ -84,7 +85,10 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
         async with start(**pulls_only, **settings) as store:
             digest = (await register(store, folder)).digest
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
-            pulls = Pulls(store.images, store.metrics, store.service.layout_usage.record)
+            pulls = Pulls(
+                *(store.images, store.metrics, store.service.layout_usage.record),
+                Shares("pulled_bytes", 1 << 30),
+            )
             async with asyncio.timeout(SECONDS):
                 await test(store, pulls, ImageKey(digest, layout_id), folder)
             store.images.check_integrity()

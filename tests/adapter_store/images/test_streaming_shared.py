@@ -15,6 +15,7 @@ from adapter_store.images import builder as builder_module
 from adapter_store.images.builder import ImageBuilder
 from adapter_store.images.file import open_image
 from adapter_store.images.pull import Pulls
+from servicekit.shares import Shares
 from tests.adapter_store.images import test_cache, test_streaming
 from tests.adapter_store.images.test_streaming import SECONDS, expected_bytes, read, scenario
 
@@ -97,7 +98,10 @@ def test_of_two_replicas_one_compiles_and_the_other_fetches(
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
             digest = (await register(store, folder)).digest
             await store.precompiler.wait_idle()
-            pulls = Pulls(store.images, store.metrics, store.service.layout_usage.record)
+            pulls = Pulls(
+                *(store.images, store.metrics, store.service.layout_usage.record),
+                Shares("pulled_bytes", 1 << 30),
+            )
             data, _ = await read(pulls.stream(ImageKey(digest, layout_id), 0, ""))
             assert data == expected_bytes(folder, make_layout())
             await store.images.wait_idle()

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from adapter_store import service as service_module
 from adapter_store.registration.registrar import Registrar
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.support.wait import TIMEOUT_S, until
@@ -18,8 +17,8 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
     made, go_on = threading.Event(), threading.Event()
     open_upload = Registrar.open_upload
 
-    def slowly(registrar):
-        upload = open_upload(registrar)
+    def slowly(registrar, request):
+        upload = open_upload(registrar, request)
         made.set()
         assert go_on.wait(TIMEOUT_S)
         return upload
@@ -40,8 +39,8 @@ def test_gone_while_the_folder_of_its_upload_is_made(client, tmp_path, monkeypat
     until(lambda: not list((tmp_path / "data" / "staging").iterdir()))
 
 
-def test_an_upload_that_sends_nothing_more_is_ended(client, tmp_path, monkeypatch, refused) -> None:
-    monkeypatch.setattr(service_module, "UPLOAD_STALL_SECONDS", 0.1)
+def test_an_upload_that_sends_nothing_more_is_ended(serve, tmp_path, refused) -> None:
+    client = serve(transfer_stall_seconds=0.1).client
     over = threading.Event()
 
     def requests():

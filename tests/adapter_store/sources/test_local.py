@@ -276,7 +276,7 @@ def test_a_change_while_reading_is_noticed(source, root, staging, write_adapter,
 
 def test_a_stopping_store_stops_copying(source, root, staging, write_adapter):
     write_adapter(root / "a")
-    staging._stopping.set()
+    staging._stop.draining.set()
     with pytest.raises(Draining):
         source.fetch(f"file://{root}/a", staging)
 

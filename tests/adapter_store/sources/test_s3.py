@@ -156,7 +156,7 @@ def test_limits_hold_before_the_first_byte(source, bucket, make_staging):
 @pytest.mark.parametrize("then", ["reset", "closed"])
 @pytest.mark.parametrize("after", [0, 4096, len(BODY) - 1])
 def test_broken_connection_is_resumed(shaky, proxy, bucket, staging, monkeypatch, then, after):
-    monkeypatch.setattr(s3_module, "READ_BYTES", 1024)
+    monkeypatch.setattr(s3_module, "STEP_BYTES", 1024)
     proxy.faults = [Fault(WEIGHTS, after=after, then=then)]
     shaky.fetch(f"s3://{bucket[0]}/team/a", staging)
     assert (staging.folder / WEIGHTS).read_bytes() == BODY
@@ -196,7 +196,7 @@ def test_a_service_that_stays_busy_is_unavailable(shaky, proxy, bucket, staging,
 
 def test_progress_is_not_a_failed_attempt(shaky, proxy, bucket, staging, monkeypatch):
     """A connection that breaks often, but each time later, is used to the end."""
-    monkeypatch.setattr(s3_module, "READ_BYTES", 512)
+    monkeypatch.setattr(s3_module, "STEP_BYTES", 512)
     proxy.faults = [Fault(WEIGHTS, after=1024, then="closed", times=3 * QUICK.attempts)]
     body = bytes(range(256)) * 4 * (3 * QUICK.attempts + 1)
     bucket[1].put_object(Bucket=bucket[0], Key=f"team/a/{WEIGHTS}", Body=body)
@@ -274,7 +274,7 @@ def test_a_service_without_conditions_is_found_out(shaky, proxy, bucket, staging
 
 
 def test_a_service_without_ranges_is_found_out(shaky, proxy, bucket, staging, monkeypatch):
-    monkeypatch.setattr(s3_module, "READ_BYTES", 1024)
+    monkeypatch.setattr(s3_module, "STEP_BYTES", 1024)
     proxy.faults = [
         Fault(WEIGHTS, after=4096, then="closed"),
         Fault(WEIGHTS, drop_headers=("Range",)),
@@ -313,7 +313,7 @@ def test_the_first_failure_ends_the_other_files(shaky, proxy, bucket, staging):
 
 def test_a_stopping_store_stops_waiting(proxy, bucket, staging):
     proxy.faults = [Fault(WEIGHTS, status=503, action=None, times=1000)]
-    proxy.faults.append(Fault(CONFIG, action=staging._stopping.set))
+    proxy.faults.append(Fault(CONFIG, action=staging._stop.draining.set))
     with pytest.raises(Draining):
         S3Source([bucket[0]], proxy.url, retry=RetryPolicy(100, 30, 60)).fetch(
             f"s3://{bucket[0]}/team/a", staging

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import FetchLimits, Staging
+from adapter_store.sources.staging import FetchLimits, Staging, Stop
 from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
 from servicekit.errors import Draining
 
@@ -72,7 +72,7 @@ def test_requested_wait_is_limited(tmp_path):
 
 def test_a_stopping_store_does_not_wait(tmp_path):
     stopping = threading.Event()
-    staging = Staging(tmp_path, FetchLimits(1000, 1000), stopping)
+    staging = Staging(tmp_path, FetchLimits(1000, 1000), Stop(stopping))
     stopping.set()
     start = time.monotonic()
     with pytest.raises(Draining):
