@@ -134,6 +134,8 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
             disk.clear()
         storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
+        if not settings.allow_empty_catalog:
+            check_catalog(catalog, storage.blobs, folder)
         storage.collector.sweep()
 
         places = _places(stack, settings)
@@ -190,6 +192,19 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
         delete_grace=grace,
         layout_ttl=timedelta(seconds=settings.layout_ttl_seconds),
     )
+
+
+def check_catalog(catalog: Catalog, blobs: Blobs, folder: Path) -> None:
+    """Raises FailedPrecondition for a catalog that has never had a record, beside stored sources:
+    they would be removed as nobody's."""
+    if catalog.revision() == 0 and blobs.has_any():
+        raise FailedPrecondition(
+            f"data_dir: the catalog is empty, but sources are stored (data_dir {folder}, "
+            "shared_s3): restore the catalog from a backup, or start with --allow-empty-catalog, "
+            "which removes them",
+            subject="allow_empty_catalog",
+            reason="CATALOG_EMPTY",
+        )
 
 
 def open_storage(
@@ -340,7 +355,10 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
     async with AsyncExitStack() as stack:
         certificates = CertificateFiles(settings)
         audit_log = logging.getLogger("adapter_store.audit")
-        audit = Audit(settings.audit_file, StoreAuditEntry, AUDITED, audit_log)
+        audit = Audit(
+            *(settings.audit_file, StoreAuditEntry, AUDITED, audit_log),
+            is_required=settings.audit_required,
+        )
         stack.callback(audit.close)
         endpoint, ratio = settings.otlp_endpoint, settings.trace_sample_ratio
         tracing = open_tracing(endpoint, ratio, service=SERVICE_NAME, version=version("loadout"))

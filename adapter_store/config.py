@@ -149,6 +149,10 @@ class StoreSettings(ServiceSettings):
     """Time that a model layout stays in use after a server last registered it or pulled for it.
     Then nothing is compiled ahead for it and its images are removed. 0: for ever."""
 
+    allow_empty_catalog: Annotated[bool, CATALOG] = False
+    """Start with a new catalog although sources are stored: they are removed. Without it a store
+    whose catalog is missing or empty refuses to start, so that it can be restored."""
+
     delete_grace_seconds: Annotated[Seconds, CATALOG] = 600.0
     """Time that a deleted adapter can still be pulled by its digest, for requests that use it."""
 

@@ -210,7 +210,9 @@ class InferenceServer:
         policies = PolicyFile(config.policy_file, _parse_policy, Policy(anyone=ANYONE))
         self._authenticator = Authenticator[Action](policies)
         audit_log = logging.getLogger("inference_svc.audit")
-        self._audit = Audit(config.audit_file, AuditEntry, AUDITED, audit_log)
+        self._audit = Audit(
+            *(config.audit_file, AuditEntry, AUDITED, audit_log), is_required=config.audit_required
+        )
         self.reload = Reload(policies, certificates, self._audit)
         self._config = config
         self.replicas = Replicas.at(*config.store_addresses)

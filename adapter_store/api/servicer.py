@@ -273,6 +273,7 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
                 entry.set_caller(caller)
                 call_context.note_caller(caller)
                 caller.require(action)
+                self._audit.begin(entry)
                 yield caller, entry
         finally:  # the audit has noted what was changed
             if what == "RegisterLayout":

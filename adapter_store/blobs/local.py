@@ -31,6 +31,9 @@ class Blobs(Protocol):
     def sweep(self, known: Container[str]) -> None:
         """Removes what a crash left. Call it at start only, before anything is staged."""
 
+    def has_any(self) -> bool:
+        """Returns whether a blob is stored, known to the catalog or not."""
+
     def stage(self) -> Path:
         """Creates an empty folder. The caller removes it in the end, unless it became a blob."""
 
@@ -81,6 +84,10 @@ class LocalBlobs:
             if digest not in known:
                 logger.info("removing a blob without a record", extra={"digest": digest})
                 self.remove(digest)
+
+    def has_any(self) -> bool:
+        """Returns whether a blob is stored, known to the catalog or not."""
+        return any(True for _ in self._folder.iterdir())
 
     def sweep_leftovers(self) -> None:
         """Removes what was being written or removed. Call it at start only."""

@@ -67,6 +67,11 @@ class SharedBlobs:
         for folder in self._folder.iterdir():
             remove_folder(folder, self._local.trash())
 
+    def has_any(self) -> bool:
+        """Returns whether a blob is stored, known to the catalog or not."""
+        with _translate_errors():
+            return any(self._bucket.keys(f"{FOLDER}/"))
+
     def stage(self) -> Path:
         return self._local.stage()
 

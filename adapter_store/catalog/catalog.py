@@ -89,6 +89,7 @@ class Catalog:
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
         self._notifying = threading.Lock()
         self._database = open_database(place)
+        self._database.check()
         migrate(self._database)
         with self._database.write() as conn:
             image_states.forget_unfinished(conn)

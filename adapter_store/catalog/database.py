@@ -17,11 +17,17 @@ from typing import Any, Protocol, cast
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    DBAPIError,
+    InterfaceError,
+    OperationalError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable
+from adapter_store.errors import CatalogUnavailable, CorruptData
 from servicekit.errors import FailedPrecondition
 
 SQLITE_BUSY_SECONDS = 30
@@ -49,6 +55,9 @@ class Database(Protocol):
 
     def write(self) -> AbstractContextManager[Connection]: ...
 
+    def check(self) -> None:
+        """Raises CorruptData, naming the file, if it is damaged."""
+
     def migrating(self) -> AbstractContextManager[Connection]:
         """Opens a transaction that changes tables, exclusive among all processes."""
 
@@ -74,6 +83,7 @@ class SqliteDatabase:
     is_shared = False
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self.engine = create_engine(
             f"sqlite:///{path}",
             connect_args={"timeout": SQLITE_BUSY_SECONDS},
@@ -93,6 +103,18 @@ class SqliteDatabase:
     def write(self) -> Iterator[Connection]:
         with self._lock, self._writer.begin() as conn:
             yield conn
+
+    def check(self) -> None:
+        try:
+            with self.read() as conn:
+                found = conn.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+        except DatabaseError as exc:
+            found = str(exc.orig)
+        if found != "ok":
+            raise CorruptData(
+                f"{self._path}: the catalog is damaged: {found}; restore it from a backup",
+                subject=str(self._path),
+            )
 
     def migrating(self) -> AbstractContextManager[Connection]:
         return self.write()
@@ -172,6 +194,9 @@ class PostgresDatabase:
                 )
         finally:
             connection.close()
+
+    def check(self) -> None:
+        """Does nothing: the server checks its own files."""
 
     @contextmanager
     def migrating(self) -> Iterator[Connection]:

@@ -299,4 +299,5 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             entry.set_caller(principal)
             principal.require(Action.OPERATE)
+            self._audit.begin(entry)
             yield principal, entry

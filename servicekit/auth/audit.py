@@ -1,7 +1,8 @@
 """The audit: one JSON line for every requested change, granted or not.
 
 Lines go to a logger, and to a file where one is set. They hold names and digests, never tokens,
-prompts or other credentials.
+prompts or other credentials. Where the file is required, a call that changes something has a line
+with the result "started" before it does, and without it is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from servicekit.auth.principal import Principal
-from servicekit.errors import ServiceError
+from servicekit.errors import ServiceError, Unavailable
 
 MAX_NAME_CHARS = 200
 _MODE = 0o640
@@ -31,7 +32,7 @@ def _now() -> str:
 @dataclass(slots=True)
 class AuditEntry:
     """The fields of a line; a service derives its own to add some. `result` is ok, refused (for
-    `reason`), failed or cancelled."""
+    `reason`), failed or cancelled; or started, in a first line."""
 
     what: str = ""
     name: str = ""
@@ -90,13 +91,18 @@ class Audit(Generic[EntryT]):
         entry_type: type[EntryT],
         audited: frozenset[str],
         logger: logging.Logger,
+        *,
+        is_required: bool = False,
     ) -> None:
         """Raises OSError if the file cannot be opened."""
         self._path = path
         self._entry_type = entry_type
         self._audited = audited
         self._logger = logger
+        self._is_required = is_required
         self._file: int | None = None
+        self._is_torn = False
+        """Whether the file ends with a part of a line, as a full disk leaves it."""
         self.reopen()
 
     def reopen(self) -> None:
@@ -106,7 +112,7 @@ class Audit(Generic[EntryT]):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         opened = os.open(self._path, flags, _MODE)
         self.close()
-        self._file = opened
+        self._file, self._is_torn = opened, False
 
     def close(self) -> None:
         """Further lines go to the logger only."""
@@ -133,6 +139,23 @@ class Audit(Generic[EntryT]):
     def entry(self, what: str, name: str = "", peer: str = "") -> EntryT:
         return self._entry_type(what, name, peer)
 
+    def begin(self, entry: EntryT) -> None:
+        """Writes down that an authorized call starts, if the file is required. Raises Unavailable
+        if that fails: what cannot be audited must not happen."""
+        if not self._is_required:
+            return
+        entry.result = "started"
+        try:
+            self._append(entry.facts())
+        except OSError as error:
+            self._logger.error("audit file not writable: refused", extra={"why": str(error)})
+            raise Unavailable(
+                "audit_file: this service may change nothing while its audit file cannot be "
+                "written (audit_required)",
+                subject="audit_file",
+                reason="AUDIT_UNAVAILABLE",
+            ) from error
+
     def refuse(self, what: str, peer: str, error: ServiceError) -> None:
         """Records a call that was refused before anything of it was read."""
         if what in self._audited:
@@ -144,14 +167,19 @@ class Audit(Generic[EntryT]):
         """A line that cannot be written is logged as lost; the change that it is about stays."""
         facts = entry.facts()
         self._logger.info("audit", extra={"audit": facts})
-        if self._file is None:
-            return
-        data = json.dumps(facts).encode() + b"\n"
         try:
-            if os.write(self._file, data) != len(data):
-                raise OSError("only a part of the line was written")
+            self._append(facts)
         except OSError as error:
             self._logger.error("audit line lost from the file", extra={"why": str(error)})
+
+    def _append(self, facts: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        data = b"\n" * self._is_torn + json.dumps(facts).encode() + b"\n"
+        num_written = os.write(self._file, data)
+        self._is_torn = num_written != len(data)
+        if self._is_torn:
+            raise OSError("only a part of the line was written")
 
     def _write_when_done(self, entry: EntryT, pending: asyncio.Future[Any]) -> None:
         if pending.done():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servicekit.settings.types import Address, Endpoint, Group, Seconds, lower
@@ -48,6 +48,11 @@ class ServiceSettings(BaseSettings):
     """File to which one JSON line is appended for every change that a caller requests; opened again
     on SIGHUP."""
 
+    audit_required: Annotated[bool, ACCESS] = False
+    """Refuse calls that change something while --audit-file cannot be written. Their first line,
+    with the result "started", is written before they begin. Off: a lost line is logged as an
+    error."""
+
     tls_cert_file: Annotated[Path | None, TLS] = None
     """Certificate chain of this service, PEM; read again on SIGHUP. Without it there is no TLS."""
 
@@ -83,3 +88,9 @@ class ServiceSettings(BaseSettings):
 
     grace_seconds: Annotated[Seconds, PROCESS] = 30.0
     """Time that calls in progress get to finish after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _check_audit(self) -> Self:
+        if self.audit_required and self.audit_file is None:
+            raise ValueError("--audit-required needs --audit-file")
+        return self

@@ -10,7 +10,7 @@ import pytest
 
 from adapter_store.core import ROLES, AdapterRecord, StoreAuditEntry
 from servicekit.auth.audit import MAX_NAME_CHARS, Audit, AuditEntry
-from servicekit.errors import InvalidSetting, NotFound, Unauthenticated
+from servicekit.errors import InvalidSetting, NotFound, Unauthenticated, Unavailable
 from servicekit.refs import AdapterName
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
@@ -189,3 +189,37 @@ def test_without_a_file_lines_are_logged_only(caplog):
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         open_audit(tmp_path / "nowhere" / "audit.jsonl")
+
+
+@pytest.fixture
+def full(path):
+    """An audit that is required, on a full disk."""
+    path.symlink_to("/dev/full")
+    audit = Audit(path, StoreAuditEntry, frozenset({"PinAdapter"}), LOGGER, is_required=True)
+    yield audit
+    audit.close()
+
+
+def test_what_cannot_be_audited_is_refused(full, caplog):
+    with full.record(full.entry("PinAdapter")) as entry:
+        with pytest.raises(Unavailable, match="audit_required"):
+            full.begin(entry)
+    assert "audit file not writable" in caplog.text
+
+
+def test_without_the_requirement_a_lost_line_is_logged(path, caplog):
+    path.symlink_to("/dev/full")
+    audit = open_audit(path)
+    with audit.record(audit.entry("PinAdapter")) as entry:
+        audit.begin(entry)
+    audit.close()
+    assert "audit line lost" in caplog.text
+
+
+def test_a_required_audit_has_two_lines_of_a_call(path):
+    audit = Audit(path, StoreAuditEntry, frozenset({"PinAdapter"}), LOGGER, is_required=True)
+    with audit.record(audit.entry("PinAdapter", "n")) as entry:
+        audit.begin(entry)
+        assert [line["result"] for line in lines(path)] == ["started"]
+    audit.close()
+    assert [line["result"] for line in lines(path)] == ["started", "ok"]
