@@ -134,36 +134,29 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         if catalog.adopt_compiler(f"formats {IMAGE_FORMATS}, revision {COMPILER_REVISION}"):
             disk.clear()
         storage = open_storage(stack.enter_context(ExitStack()), settings, folder, catalog, disk)
-        if not settings.allow_empty_catalog:
-            check_catalog(catalog, storage.blobs, folder)
-        storage.collector.sweep()
+        sweep(settings, catalog, storage)
 
         places = _places(stack, settings)
         calls, internal = places.calls, places.calls.of(INTERNAL)
-        helpers = ThreadPoolExecutor(HELPER_THREADS, thread_name_prefix="helpers")
-        stack.callback(helpers.shutdown, wait=True, cancel_futures=True)
+        helpers = _helpers(stack)
         workers = WorkerPool(settings.compile_workers, "compile")
         stack.callback(workers.close)
         verified = VerifiedCheckpoints()
         builder = ImageBuilder(
             catalog, storage.blobs, disk, metrics, grace, helpers, verified, storage.images
         )
-        share = _tenant_share(settings)
-        images = ImageCache(
-            *(builder, disk, workers, calls, settings.memory_bytes), tenant_share=share
-        )
+        images = ImageCache(builder, disk, workers, calls, settings.memory_bytes, places.share)
         stack.push_async_callback(images.close)
         precompiler = Precompiler(
             *(catalog, images, internal, settings.compile_workers),
             only_pinned=not settings.compile_ahead,
         )
         stack.push_async_callback(precompiler.close)
-        watches = Shares("watches", settings.max_watches, share, setting="max_watches")
-        watch = Watch(catalog, calls, settings.bookmark_seconds, watches)
+        watch = Watch(catalog, calls, settings.bookmark_seconds, places.watches)
         sources, limits = _sources(settings), _limits(settings)
         registrar = Registrar(
             *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
-            FetchRunner(places.pace, share),
+            FetchRunner(places.pace, places.share),
             places.staged_bytes,
         )
         service = StoreService(
@@ -194,17 +187,19 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
     )
 
 
-def check_catalog(catalog: Catalog, blobs: Blobs, folder: Path) -> None:
-    """Raises FailedPrecondition for a catalog that has never had a record, beside stored sources:
-    they would be removed as nobody's."""
-    if catalog.revision() == 0 and blobs.has_any():
+def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
+    """Removes what crashes left behind. Raises FailedPrecondition for a catalog that has never had
+    a record, beside stored sources: they would be removed as nobody's."""
+    is_new = catalog.revision() == 0 and not settings.allow_empty_catalog
+    if is_new and storage.blobs.has_any():
         raise FailedPrecondition(
-            f"data_dir: the catalog is empty, but sources are stored (data_dir {folder}, "
-            "shared_s3): restore the catalog from a backup, or start with --allow-empty-catalog, "
-            "which removes them",
+            "data_dir: the catalog is empty, but sources are stored "
+            f"({settings.shared_s3 or settings.data_dir}): restore the catalog from a "
+            "backup, or start with --allow-empty-catalog, which removes them",
             subject="allow_empty_catalog",
             reason="CATALOG_EMPTY",
         )
+    storage.collector.sweep()
 
 
 def open_storage(
@@ -253,25 +248,29 @@ def _lock_folder(folder: Path) -> int:
     return fd
 
 
+def _helpers(stack: AsyncExitStack) -> Executor:
+    helpers = ThreadPoolExecutor(HELPER_THREADS, thread_name_prefix="helpers")
+    stack.callback(helpers.shutdown, wait=True, cancel_futures=True)
+    return helpers
+
+
 def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
-    share = _tenant_share(settings)
+    # Without a policy all callers are one tenant.
+    share = 1.0 if settings.policy_file is None else settings.tenant_share
     calls = FairExecutor(CALL_THREADS, "calls", share)
     stack.callback(calls.close)
     fetches = FairExecutor(settings.fetch_workers, "fetches", share)
     stack.callback(fetches.close)
     return Places(
+        share,
         calls,
         fetches,
         Shares("uploads", settings.max_uploads, share, setting="max_uploads"),
+        Shares("watches", settings.max_watches, share, setting="max_watches"),
         Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
         Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
-
-
-def _tenant_share(settings: StoreSettings) -> float:
-    # Without a policy all callers are one tenant.
-    return 1.0 if settings.policy_file is None else settings.tenant_share
 
 
 async def _collect_periodically(

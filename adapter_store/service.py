@@ -57,12 +57,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What callers share: threads of short calls and of registrations, places for uploads, and the
-    memory that pulls hold. An upload may not be slower than `pace`."""
+    """What callers share, each tenant up to `share`: threads of short calls and of registrations,
+    places for uploads and watches, memory that pulls hold, and disk for what is being received. An
+    upload may not be slower than `pace`."""
 
+    share: float
     calls: FairExecutor
     fetches: FairExecutor
     uploads: Shares
+    watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
     pace: Pace

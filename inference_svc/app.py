@@ -29,7 +29,7 @@ from inference_svc.core import ANYONE, ROLES, Action
 from inference_svc.debug import DebugInfo
 from inference_svc.engine.memory_fit import fit_device
 from inference_svc.engine.messages import LayoutAccepted, Repointed, StoreMessage
-from inference_svc.engine.process import EngineProcess
+from inference_svc.engine.process import END_S, EngineProcess
 from inference_svc.engine.thread import EngineThread
 from inference_svc.frontend.async_engine import AsyncEngine, EngineHandle
 from inference_svc.frontend.watchdog import watch_engine
@@ -77,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 SERVICE_NAME = "loadout-inference"
+MIN_END_S = 2.0
+"""The part of the grace in which calls are answered and the engine ends."""
 """Names this service in traces."""
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
@@ -188,7 +190,7 @@ def _version(package: str) -> str:
 class Engine(EngineHandle, Protocol):
     @property
     def layout(self) -> ModelLayout: ...
-    def stop(self) -> None: ...
+    def stop(self, timeout_s: float = END_S) -> None: ...
 
 
 class TextModel(Encoder, Decoder, Vocabulary, Protocol):
@@ -240,6 +242,8 @@ class InferenceServer:
         self.address = self._grpc.address
         self._http, self.http_address = _listen_http(config.http, certificates)
         self._is_serving = False
+        self._end_s: float | None = None
+        """When the grace ends, once it has begun."""
         self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
@@ -300,9 +304,13 @@ class InferenceServer:
             grace_seconds = self._config.grace_seconds
             logger.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
-            await self._async_engine.drain(grace_seconds)
+            self._end_s = start + grace_seconds
+            answers = await self._async_engine.drain(grace_seconds)
+            if not answers:
+                logger.error("the engine does not answer: ending without it")
+                self._end_s = time.monotonic()
             # In addition to requests: operators' calls, and calls whose adapter is being resolved.
-            left_seconds = grace_seconds - (time.monotonic() - start)
+            left_seconds = self._end_s - time.monotonic()
             drains = [self._calls.drain(left_seconds)]
             if self._http is not None:
                 drains.append(self._http.drain(left_seconds))
@@ -320,7 +328,10 @@ class InferenceServer:
         if self._store is not None:
             await self._store.close()
         if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
+            left_seconds = END_S
+            if self._end_s is not None:
+                left_seconds = max(MIN_END_S, self._end_s - time.monotonic() - MIN_END_S)
+            await asyncio.to_thread(self._engine.stop, left_seconds)
         if self._prompts is not None:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)

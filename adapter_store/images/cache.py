@@ -65,8 +65,8 @@ class ImageCache:
         workers: WorkerPool,
         calls: FairExecutor,
         memory_bytes: int,
-        memory_wait_seconds: float = MEMORY_WAIT_SECONDS,
         tenant_share: float = 1.0,
+        memory_wait_seconds: float = MEMORY_WAIT_SECONDS,
     ) -> None:
         self._builder = builder
         self._disk = disk

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -106,32 +107,34 @@ class EngineProcess:
         """Queues a message. Never blocks; may be called from any thread."""
         self._outbox.put(message)
 
-    def stop(self) -> None:
-        """Ends open requests with Draining, and the child. Idempotent."""
+    def stop(self, timeout_s: float = END_S) -> None:
+        """Ends open requests with Draining, and the child: one that hangs for this long is killed.
+        Idempotent."""
         if self._connection.closed:
             return
         self._is_stopping = True
+        deadline_s = time.monotonic() + timeout_s
         if self._reader.ident is not None:
             self.send(Stop())
-            self._reader.join(END_S)
-        self._end()
+            self._reader.join(timeout_s)
+        self._end(max(0.0, deadline_s - time.monotonic()))
 
-    def _end(self) -> None:
+    def _end(self, timeout_s: float) -> None:
         """Ends the child and the threads."""
         with contextlib.suppress(OSError):  # it has ended by itself
             # Closing alone would not wake the reader.
             self._socket.shutdown(socket.SHUT_RDWR)
-        logger.debug("the engine's process %s", self._wait_for_end())
+        logger.debug("the engine's process %s", self._wait_for_end(timeout_s))
         for thread in (self._reader, self._writer):
             if thread.ident is not None:
                 thread.join()
         self._connection.close()
         self._socket.close()
 
-    def _wait_for_end(self) -> str:
+    def _wait_for_end(self, timeout_s: float = END_S) -> str:
         """Returns how the child ended."""
         try:
-            code = self._process.wait(END_S)
+            code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()

@@ -23,6 +23,8 @@ from servicekit.errors import Draining
 
 logger = logging.getLogger(__name__)
 
+END_S = 30.0
+"""How long the engine may take to end."""
 MAX_WAIT_S = 60.0
 """The longest wait of an idle engine; longer ones overflow the clock."""
 
@@ -40,6 +42,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._serve, name="loadout-engine", daemon=True)
         self._on_outputs: Callable[[StepOutputs], None] = lambda outputs: None
         self._failed = False
+        self._is_stopped = False
 
     @property
     def layout(self) -> ModelLayout:
@@ -64,14 +67,18 @@ class EngineThread:
         """Queues a message. Never blocks; may be called from any thread."""
         self._inbox.put(message)
 
-    def stop(self) -> None:
-        """Ends open requests with Draining, and the threads. Idempotent."""
+    def stop(self, timeout_s: float = END_S) -> None:
+        """Ends open requests with Draining, and the threads: one that hangs for this long is left
+        to the end of the process. Idempotent."""
         if self._thread.ident is None:
             self.built.puller.close()
             return
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._is_stopped:
+            self._is_stopped = True
             self.send(Stop())
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.error("the engine does not end", extra={"seconds": timeout_s})
 
     # In the engine's thread.
 

@@ -34,10 +34,15 @@ from inference_svc.errors import DuplicateRequest, EngineFailed
 from inference_svc.frontend.output_stream import Delta, Generation
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
-from servicekit.errors import Draining
+from servicekit.errors import Draining, ServiceError
 from servicekit.telemetry import spans
 
 logger = logging.getLogger(__name__)
+
+END_S = 5.0
+"""The end of a grace, at most half of it, that a server keeps for itself if its engine hangs."""
+ANSWER_S = 1.0
+"""How long an engine may take to answer before it is believed to hang."""
 
 
 class EngineHandle(Protocol):
@@ -213,18 +218,35 @@ class AsyncEngine:
 
     # --- drain ----------------------------------------------------------------------------------
 
-    async def drain(self, grace_s: float) -> None:
+    async def drain(self, grace_s: float) -> bool:
         """Accepts no new requests; returns when none runs. Those that run after the grace end with
-        Draining."""
+        Draining; if the engine hangs, a little before. Returns whether it does not."""
         self._draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
+        end_s = min(END_S, grace_s / 2)
+        is_idle = await self._become_idle(grace_s - end_s)
+        answers = is_idle or await self._answers()
+        if answers and not is_idle:
+            await self._become_idle(end_s)
         if self._generations:
             logger.warning("the grace is over", extra={"requests": len(self._generations)})
         for engine_id, generation in list(self._generations.items()):
             self._engine.send(Cancel(engine_id))
             generation.fail(Draining("the server is shutting down", retry_after_s=1.0))
             del self._generations[engine_id]
+        return answers
+
+    async def _become_idle(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+    async def _answers(self) -> bool:
+        """Returns whether the engine makes steps."""
+        try:
+            await asyncio.wait_for(self.describe(), ANSWER_S)
+        except (TimeoutError, ServiceError):
+            return False
+        return True
 
     # --- outputs --------------------------------------------------------------------------------
 

@@ -63,13 +63,12 @@ def command(model: Path, *args: str) -> list[str]:
 
 
 class Process:
-    def __init__(self, model: Path, folder: Path, engine: str) -> None:
+    def __init__(self, model: Path, folder: Path, engine: str, grace_seconds: int) -> None:
         ready_file = folder / "ready.json"
         args = ["--ready-file", str(ready_file), "--num-threads", "1", "--kv-memory", "64MiB"]
         args += ["--engine", engine, "--http", "127.0.0.1:0"]
-        self.popen = subprocess.Popen(
-            command(model, *args, "--grace-seconds", "20"), stderr=subprocess.PIPE, text=True
-        )
+        args += ["--grace-seconds", str(grace_seconds)]
+        self.popen = subprocess.Popen(command(model, *args), stderr=subprocess.PIPE, text=True)
         until(
             lambda: ready_file.exists() or self.popen.poll() is not None, what="not ready in time"
         )
@@ -85,8 +84,8 @@ class Process:
 
 
 @contextmanager
-def running(model: Path, folder: Path, engine: str) -> Iterator[Process]:
-    process = Process(model, folder, engine)
+def running(model: Path, folder: Path, engine: str, grace_seconds: int = 20) -> Iterator[Process]:
+    process = Process(model, folder, engine, grace_seconds)
     try:
         yield process
     finally:
@@ -122,6 +121,27 @@ def test_sigterm_under_load_lets_every_accepted_request_end(process: Process) ->
     assert process.popen.returncode == 0
     assert "Traceback" not in stderr
     assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_sigterm_ends_a_server_whose_engine_hangs_within_the_grace(
+    model: Path, tmp_path: Path, is_busy: bool
+) -> None:
+    with running(model, tmp_path, "process", grace_seconds=6) as process:
+        with grpc.insecure_channel(process.address) as channel:
+            if is_busy:
+                params = pb.SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+                request = pb.GenerateRequest(text="the dog", sampling=params)
+                call = pb_grpc.InferenceServiceStub(channel).Generate(request)
+                next(call)
+            (engine,) = process.children
+            engine.suspend()
+            start_s = time.monotonic()
+            process.popen.send_signal(signal.SIGTERM)
+            _, stderr = process.popen.communicate(timeout=START_SECONDS)
+        assert process.popen.returncode == 0, stderr
+        assert time.monotonic() - start_s < 6 + 2  # the interpreter's own end on a busy machine
+        assert not engine.is_running()
 
 
 def test_an_engine_that_is_killed_answers_everybody_and_ends_the_server(process: Process) -> None:

@@ -201,9 +201,9 @@ def full(path):
 
 
 def test_what_cannot_be_audited_is_refused(full, caplog):
-    with full.record(full.entry("PinAdapter")) as entry:
-        with pytest.raises(Unavailable, match="audit_required"):
-            full.begin(entry)
+    entry = full.entry("PinAdapter")
+    with pytest.raises(Unavailable, match="audit_required"), full.record(entry):
+        full.begin(entry)
     assert "audit file not writable" in caplog.text
 
 
