@@ -269,6 +269,7 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         Shares("watches", settings.max_watches, share, setting="max_watches"),
         Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
         Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
+        settings.max_layouts,
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
 

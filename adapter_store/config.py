@@ -124,6 +124,9 @@ class StoreSettings(ServiceSettings):
     max_watches: Annotated[int, Field(ge=1), SHARES] = 1024
     """Number of watches at once."""
 
+    max_layouts: Annotated[int, Field(ge=1), SHARES] = 128
+    """Number of model layouts in use for one base model."""
+
     staging_bytes: Annotated[Bytes, SHARES] = ByteSize(64 * GIB)
     """Bytes on disk of sources that are being fetched or uploaded, all together."""
 

@@ -186,6 +186,8 @@ class LayoutVerdict:
     state: ImageState
     reason: str = ""
     image_bytes: int = 0
+    build_micros: int = 0
+    """How long the build took that gave the verdict: records younger than that do not show it."""
 
 
 class SignatureState(enum.Enum):
@@ -246,6 +248,19 @@ class AdapterRecord:
     signed_by: str = ""
     signature: bytes = b""
     delete_time: datetime | None = None
+
+    @property
+    def message_bytes(self) -> int:
+        """About the bytes of its message; never less."""
+        texts = [str(self.name), self.digest, self.source_uri, self.base_model, self.description]
+        texts += [self.created_by, self.source_revision, self.config_base_model, self.signed_by]
+        texts += [*self.targets, *self.labels, *self.labels.values()]
+        texts += [part for each in self.verdicts for part in (each.layout_id, each.reason)]
+        texts += [part for file in self.files for part in (file.name, file.sha256)]
+        # A character is at most four bytes; most texts are ASCII.
+        return sum(
+            16 + (len(text) if text.isascii() else len(text.encode())) for text in texts
+        ) + 32 * (len(self.verdicts) + len(self.files) + 4)
 
     @property
     def signature_state(self) -> SignatureState:

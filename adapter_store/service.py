@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.layout_usage import LayoutUsage
+from adapter_store.catalog.layouts import Registrant
 from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
@@ -58,8 +59,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Places:
     """What callers share, each tenant up to `share`: threads of short calls and of registrations,
-    places for uploads and watches, memory that pulls hold, and disk for what is being received. An
-    upload may not be slower than `pace`."""
+    places for uploads and watches, memory that pulls hold, disk for what is being received, and the
+    live layouts of a base model. An upload may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -68,6 +69,7 @@ class Places:
     watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
+    max_layouts: int
     pace: Pace
 
 
@@ -241,7 +243,8 @@ class StoreService:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        layout_id, was_not_live = await self._call(caller, self._add_layout, layout)
+        registrant = Registrant(caller.account, self._places.max_layouts, self._places.share)
+        layout_id, was_not_live = await self._call(caller, self._add_layout, layout, registrant)
         if was_not_live:
             await self._resume(layout_id)
         return layout_id, layout.image_format
@@ -384,11 +387,12 @@ class StoreService:
         self._precompiler.queue_layout(layout_id)
         await self.refresh_pinned()
 
-    def _add_layout(self, layout: Layout) -> tuple[str, bool]:
+    def _add_layout(self, layout: Layout, registrant: Registrant) -> tuple[str, bool]:
         layouts.validate(layout)
         layout_id = layouts.layout_id(layout)
         base_models = (layout.base_model, *layout.aliases)
-        return layout_id, self._catalog.add_layout(layout_id, base_models, layouts.to_json(layout))
+        body = layouts.to_json(layout)
+        return layout_id, self._catalog.add_layout(layout_id, base_models, body, registrant)
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

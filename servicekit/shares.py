@@ -34,6 +34,12 @@ INTERNAL = "(internal)"
 """The account of a service's own work. No caller has it: see Principal.account."""
 
 
+def limit_of(capacity: int, used_by_others: int, share: float) -> int:
+    """Returns how much an account may hold while others hold this much; may be more than is
+    free."""
+    return max(1, int(share * (capacity - used_by_others)))
+
+
 class Reservation:
     """Units of a place that an account holds until `release`, or until the context ends.
     Thread-safe."""
@@ -200,8 +206,7 @@ class Shares:
     # With the lock held.
 
     def _limit(self, account: str) -> int:
-        others = self._used_total - self._used[account]
-        return max(1, int(self.share * (self.capacity - others)))
+        return limit_of(self.capacity, self._used_total - self._used[account], self.share)
 
     def _fits(self, account: str, amount: int) -> bool:
         if self._used_total + amount > self.capacity:

@@ -38,6 +38,7 @@ from adapter_store.catalog.filters import (
 )
 from adapter_store.catalog.follower import Follower, notify
 from adapter_store.catalog.image_states import ImageAccess
+from adapter_store.catalog.layouts import Registrant
 from adapter_store.catalog.leftovers import BlobKey
 from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.migrations import migrate
@@ -58,6 +59,10 @@ from servicekit.refs import AdapterName, AdapterRef
 
 _TRIM_EVERY = 64
 _UNLIMITED = Quota()
+ANY_REGISTRANT = Registrant()
+PAGE_BYTES = 3 << 20
+"""About the size of the largest page: callers accept messages of 4 MiB if they are not told
+otherwise. One record may be larger."""
 DEFAULT_GRACE = timedelta(minutes=10)
 
 
@@ -204,9 +209,10 @@ class Catalog:
         with self._database.read() as conn:
             found = lookup.page(conn, terms, after, limit + 1, tenants)
             revision = events.revision(conn)
-        more = len(found) > limit
-        token = encode_page_token(found[limit - 1].name, filter_text) if more else ""
-        return found[:limit], token, revision
+        page = _cut(found, limit)
+        more = len(page) < len(found)
+        token = encode_page_token(page[-1].name, filter_text) if more else ""
+        return page, token, revision
 
     def versions(
         self, name: AdapterName, page_size: int = 0, page_token: str = "", tenants: Tenants = None
@@ -222,9 +228,10 @@ class Catalog:
                 raise NotFound(f"no adapter {name}", subject=str(name))
             current = lookup.current_version(conn, name, tenants)
             revision = events.revision(conn)
-        more = len(found) > limit
-        token = encode_version_token(name, found[limit - 1].version) if more else ""
-        return VersionsPage(found[:limit], token, current, revision)
+        page = _cut(found, limit)
+        more = len(page) < len(found)
+        token = encode_version_token(name, page[-1].version) if more else ""
+        return VersionsPage(page, token, current, revision)
 
     def pinned_keys(self) -> list[ImageKey]:
         """Returns every image of every pinned version, for live layouts."""
@@ -244,11 +251,18 @@ class Catalog:
 
     # Layouts and images
 
-    def add_layout(self, layout_id: str, base_models: Sequence[str], body: dict[str, Any]) -> bool:
+    def add_layout(
+        self,
+        layout_id: str,
+        base_models: Sequence[str],
+        body: dict[str, Any],
+        registrant: Registrant = ANY_REGISTRANT,
+    ) -> bool:
         """See layouts.add."""
         with self._database.write() as conn:
             now = self._clock()
-            return layouts.add(conn, layout_id, base_models, body, now, self._layout_ttl)
+            ttl = self._layout_ttl
+            return layouts.add(conn, layout_id, base_models, body, now, ttl, registrant)
 
     def is_use_due(self, layout_id: str) -> bool:
         """Returns whether a use has to be recorded again. Does not block."""
@@ -391,3 +405,13 @@ class Catalog:
     def _trim_history(self, conn: Connection, made: Sequence[AdapterEvent]) -> None:
         if any(event.revision % _TRIM_EVERY == 0 for event in made):
             events.forget_before(conn, made[-1].revision - self._event_retention + 1)
+
+
+def _cut(records: list[AdapterRecord], limit: int) -> list[AdapterRecord]:
+    """Returns the first records, at most `limit`, that a page has space for, and at least one."""
+    num_bytes = 0
+    for index, record in enumerate(records[:limit]):
+        num_bytes += record.message_bytes
+        if index and num_bytes > PAGE_BYTES:
+            return records[:index]
+    return records[:limit]

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, literal, 
 from adapter_store.catalog.database import now_micros, upsert
 from adapter_store.catalog.filters import within
 from adapter_store.catalog.layouts import is_live
-from adapter_store.catalog.lookup import to_micros
+from adapter_store.catalog.lookup import hidden_micros, to_micros, to_verdict
 from adapter_store.catalog.schema import (
     adapters,
     blobs,
@@ -30,29 +30,47 @@ _FINAL = (ImageState.READY.value, ImageState.INCOMPATIBLE.value)
 @dataclass(frozen=True, slots=True)
 class ImageAccess:
     """What decides whether an image may be pulled: a record of its digest exists, live or deleted
-    within the grace; one such record is for a base model of its layout; and its verdict."""
+    within the grace; one such record is for a base model of its layout; and its verdict, which may
+    be shown in `hidden_s`."""
 
     has_record: bool
     serves_base: bool
     verdict: LayoutVerdict
+    hidden_s: float = 0.0
 
 
 def image_access(
     conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants
 ) -> ImageAccess:
     """Returns what decides whether these tenants may pull an image."""
+    found = verdict(conn, key)
     return ImageAccess(
         has_record(conn, key.digest, deleted_after, tenants),
         has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
-        verdict(conn, key),
+        found,
+        0.0 if tenants is None else _hidden_seconds(conn, key, found, tenants),
     )
+
+
+def _hidden_seconds(
+    conn: Connection, key: ImageKey, verdict: LayoutVerdict, tenants: Tenants
+) -> float:
+    """Returns for how long the oldest record of these tenants does not show the verdict."""
+    if not verdict.build_micros:
+        return 0.0
+    query = (
+        select(func.min(versions.c.create_time))
+        .join(adapters, adapters.c.id == versions.c.adapter_id)
+        .where(versions.c.digest == key.digest, within(tenants))
+    )
+    return hidden_micros(conn.scalar(query) or 0, verdict) / 1_000_000
 
 
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
     row = conn.execute(select(images).where(_is(key))).first()
     if row is None:
         return LayoutVerdict(key.layout_id, ImageState.PENDING)
-    return LayoutVerdict(row.layout_id, ImageState(row.state), row.reason, row.image_bytes)
+    return to_verdict(row)
 
 
 def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
@@ -64,6 +82,8 @@ def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
         "reason": verdict.reason,
         "image_bytes": verdict.image_bytes,
     }
+    if verdict.build_micros:  # others keep the duration that is known
+        values["build_micros"] = verdict.build_micros
     conn.execute(
         upsert(conn, images)
         .values(digest=digest, layout_id=verdict.layout_id, **values)

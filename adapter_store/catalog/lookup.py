@@ -4,6 +4,7 @@ row."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -172,7 +173,7 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             pinned=row.pinned,
             labels=json.loads(row.labels),
             verdicts=tuple(
-                verdicts.get((row.digest, layout_id), LayoutVerdict(layout_id, ImageState.PENDING))
+                _shown(row, verdicts.get((row.digest, layout_id)), layout_id)
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
             description=row.description,
@@ -202,9 +203,21 @@ def _layouts_by_base(conn: Connection, base_models: Iterable[str]) -> dict[str, 
 
 def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str], LayoutVerdict]:
     rows = conn.execute(select(images).where(images.c.digest.in_(digests)))
-    return {
-        (row.digest, row.layout_id): LayoutVerdict(
-            row.layout_id, ImageState(row.state), row.reason, row.image_bytes
-        )
-        for row in rows
-    }
+    return {(row.digest, row.layout_id): to_verdict(row) for row in rows}
+
+
+def to_verdict(row: Row[Any]) -> LayoutVerdict:
+    state = ImageState(row.state)
+    return LayoutVerdict(row.layout_id, state, row.reason, row.image_bytes, row.build_micros)
+
+
+def hidden_micros(create_time: int, verdict: LayoutVerdict) -> int:
+    """Returns for how long a record of this time does not show the verdict: until the image could
+    have been built for it. Else a tenant could tell what others have registered before it."""
+    return max(0, create_time + verdict.build_micros - time.time_ns() // 1000)
+
+
+def _shown(row: Row[Any], found: LayoutVerdict | None, layout_id: str) -> LayoutVerdict:
+    if found is None or (found.build_micros and hidden_micros(row.create_time, found)):
+        return LayoutVerdict(layout_id, ImageState.PENDING)
+    return found

@@ -106,6 +106,7 @@ layouts = Table(
     Column("body", Text, nullable=False),  # JSON
     Column("create_time", Big, nullable=False),
     Column("last_use_time", Big, nullable=False, server_default="0"),  # about; see layouts.use
+    Column("registered_by", Text, nullable=False, server_default=""),  # an account
 )
 
 # One row for the layout's base model and for each of its aliases.
@@ -126,6 +127,7 @@ images = Table(
     Column("state", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("image_bytes", Big, nullable=False),
+    Column("build_micros", Big, nullable=False, server_default="0"),
     PrimaryKeyConstraint("digest", "layout_id"),
 )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 CLAIM_WAIT_SECONDS = 4.0
 """How long to wait for another replica. It may be alive and yet make no progress: its job yields to
 pulls that wait for images which this replica has claimed in jobs that yield to this one."""
+
+MAX_HIDDEN_SECONDS = 60.0
+"""The longest build that a new record of known content is shown to take; a build that yields to
+pulls may take longer."""
 
 # Registered adapters stay servable when the limits for new ones become tighter.
 _NO_LIMITS = CheckpointLimits(
@@ -67,6 +71,7 @@ class Build:
     is_on_disk: bool = False
     is_compiled: bool = False
     claim: Claim | None = None
+    start_s: float = field(default_factory=time.monotonic)
     compiling: Future[bool] | None = None
 
     @property
@@ -146,7 +151,9 @@ class ImageBuilder:
                     self._shared.publish(build.key, path)
             build.wait_compiling_recorded()
             if not self._set_verdict(
-                build.key, ImageState.READY, image_bytes=build.plan.total_bytes
+                *(build.key, ImageState.READY),
+                image_bytes=build.plan.total_bytes,
+                build_s=time.monotonic() - build.start_s,
             ):  # collected meanwhile, maybe before these files were there
                 self._disk.remove(build.key, Removal.DELETED)
                 if self._shared is not None:
@@ -165,6 +172,11 @@ class ImageBuilder:
 
         Raises NotFound, and IncompatibleAdapter if that is recorded already.
         """
+        return self.admit(key, tenants)[0]
+
+    def admit(self, key: ImageKey, tenants: Tenants = None) -> tuple[Layout, float]:
+        """Returns the layout, and for how many seconds these tenants have to wait, as for an image
+        that is not built yet. Raises as `check`, after that time."""
         digest, layout_id = key
         layout = self._layout(layout_id)
         access = self._catalog.image_access(key, self._delete_grace, tenants)
@@ -176,9 +188,9 @@ class ImageBuilder:
                 subject="base_model",
                 reason="WRONG_BASE",
             )
-        if access.verdict.state is ImageState.INCOMPATIBLE:
+        if access.verdict.state is ImageState.INCOMPATIBLE and not access.hidden_s:
             raise IncompatibleAdapter(access.verdict.reason, subject=digest)
-        return layout
+        return layout, access.hidden_s
 
     def _layout(self, layout_id: str) -> Layout:
         layout = self._layouts.get(layout_id)
@@ -320,11 +332,17 @@ class ImageBuilder:
         self._metrics.damaged_files.labels("image").inc()
 
     def _set_verdict(
-        self, key: ImageKey, state: ImageState, reason: str = "", image_bytes: int = 0
+        self,
+        key: ImageKey,
+        state: ImageState,
+        reason: str = "",
+        image_bytes: int = 0,
+        build_s: float = 0.0,
     ) -> bool:
         """Returns False if the adapter has been collected meanwhile."""
+        build_micros = int(min(build_s, MAX_HIDDEN_SECONDS) * 1_000_000)
         return self._catalog.set_verdict(
-            key.digest, LayoutVerdict(key.layout_id, state, reason, image_bytes)
+            key.digest, LayoutVerdict(key.layout_id, state, reason, image_bytes, build_micros)
         )
 
     def _damaged_blob(self, digest: str, why: str) -> CorruptData:

@@ -7,6 +7,8 @@ import time
 import pytest
 from sqlalchemy import event, insert
 
+from adapter_store.api.convert import to_adapter
+from adapter_store.catalog import catalog as catalog_module
 from adapter_store.catalog import schema
 from servicekit.errors import InvalidArgument
 from servicekit.refs import AdapterName
@@ -177,3 +179,26 @@ def test_page_size_is_within_the_contract(names, catalog):
     assert len(catalog.page()[0]) == 100
     assert len(catalog.page(5000)[0]) == 1000
     assert catalog.page(1)[0][0].name == AdapterName("t00", "n000100")
+
+
+def test_a_page_ends_before_its_bytes_are_too_many(names, catalog, monkeypatch):
+    monkeypatch.setattr(catalog_module, "PAGE_BYTES", 5000)
+    everything = [f"default/n{i}" for i in range(8)]
+    for name in everything:
+        names.register(name, f"d{name}", description="x" * 2000)
+    found, token, sizes = [], "", []
+    while not sizes or token:
+        page, token, _ = catalog.page(100, token)
+        found += [str(record.name) for record in page]
+        sizes.append(len(page))
+    assert found == everything
+    assert sizes == [2, 2, 2, 2]
+    monkeypatch.setattr(catalog_module, "PAGE_BYTES", 1)
+    assert len(catalog.page(100)[0]) == 1
+
+
+def test_the_estimate_of_a_records_bytes_is_never_too_low(names, catalog):
+    labels = {f"k{i}": "v" * 200 for i in range(64)}
+    names.register("default/n", "d", description="é" * 4000, labels=labels)
+    record = catalog.page()[0][0]
+    assert to_adapter(record).ByteSize() <= record.message_bytes < 3 * to_adapter(record).ByteSize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -285,3 +286,38 @@ def test_pulls_that_nobody_reads_leave_memory_to_others(
     assert b.pull(*mine).is_whole
     held.cancel()
     again.cancel()
+
+
+def states(adapter: pb.Adapter) -> list[int]:
+    return [each.state for each in adapter.layout_states]
+
+
+def test_content_that_another_tenant_has_looks_as_new(
+    start, tenants, make_adapter, make_layout
+) -> None:
+    a, b = tenants(start())
+    digest, layout_id = make_large(a, make_adapter, make_layout)
+    until(lambda: states(a.get("large")) == [pb.IMAGE_STATE_READY])
+    folder = make_adapter(("embed_tokens",), folder="unused").parent / "large"
+    answer = b.register("same", folder)
+    assert answer.adapter.digest == digest
+    assert states(answer.adapter) == [pb.IMAGE_STATE_PENDING]
+    assert b.pull(digest, layout_id).is_whole
+    assert states(b.get("same")) == [pb.IMAGE_STATE_READY]
+    assert states(a.get("large")) == [pb.IMAGE_STATE_READY]
+
+
+def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) -> None:
+    a, b = tenants(start("", "--max-layouts", "8"))
+
+    def register(client, number: int) -> str:
+        layout = make_layout()
+        return client.register_layout(dataclasses.replace(layout, config_sha256=f"{number:064x}"))
+
+    ids = [register(a, number) for number in range(4)]
+    with pytest.raises(grpc.RpcError) as refusal:
+        register(a, 4)
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max_layouts" in refusal.value.details()
+    assert register(a, 0) == ids[0]  # known
+    assert register(b, 5)
