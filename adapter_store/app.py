@@ -87,6 +87,9 @@ from servicekit.telemetry.tracing import open_tracing
 logger = logging.getLogger(__name__)
 
 CALL_THREADS = 8
+FETCHES_PER_WORKER = 4
+"""Of a worker that leaves a source, the fetch goes on until it notices. Few enough for the pools of
+connections of the sources' clients."""
 HELPER_THREADS = 4
 """For small tasks concurrent to compiling: hashing, recording the start."""
 
@@ -156,7 +159,7 @@ async def open_store(settings: StoreSettings) -> AsyncIterator[Store]:
         sources, limits = _sources(settings), _limits(settings)
         registrar = Registrar(
             *(catalog, storage.blobs, verified, sources, metrics, *limits, policies, stopping),
-            FetchRunner(places.pace, places.share),
+            FetchRunner(places.pace, places.share, FETCHES_PER_WORKER * settings.fetch_workers),
             places.staged_bytes,
         )
         service = StoreService(
@@ -189,9 +192,9 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
 
 def sweep(settings: StoreSettings, catalog: Catalog, storage: Storage) -> None:
     """Removes what crashes left behind. Raises FailedPrecondition for a catalog that has never had
-    a record, beside stored sources: they would be removed as nobody's."""
+    a record, beside sources that one had recorded: they would be removed as nobody's."""
     is_new = catalog.revision() == 0 and not settings.allow_empty_catalog
-    if is_new and storage.blobs.has_any():
+    if is_new and storage.blobs.was_recorded():
         raise FailedPrecondition(
             "data_dir: the catalog is empty, but sources are stored "
             f"({settings.shared_s3 or settings.data_dir}): restore the catalog from a "

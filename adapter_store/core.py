@@ -188,6 +188,8 @@ class LayoutVerdict:
     image_bytes: int = 0
     build_micros: int = 0
     """How long the build took that gave the verdict: records younger than that do not show it."""
+    is_hidden: bool = False
+    """Whether it is shown as PENDING for that reason: there is nothing to build."""
 
 
 class SignatureState(enum.Enum):

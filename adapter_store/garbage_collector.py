@@ -34,6 +34,7 @@ class Collector:
 
     def sweep(self) -> None:
         """Removes what crashes left behind. Call it at start."""
+        self._mark_recorded()
         self._blobs.sweep(self._catalog.blob_digests())
         self.drop_collected()
         self.drop_unused_layouts()
@@ -58,6 +59,7 @@ class Collector:
     def collect(self) -> list[str]:
         """Removes the versions whose grace has ended; returns the digests that are gone. Resets the
         images for unused layouts: call `drop_unused_layouts` next."""
+        self._mark_recorded()
         num_forgotten = self._catalog.forget_unused_images()
         if num_forgotten:
             logger.info("images for unused layouts are removed", extra={"images": num_forgotten})
@@ -71,6 +73,11 @@ class Collector:
         if expired or gone:
             logger.info("collected", extra={"versions": expired, "blobs": len(gone)})
         return gone
+
+    def _mark_recorded(self) -> None:
+        """Lets the next start notice that the catalog was lost."""
+        if self._catalog.revision() > 0:
+            self._blobs.mark_recorded()
 
     def _drop(self, digest: str) -> bool:
         with self._blobs.guard(digest):

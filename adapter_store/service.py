@@ -376,7 +376,9 @@ class StoreService:
         self._precompiler.queue_current(
             ImageKey(record.digest, verdict.layout_id)
             for verdict in record.verdicts
-            if verdict.state is ImageState.PENDING and verdict.layout_id in live
+            if verdict.state is ImageState.PENDING
+            and not verdict.is_hidden
+            and verdict.layout_id in live
         )
         await self.refresh_pinned()
         return record, revision

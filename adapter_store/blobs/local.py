@@ -1,6 +1,7 @@
 """Blobs: the source files of every adapter, immutable, by digest; here, in the store's own folder.
 
     blobs/<hex>/     complete and durable, or absent
+    recorded         there once the catalog has had a record
     staging/<id>/    being written     trash/<id>/   being removed     damaged/<id>/   quarantined
 
 A blob appears by one rename of a folder whose files are durable, before the catalog points to it.
@@ -31,8 +32,11 @@ class Blobs(Protocol):
     def sweep(self, known: Container[str]) -> None:
         """Removes what a crash left. Call it at start only, before anything is staged."""
 
-    def has_any(self) -> bool:
-        """Returns whether a blob is stored, known to the catalog or not."""
+    def mark_recorded(self) -> None:
+        """Notes beside the blobs that the catalog has had records. Idempotent."""
+
+    def was_recorded(self) -> bool:
+        """Returns whether that was noted: a catalog without any has been lost."""
 
     def stage(self) -> Path:
         """Creates an empty folder. The caller removes it in the end, unless it became a blob."""
@@ -71,6 +75,7 @@ class LocalBlobs:
         self._staging = data_dir / "staging"
         self._trash = data_dir / "trash"
         self._damaged = data_dir / "damaged"
+        self.recorded = data_dir / "recorded"
         self._locks = tuple(threading.Lock() for _ in range(_STRIPES))
         for folder in (self._folder, self._staging, self._trash, self._damaged):
             make_folder(folder)
@@ -85,9 +90,13 @@ class LocalBlobs:
                 logger.info("removing a blob without a record", extra={"digest": digest})
                 self.remove(digest)
 
-    def has_any(self) -> bool:
-        """Returns whether a blob is stored, known to the catalog or not."""
-        return any(True for _ in self._folder.iterdir())
+    def mark_recorded(self) -> None:
+        """Notes beside the blobs that the catalog has had records. Idempotent."""
+        self.recorded.touch()
+
+    def was_recorded(self) -> bool:
+        """Returns whether that was noted: a catalog without any has been lost."""
+        return self.recorded.exists()
 
     def sweep_leftovers(self) -> None:
         """Removes what was being written or removed. Call it at start only."""

@@ -31,6 +31,7 @@ from adapter_store.replication.lease_renewal import Leases
 logger = logging.getLogger(__name__)
 
 FOLDER = "blobs"
+RECORDED = "recorded"
 READ_BYTES = 1 << 20
 STRIPES = 64
 IN_USE_SECONDS = 600
@@ -58,6 +59,7 @@ class SharedBlobs:
         self._lock = threading.Lock()
         self._copying = tuple(threading.Lock() for _ in range(STRIPES))
         self._damaged: set[str] = set()
+        self._is_marked = False
         make_folder(self._folder)
 
     def sweep(self, known: Container[str]) -> None:
@@ -67,10 +69,21 @@ class SharedBlobs:
         for folder in self._folder.iterdir():
             remove_folder(folder, self._local.trash())
 
-    def has_any(self) -> bool:
-        """Returns whether a blob is stored, known to the catalog or not."""
+    def mark_recorded(self) -> None:
+        """Notes beside the blobs that the catalog has had records. Idempotent."""
+        if self._is_marked:
+            return
+        self._local.mark_recorded()
+        try:
+            self._bucket.put(RECORDED, self._local.recorded)
+            self._is_marked = True
+        except OSError as error:
+            logger.warning("not noted that the catalog has records", extra={"why": str(error)})
+
+    def was_recorded(self) -> bool:
+        """Returns whether that was noted: a catalog without any has been lost."""
         with _translate_errors():
-            return any(self._bucket.keys(f"{FOLDER}/"))
+            return self._bucket.size(RECORDED) is not None
 
     def stage(self) -> Path:
         return self._local.stage()

@@ -44,11 +44,12 @@ def image_access(
 ) -> ImageAccess:
     """Returns what decides whether these tenants may pull an image."""
     found = verdict(conn, key)
+    is_known = has_record(conn, key.digest, deleted_after, tenants)
     return ImageAccess(
-        has_record(conn, key.digest, deleted_after, tenants),
+        is_known,
         has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
         found,
-        0.0 if tenants is None else _hidden_seconds(conn, key, found, tenants),
+        _hidden_seconds(conn, key, found, tenants) if is_known and tenants is not None else 0.0,
     )
 
 

@@ -218,6 +218,8 @@ def hidden_micros(create_time: int, verdict: LayoutVerdict) -> int:
 
 
 def _shown(row: Row[Any], found: LayoutVerdict | None, layout_id: str) -> LayoutVerdict:
-    if found is None or (found.build_micros and hidden_micros(row.create_time, found)):
+    if found is None:
         return LayoutVerdict(layout_id, ImageState.PENDING)
+    if found.build_micros and hidden_micros(row.create_time, found):
+        return LayoutVerdict(layout_id, ImageState.PENDING, is_hidden=True)
     return found

@@ -21,9 +21,6 @@ POLL_SECONDS = 0.25
 """How often a fetch is checked for progress, and for a caller that has left."""
 STEP_BYTES = 64 << 10
 """How much is read from a connection at a time: progress is noticed after each step."""
-MAX_FETCHES = 64
-"""How many fetches may be in progress, those included that were left and still wait for their
-source's next byte."""
 TOO_SLOW = "SOURCE_TOO_SLOW"
 
 CHANGED = "SOURCE_CHANGED"
@@ -67,11 +64,12 @@ class Retry:
 
 
 class FetchRunner:
-    """Runs fetches, each in a thread of its own: one that its source keeps waiting can be left."""
+    """Runs fetches, each in a thread of its own: one that its source keeps waiting can be left. Of
+    these and of those that run there are at most `max_fetches`."""
 
-    def __init__(self, pace: Pace, tenant_share: float) -> None:
+    def __init__(self, pace: Pace, tenant_share: float, max_fetches: int) -> None:
         self._pace = pace
-        self.running = Shares("fetches", MAX_FETCHES, tenant_share)
+        self.running = Shares("fetches", max_fetches, tenant_share)
 
     def run(self, account: str, fetch: Callable[[], str], staging: Staging) -> str:
         """Returns what `fetch` does, which writes to `staging`.

@@ -48,7 +48,7 @@ class Process:
             CheckpointLimits(),
             open_policy(None),
             threading.Event(),
-            FetchRunner(Pace(1, 60), 1),
+            FetchRunner(Pace(1, 60), 1, 16),
             Shares("staged_bytes", 1 << 30),
         )
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.support.wait import TIMEOUT_S
+from tests.support.wait import TIMEOUT_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 @pytest.fixture
 def stopped(spawn, connect, make_adapter, tmp_path):
     """The data folder of a store that has stopped, with one adapter."""
-    process = spawn()
+    process = spawn("--collect-seconds", "0.1")
     connect(process.wait_until_ready()["grpc"]).register("a", make_adapter())
+    until((tmp_path / "data" / "recorded").exists)
     assert process.end(signal.SIGTERM)[0] == 0
     return tmp_path / "data"
 

@@ -302,6 +302,7 @@ def test_content_that_another_tenant_has_looks_as_new(
     answer = b.register("same", folder)
     assert answer.adapter.digest == digest
     assert states(answer.adapter) == [pb.IMAGE_STATE_PENDING]
+    assert states(a.get("large")) == [pb.IMAGE_STATE_READY]
     assert b.pull(digest, layout_id).is_whole
     assert states(b.get("same")) == [pb.IMAGE_STATE_READY]
     assert states(a.get("large")) == [pb.IMAGE_STATE_READY]
