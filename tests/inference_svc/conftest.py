@@ -204,7 +204,7 @@ class FakeEngine:
     def send(self, message: Message) -> None:
         self._inbox.put(message)
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float = 0.0) -> None:
         """Ends the thread, even if a test has failed while it was stuck."""
         self.stuck.clear()
         if self._thread.is_alive():
