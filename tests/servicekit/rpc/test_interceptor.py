@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -19,6 +20,7 @@ from servicekit.auth.policy import Policy, PolicyFile
 from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
+from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.error_kinds import GENERAL, kinds_of
@@ -35,6 +37,7 @@ def trailers(error: Exception | None) -> Trailers:
 
 RULES = CallRules(
     "test.domain",
+    requests=dict.fromkeys(("Do", "Poll", "Elsewhere"), RequestBounds(BytesValue)),
     polled=frozenset({"Poll"}),
     logged_elsewhere=frozenset({"Elsewhere"}),
     facts=("tenant",),
@@ -86,7 +89,7 @@ def call(
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 made = getattr(channel, arity)(f"/test.Service/{method}")(
-                    no_requests() if arity.startswith("stream") else b"x"
+                    no_requests() if arity.startswith("stream") else b""
                 )
                 try:
                     if arity.endswith("stream"):
