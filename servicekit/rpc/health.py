@@ -16,8 +16,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 if TYPE_CHECKING:
     from servicekit.rpc.interceptor import Trailers
 
-MAX_ARRIVING = 2
-"""Requests that are read at once: each may be as large as the server's largest message."""
+MAX_ARRIVING = 1
+"""Requests that are read at once: each may be as large as the server's largest message. One that is
+there already, as most are, is read without a pause."""
 ARRIVAL_SECONDS = 2.0
 MAX_REQUEST_BYTES = 1024
 MAX_WATCHES = 128

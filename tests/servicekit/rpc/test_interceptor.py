@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -256,3 +258,28 @@ def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixtu
     assert (method, reason) == ("Elsewhere", "UNAUTHENTICATED")
     assert (end.code, end.facts["peer"]) == ("UNAUTHENTICATED", peer)
     assert (line.method, line.reason, line.peer) == ("Elsewhere", "UNAUTHENTICATED", peer)
+
+
+def test_a_handler_can_let_go_of_its_request() -> None:
+    """Nobody else holds it, however long the call lasts."""
+    counts: list[int] = []
+
+    async def handler(request: Any, context: Any) -> BytesValue:
+        counts.append(sys.getrefcount(request))
+        return BytesValue()
+
+    async def main() -> None:
+        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, lambda end: None)])
+        handlers = {"Do": grpc.unary_unary_rpc_method_handler(handler, BytesValue.FromString)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await channel.unary_unary("/test.Service/Do")(b"")
+        await server.stop(60)
+
+    asyncio.run(main())
+    assert counts == [2]  # the handler's, and that of the function that counts
