@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import sys
@@ -56,8 +57,9 @@ class Attacked:
         """Lets the process open no further file while the context lasts."""
         pid = self._process.pid
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        num_open = len(os.listdir(f"/proc/{pid}/fd"))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open, limits[1]))
+        used = set(os.listdir(f"/proc/{pid}/fd"))
+        first_free = next(number for number in itertools.count() if str(number) not in used)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
         try:
             yield
         finally:
