@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
@@ -81,12 +82,14 @@ class RequestBounds:
                 reason="MALFORMED_REQUEST",
             ) from None
         message.DiscardUnknownFields()
-        for path, limit in self.max_chars.items():
-            num_chars = len(getattr(message, path))
-            if num_chars > limit:
-                raise InvalidArgument(
-                    f"{path}: {num_chars} characters are more than {limit}", subject=path
-                )
+        # Packed numbers are counted here: before, only the bytes that they may take.
+        for limits, what in ((self.max_items, "entries"), (self.max_chars, "characters")):
+            for path, limit in limits.items():
+                size = len(attrgetter(path)(message))
+                if size > limit:
+                    raise InvalidArgument(
+                        f"{path}: {size} {what} are more than {limit}", subject=path
+                    )
         return message
 
 
