@@ -311,13 +311,9 @@ _SERVICE = adapter_store_pb2.DESCRIPTOR.services_by_name["AdapterStoreService"]
 SERVICE = _SERVICE.full_name
 SERVICE_NAME = "loadout-store"
 """Names this service in traces."""
-MAX_MESSAGE_BYTES = 64 << 20  # the layout of a large model; a page of labelled adapters
+MAX_ANSWER_BYTES = 64 << 20  # a page of labelled adapters
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Streams are long and may be silent; a peer that is gone must not hold an image.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
@@ -380,7 +376,10 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         calls = CallInterceptor(CALL_RULES, note_end, tracing)
         authenticator = Authenticator[Action](store.policies)
         tokens = TokenInterceptor(authenticator, CALL_RULES.domain, audit.refuse)
-        server = RpcServer(SERVICE, settings.listen, certificates, (calls, tokens), OPTIONS)
+        server = RpcServer(
+            *(SERVICE, settings.listen, certificates, (calls, tokens), CALL_RULES.requests),
+            options=OPTIONS,
+        )
         debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
             *(store.service, authenticator, audit),
@@ -388,12 +387,12 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             debug,
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
-        await server.set_serving(True)
+        server.set_serving(True)
         try:
             reload = Reload(store.policies, certificates, audit)
             yield RunningStore(server.address, metrics_address, store, reload)
         finally:
-            await server.announce_end()
+            server.announce_end()
             store.watch.close()
             await calls.drain(settings.grace_seconds)
             await server.close()

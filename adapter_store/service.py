@@ -18,6 +18,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.database import Interrupt
 from adapter_store.catalog.layout_usage import LayoutUsage
 from adapter_store.catalog.layouts import Registrant
 from adapter_store.catalog.lookup import VersionsPage
@@ -166,12 +167,12 @@ class StoreService:
             return self._start(job, count)
 
     async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
-        return await self._call(caller, self._catalog.get, ref, caller.tenants)
+        return await self._read(caller, self._catalog.get, ref, caller.tenants)
 
     async def page(
         self, caller: Principal, page_size: int, page_token: str, filter_text: str
     ) -> tuple[list[AdapterRecord], str, int]:
-        return await self._call(
+        return await self._read(
             caller, self._catalog.page, page_size, page_token, filter_text, caller.tenants
         )
 
@@ -184,7 +185,7 @@ class StoreService:
     async def versions(
         self, caller: Principal, name: AdapterName, page_size: int, page_token: str
     ) -> VersionsPage:
-        return await self._call(
+        return await self._read(
             caller, self._catalog.versions, name, page_size, page_token, caller.tenants
         )
 
@@ -273,7 +274,7 @@ class StoreService:
         self._precompiler.queue_pinned(self._images.set_pinned(pinned))
 
     async def status(self, caller: Principal = ANYONE) -> StoreStatus:
-        return StoreStatus(await self._call(caller, self.read_catalog), self.read_work())
+        return StoreStatus(await self._read(caller, self.read_catalog), self.read_work())
 
     def read_catalog(self) -> CatalogCounts:
         """Returns the catalog's totals. Blocks; may be called from any thread. Raises
@@ -407,6 +408,21 @@ class StoreService:
         """Runs the store's own work."""
         calls = self._places.calls.of(INTERNAL)
         return asyncio.get_running_loop().run_in_executor(calls, function)
+
+    def _read(
+        self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        """Calls a function that only reads; what it does ends when its caller leaves."""
+        assert not kwargs
+        interrupt = Interrupt()
+
+        def end(reading: asyncio.Future[T]) -> None:
+            if reading.cancelled():  # PostgreSQL is told so over a connection: not on this thread
+                asyncio.get_running_loop().run_in_executor(None, interrupt.set)
+
+        reading = self._call(caller, partial(interrupt.run, function, *args))
+        reading.add_done_callback(end)
+        return reading
 
     def _fetch(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

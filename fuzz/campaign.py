@@ -94,20 +94,20 @@ def read_outcome(target: str, log: str, exit_code: int, seconds: float) -> Outco
 def report(outcomes: list[Outcome]) -> Iterator[str]:
     """The campaign as lines of text."""
     yield (
-        f"{'target':12} {'executions':>11} {'seconds':>8} {'coverage':>9} "
+        f"{'target':17} {'executions':>11} {'seconds':>8} {'coverage':>9} "
         f"{'MiB: start':>11} {'end':>6} {'most':>6}  result"
     )
     for outcome in outcomes:
         result = "good" if outcome.is_good else "FAULT"
         yield (
-            f"{outcome.target:12} {outcome.executions:11,} {outcome.seconds:8.0f} "
+            f"{outcome.target:17} {outcome.executions:11,} {outcome.seconds:8.0f} "
             f"{outcome.coverage:9,} {outcome.start_mib:11.1f} {outcome.end_mib:6.1f} "
             f"{outcome.peak_mib:6.1f}  {result}"
         )
     total = sum(outcome.executions for outcome in outcomes)
     faults = sum(not outcome.is_good for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
-    yield f"{'all':12} {total:11,} {seconds:8.0f} {'':36} {faults} faults"
+    yield f"{'all':17} {total:11,} {seconds:8.0f} {'':36} {faults} faults"
     for outcome in outcomes:
         if outcome.fault:
             yield f"\n{outcome.target}:\n{outcome.fault}"

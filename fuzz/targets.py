@@ -6,14 +6,18 @@ named, and text that UTF-8 can carry. What is accepted has to keep its promises 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from adapter_store.api import convert as store_convert
+from adapter_store.api.bounds import REQUESTS as STORE_REQUESTS
 from adapter_store.catalog.filters import decode_page_token, decode_version_token, parse_filter
 from adapter_store.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, CheckpointLimits, parse_index
 from adapter_store.checkpoint.json import parse_object
@@ -22,10 +26,14 @@ from adapter_store.checkpoint.peft_config import parse_config
 from adapter_store.checkpoint.safetensors import LENGTH_BYTES, read_header
 from adapter_store.checkpoint.tensors import parse_key
 from adapter_store.errors import InvalidAdapter, LimitExceeded
+from adapter_store.images import layout as layouts
 from adapter_store.registration.tenant_policy import parse_policy
 from adapter_store.sources import Sources, hub, local, s3
+from inference_svc.api.grpc import convert as inference_convert
+from inference_svc.api.grpc.bounds import request_bounds
 from servicekit.errors import FailedPrecondition, InvalidArgument, ServiceError
-from servicekit.refs import AdapterName, parse_name, parse_ref, parse_sha256
+from servicekit.refs import DEFAULT_TENANT, AdapterName, parse_name, parse_ref, parse_sha256
+from servicekit.rpc.requests import RequestTable
 
 LIMITS = CheckpointLimits(
     max_config_bytes=1 << 16,
@@ -166,6 +174,62 @@ def fuzz_policy(data: bytes) -> None:
         parse_policy(data.decode("utf-8", "replace"))
 
 
+def fuzz_store_request(data: bytes) -> None:
+    """A message to the store: a method's name, a separator, what arrives."""
+    _fuzz_request(STORE_REQUESTS, _STORE_CONVERSIONS, data)
+
+
+def fuzz_inference_request(data: bytes) -> None:
+    """The same for the inference service."""
+    _fuzz_request(_INFERENCE_REQUESTS, _INFERENCE_CONVERSIONS, data)
+
+
+def _fuzz_request(
+    table: RequestTable, conversions: Mapping[str, Callable[[Any], object]], data: bytes
+) -> None:
+    name, _, raw = data.partition(SEPARATOR)
+    method = name.decode("ascii", "replace")
+    if method not in table:
+        return
+    with _refused(InvalidArgument):
+        request = table[method].parse(raw)
+        for path, limit in table[method].max_items.items():
+            value = request
+            for part in path.split("."):
+                value = getattr(value, part)
+            assert len(value) <= limit, "more entries than allowed"
+        if method in conversions:
+            conversions[method](request)
+
+
+async def _upload(request: Any) -> None:
+    async def requests() -> AsyncIterator[Any]:
+        yield request
+        yield request
+
+    _, chunks = await store_convert.from_upload(requests())
+    async for _ in chunks:
+        pass
+
+
+VOCABULARY, MODEL_LEN = 1000, 64
+_INFERENCE_REQUESTS = request_bounds(MODEL_LEN)
+_STORE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
+    "RegisterAdapter": store_convert.from_registration,
+    "UploadAdapter": lambda request: asyncio.run(_upload(request)),
+    "GetAdapter": lambda request: store_convert.from_ref(request, DEFAULT_TENANT),
+    "ListAdapters": lambda request: parse_filter(request.filter),
+    "DeleteAdapter": lambda request: store_convert.from_name(request, DEFAULT_TENANT),
+    "RollbackAdapter": store_convert.from_rollback,
+    "RegisterLayout": lambda request: layouts.validate(store_convert.from_layout(request.layout)),
+    "PullAdapter": store_convert.from_pull,
+}
+_INFERENCE_CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
+    "Generate": lambda request: inference_convert.from_generate_request(request, VOCABULARY),
+    "LoadAdapter": lambda request: parse_ref(request.ref),
+    "ProfileSteps": inference_convert.from_profile_request,
+}
+
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "header": fuzz_header,
     "header_text": fuzz_header_text,
@@ -174,15 +238,19 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "checkpoint": fuzz_checkpoint,
     "names": fuzz_names,
     "policy": fuzz_policy,
+    "store_request": fuzz_store_request,
+    "inference_request": fuzz_inference_request,
 }
 
 # Of a whole campaign, in percent: by how much a target reads, and by what an execution costs.
 SHARES: Mapping[str, int] = {
-    "header": 15,
-    "header_text": 30,
-    "config": 30,
+    "header": 10,
+    "header_text": 25,
+    "config": 25,
     "index": 10,
     "checkpoint": 2,
     "names": 10,
     "policy": 3,
+    "store_request": 10,
+    "inference_request": 5,
 }

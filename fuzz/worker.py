@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import atheris
 
-with atheris.instrument_imports(include=["adapter_store", "json", "tomllib"]):
+with atheris.instrument_imports(
+    include=["adapter_store", "servicekit", "inference_svc", "json", "tomllib"]
+):
     from fuzz.targets import TARGETS
 
 

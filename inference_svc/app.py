@@ -232,11 +232,11 @@ class InferenceServer:
             endpoint, ratio, service=SERVICE_NAME, version=_version("loadout")
         )
         self._errors = RecentErrors()
-        rules = call_rules(self._load)
+        rules = call_rules(self._load, config.max_model_len)
         self._calls = CallInterceptor(rules, self._note_end, self._tracing)
         tokens = TokenInterceptor(self._authenticator, rules.domain, self._audit.refuse)
         self._grpc = RpcServer(
-            *(SERVICE, config.listen, certificates, (self._calls, tokens)),
+            *(SERVICE, config.listen, certificates, (self._calls, tokens), rules.requests),
             trailers=lambda: rules.trailers(None),
         )
         self.address = self._grpc.address
@@ -299,7 +299,7 @@ class InferenceServer:
         for task in (*waits, watching):
             task.cancel()
         self._is_serving = False
-        await self._grpc.announce_end()
+        self._grpc.announce_end()
         if not failed.is_set():
             grace_seconds = self._config.grace_seconds
             logger.info("draining", extra={"grace_seconds": grace_seconds})
@@ -363,7 +363,7 @@ class InferenceServer:
     async def _set_serving(self, is_serving: bool) -> None:
         """Sets what health checks answer, over gRPC and HTTP."""
         self._is_serving = is_serving
-        await self._grpc.set_serving(is_serving)
+        self._grpc.set_serving(is_serving)
 
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.api.http.app import make_app

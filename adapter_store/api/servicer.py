@@ -11,6 +11,7 @@ from typing import TypeAlias
 import grpc
 
 from adapter_store.api import convert
+from adapter_store.api.bounds import REQUESTS
 from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
 from adapter_store.debug import DebugInfo
 from adapter_store.errors import PullStalled, RevisionTooOld
@@ -40,6 +41,7 @@ AUDITED = frozenset(
 
 CALL_RULES = CallRules(
     domain="adapter_store.loadout",
+    requests=REQUESTS,
     polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
     serialized=frozenset({"PullAdapter"}),
     long_lived=frozenset({"WatchAdapters"}),
@@ -180,8 +182,10 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             caller,
             entry,
         ):
+            # A large layout has a hundred thousand targets: off the event loop.
+            layout = await asyncio.to_thread(convert.from_layout, request.layout)
             entry.digest, image_format = await self._service.register_layout(
-                convert.from_layout(request.layout), list(request.layout.image_formats), caller
+                layout, list(request.layout.image_formats), caller
             )
         return pb.RegisterLayoutResponse(layout_id=entry.digest, image_format=image_format)
 

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, ExceptionContext, create_engine, event, select
 from sqlalchemy.dialects import postgresql, sqlite
@@ -27,8 +28,8 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable, CorruptData
-from servicekit.errors import FailedPrecondition
+from adapter_store.errors import CatalogUnavailable, CorruptData, LimitExceeded
+from servicekit.errors import FailedPrecondition, ServiceError
 
 SQLITE_BUSY_SECONDS = 30
 CONNECT_SECONDS = 5
@@ -39,6 +40,9 @@ SILENCE_SECONDS = 10
 POOL_SIZE = 16
 _READ_ONLY = "25006"
 _MIGRATION_LOCK = 0x10AD007
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Place = Path | str
 """A file for SQLite, or the address of a PostgreSQL database."""
@@ -66,6 +70,59 @@ class Database(Protocol):
 
 def open_database(place: Place) -> Database:
     return SqliteDatabase(place) if isinstance(place, Path) else PostgresDatabase(place)
+
+
+class Interrupt:
+    """Ends what one caller reads from the database, once that caller has left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._cancel: Callable[[], None] | None = None
+
+    def set(self) -> None:
+        """Ends the statement that runs now, and those that would follow. For any thread."""
+        with self._lock:
+            self._is_set = True
+            if self._cancel is not None:
+                self._cancel()
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Returns function(*args), whose reading may be ended. Raises also CatalogUnavailable if it
+        is."""
+        token = _INTERRUPT.set(self)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _INTERRUPT.reset(token)
+
+    @contextmanager
+    def attached(self, conn: Connection) -> Iterator[None]:
+        """Ends statements of this connection while the context lasts."""
+        driver = cast(Any, conn.connection.driver_connection)
+        with self._lock:
+            if self._is_set:
+                raise CatalogUnavailable("the caller has left")
+            self._cancel = driver.cancel if is_postgres(conn) else driver.interrupt
+        try:
+            yield
+        finally:
+            # The connection is somebody else's from now on.
+            with self._lock:
+                self._cancel = None
+
+
+_INTERRUPT: ContextVar[Interrupt | None] = ContextVar("interrupt", default=None)
+
+
+@contextmanager
+def _interruptible(conn: Connection) -> Iterator[None]:
+    interrupt = _INTERRUPT.get()
+    if interrupt is None:
+        yield
+    else:
+        with interrupt.attached(conn):
+            yield
 
 
 def upsert(conn: Connection, table: Any) -> Any:
@@ -96,12 +153,12 @@ class SqliteDatabase:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with self.engine.begin() as conn:
+        with _translate_sqlite_errors(), self.engine.begin() as conn, _interruptible(conn):
             yield conn
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        with self._lock, self._writer.begin() as conn:
+        with _translate_sqlite_errors(), self._lock, self._writer.begin() as conn:
             yield conn
 
     def check(self) -> None:
@@ -168,7 +225,7 @@ class PostgresDatabase:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with _translate_errors(), self._reader.begin() as conn:
+        with _translate_errors(), self._reader.begin() as conn, _interruptible(conn):
             yield conn
 
     @contextmanager
@@ -234,6 +291,38 @@ def _session_options() -> str:
         "idle_in_transaction_session_timeout": STATEMENT_SECONDS,
     }
     return " ".join(f"-c {name}={seconds}s" for name, seconds in limits.items())
+
+
+_SQLITE_FAILS = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_INTERRUPT,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+    }
+)
+"""What a file, the machine or another process may do to a database; every other error is a bug."""
+
+
+@contextmanager
+def _translate_sqlite_errors() -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as exc:
+        error = _sqlite_error(exc)
+        if error is None:
+            raise
+        raise error from exc
+
+
+def _sqlite_error(error: OperationalError) -> ServiceError | None:
+    """Returns None for a bug."""
+    code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without its details
+    if code == sqlite3.SQLITE_FULL:
+        return LimitExceeded("this store's disk is full", reason="DISK_FULL")
+    return _unavailable(error) if code in _SQLITE_FAILS else None
 
 
 @contextmanager

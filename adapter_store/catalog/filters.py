@@ -20,6 +20,9 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MAX_VERSION = 2**31 - 1
 MAX_LABELS = 64
+MAX_FILTER_CHARS = 4096
+MAX_FILTER_TERMS = 16
+"""Each term is work for every adapter that the database looks at."""
 
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _PART = re.compile(r"[a-z0-9._-]{1,64}")
@@ -50,10 +53,20 @@ def check_labels(labels: dict[str, str]) -> None:
 
 
 def parse_filter(text: str) -> Filter:
-    """Reads space-separated `tenant=T base_model=B name=PREFIX label.KEY=VALUE`."""
+    """Reads space-separated `tenant=T base_model=B name=PREFIX label.KEY=VALUE`. Raises
+    InvalidArgument."""
+    if len(text) > MAX_FILTER_CHARS:
+        raise InvalidArgument(
+            f"filter: {len(text)} characters are more than {MAX_FILTER_CHARS}", subject="filter"
+        )
     simple: dict[str, str] = {}
     labels: dict[str, str] = {}
-    for term in text.split():
+    terms = text.split()
+    if len(terms) > MAX_FILTER_TERMS:
+        raise InvalidArgument(
+            f"filter: {len(terms)} terms are more than {MAX_FILTER_TERMS}", subject="filter"
+        )
+    for term in terms:
         key, equals, value = term.partition("=")
         into, key = (labels, key[6:]) if key.startswith("label.") else (simple, key)
         known = bool(_LABEL_KEY.fullmatch(key)) if into is labels else key in _SIMPLE_TERMS

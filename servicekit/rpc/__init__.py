@@ -1,7 +1,10 @@
 """Serving gRPC.
 
 server        a gRPC server: rotating TLS, health, reflection, ready file, reload on SIGHUP
+health        health checks, bounded for callers without a token
 interceptor   answers, counts, logs and traces each call; refuses callers without a token; drains
+requests      bounds of request messages, and how they are read
+wire          counts the entries of a message that is not parsed yet
 call_context  what is known of the call in progress, for its log line and its span
 status        errors as gRPC statuses
 tls           certificates, rotated without a restart; where a service may listen without a policy

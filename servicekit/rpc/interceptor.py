@@ -1,4 +1,5 @@
-"""The interceptors of a service's own calls: tokens, statuses, log lines, spans and drain."""
+"""The interceptors of a service's own calls: tokens, bounds, statuses, log lines, spans and
+drain."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from grpc_status import rpc_status
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import Draining, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
-from servicekit.rpc.status import code_for, to_status
+from servicekit.rpc.requests import (
+    CALLER,
+    RequestBounds,
+    RequestReader,
+    RequestTable,
+)
+from servicekit.rpc.status import code_for, service_error, to_status
 from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.spans import OpenSpan
 from servicekit.telemetry.tracing import Tracing, begin_call, end_call
@@ -46,8 +53,9 @@ def _no_trailers(error: Exception | None) -> Trailers:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """How a service's calls are logged, traced and answered.
+    """How a service's calls are bounded, logged, traced and answered.
 
+    `requests` has the bounds of every method's messages; a method without them is not served.
     `polled` methods are called often and change nothing: logged only when they fail, traced only
     for callers that do. `long_lived` ones are never traced; handlers of `logged_elsewhere` ones log
     their calls themselves. Each log line has the `facts`, "" until they are known; spans have
@@ -57,6 +65,7 @@ class CallRules:
     """
 
     domain: str
+    requests: RequestTable
     polled: frozenset[str] = frozenset()
     long_lived: frozenset[str] = frozenset()
     logged_elsewhere: frozenset[str] = frozenset()
@@ -66,6 +75,16 @@ class CallRules:
     serialized: frozenset[str] = frozenset()
     refuse_when_draining: bool = True
     trailers: Callable[[Exception | None], Trailers] = _no_trailers
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """A method as it is served. `takes_stream`: its handler takes a stream of messages."""
+
+    path: str
+    behaviour: Handler
+    bounds: RequestBounds
+    takes_stream: bool
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -85,6 +104,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._rules = rules
         self._on_end = on_end
         self._tracing = tracing
+        self._requests = RequestReader()
         self._is_draining = False
         self._running = 0
         self._last_end = -QUIET_SECONDS
@@ -106,55 +126,70 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         path: str = handler_call_details.method
         if handler is None or path.startswith(GRPC_PREFIX):
             return handler  # health and reflection answer to the end
+        name = _method(path)
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
         behaviour = getattr(handler, kind)
+        method = _Served(path, behaviour, self._rules.requests[name], handler.request_streaming)
         serializer = handler.response_serializer
-        wrap = self._wrap_unary
-        if path.rpartition("/")[2] in self._rules.serialized:
+        if name in self._rules.serialized:
             serializer = _passing_bytes(serializer)
+        wrap = self._wrap_unary
         # A coroutine yields nothing: it writes its responses.
         if handler.response_streaming and not inspect.iscoroutinefunction(behaviour):
             wrap = self._wrap_stream
+        # Nothing of a stream is read, nor held by gRPC, before it is asked for.
+        kind = "stream_stream" if handler.response_streaming else "stream_unary"
         return getattr(grpc, f"{kind}_rpc_method_handler")(
-            wrap(path, behaviour),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=serializer,
+            wrap(method), response_serializer=serializer
         )
 
-    def _wrap_unary(self, path: str, behaviour: Handler) -> Handler:
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with self._observed(path, request, context):
-                return await behaviour(request, context)
+    def _wrap_unary(self, method: _Served) -> Handler:
+        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> Any:
+            async with self._observed(method, context):
+                # The handler alone holds what was read, so that it can let go of it.
+                return await method.behaviour(await self._read(method, requests), context)
 
         return answer
 
-    def _wrap_stream(self, path: str, behaviour: Handler) -> Handler:
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
+    def _wrap_stream(self, method: _Served) -> Handler:
+        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
             async with (
-                self._observed(path, request, context),
-                aclosing(behaviour(request, context)) as responses,
+                self._observed(method, context),
+                aclosing(
+                    method.behaviour(await self._read(method, requests), context)
+                ) as responses,
             ):
                 async for response in responses:
                     yield response
 
         return answer
 
+    async def _read(self, method: _Served, requests: AsyncIterator[bytes]) -> Any:
+        """Returns what the method's handler takes: the message of the call, or a stream of them."""
+        if method.takes_stream:
+            return self._requests.read_stream(requests, method.bounds)
+        request = await self._requests.read(requests, method.bounds)
+        call_context.note(request_id=getattr(request, "request_id", ""))
+        return request
+
     @asynccontextmanager
     async def _observed(
-        self, path: str, request: Any, context: grpc.aio.ServicerContext
+        self, method: _Served, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[None]:
+        path = method.path
         start = time.monotonic()
         code, failure = "OK", None
-        facts = {"request_id": _request_id(request, context)} | dict.fromkeys(self._rules.facts, "")
+        facts = {"request_id": _request_id(context)} | dict.fromkeys(self._rules.facts, "")
         call_context.begin(facts)
         span = self._begin_span(path, context)
         self._running += 1
         try:
             if self._is_draining and self._rules.refuse_when_draining:
                 raise Draining("the service is shutting down")
-            yield
+            async with self._requests.turn(method.path, method.bounds):
+                yield
             if trailers := self._rules.trailers(None):
                 context.set_trailing_metadata(trailers)
         except grpc.aio.AbortError:
@@ -167,8 +202,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             code = "CANCELLED"
             number = grpc.StatusCode.CANCELLED.value[0]
             await abort(context, status_pb2.Status(code=number, message=GONE_TEXT))
-        except Exception as error:
+        except Exception as raised:
+            error = service_error(raised)
             code, failure = code_for(type(error)).name, error
+            if error is not raised:
+                logger.error("out of a resource", exc_info=raised, extra={"method": _method(path)})
             if code == "INTERNAL":
                 logger.exception("call failed", extra={"method": _method(path)})
             trailers = self._rules.trailers(error)
@@ -234,7 +272,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or path.startswith(HEALTH_PREFIX):
             return handler
         try:
-            self._authenticator.authenticate(handler_call_details.invocation_metadata)
+            metadata = handler_call_details.invocation_metadata
+            CALLER.set(self._authenticator.authenticate(metadata).name)
         except Unauthenticated as error:
             return self._refusing(path, error)
         return handler
@@ -271,7 +310,7 @@ async def abort(
 def code_name(error: BaseException) -> str:
     """Returns the name of the code that a call ends with when its handler raises this."""
     if isinstance(error, Exception) and not isinstance(error, grpc.aio.InternalError):
-        return code_for(type(error)).name
+        return code_for(type(service_error(error))).name
     return "CANCELLED"  # the caller has gone
 
 
@@ -279,15 +318,12 @@ def _method(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _request_id(request: Any, context: grpc.aio.ServicerContext) -> str:
-    """Returns the caller's name for the call, or a new one where requests have no such field."""
-    found = getattr(request, "request_id", None)
-    if found:
-        return str(found)[: call_context.MAX_CHARS]
+def _request_id(context: grpc.aio.ServicerContext) -> str:
+    """Returns the caller's name for the call, or a new one."""
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY and isinstance(value, str):
             return value[: call_context.MAX_CHARS]
-    return uuid.uuid4().hex if found is None else ""
+    return uuid.uuid4().hex
 
 
 def _passing_bytes(serializer: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:

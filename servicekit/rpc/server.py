@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from servicekit.auth.audit import Audit
 from servicekit.auth.policy import PolicyFile
 from servicekit.errors import ServiceError
+from servicekit.rpc.health import Health
 from servicekit.rpc.interceptor import Trailers
+from servicekit.rpc.requests import RequestTable, largest_request
 from servicekit.rpc.tls import CertificateFiles, Certificates
 from servicekit.settings.service import ServiceSettings
 from servicekit.settings.types import split_address
@@ -28,17 +30,32 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 1.0
 """For statuses to reach their callers before connections are closed."""
 
+MAX_CONNECTIONS = 2048
+MAX_CALLS_PER_CONNECTION = 2048
+HANDSHAKE_SECONDS = 10
+IDLE_SECONDS = 600
+
 OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
     # Clients that keep their connections alive are welcome.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Peers that are gone hold nothing: streams are long and may be silent.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # What callers without a token may hold: connections that say nothing, or make no call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
 )
 
 
 class RpcServer:
     """Listens from the start, so that a bad address shows at once; answers from `start` to `close`.
-    `service` is its full name, `address` HOST:PORT with the real port.
+    `service` is its full name, `address` HOST:PORT with the real port. A message larger than any of
+    `requests` is refused by its length, before it arrives.
 
     `trailers` are sent with the answers to health checks. Raises OSError if it cannot listen.
     """
@@ -49,47 +66,36 @@ class RpcServer:
         address: str,
         certificates: CertificateFiles,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
+        requests: RequestTable,
         options: Sequence[tuple[str, int]] = (),
         trailers: Callable[[], Trailers] = tuple,
     ) -> None:
         self._service = service
-        self._server = grpc.aio.server(interceptors=interceptors, options=(*OPTIONS, *options))
-        self._health = _Health(trailers)
+        size = ("grpc.max_receive_message_length", largest_request(requests))
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=(*OPTIONS, size, *options)
+        )
+        self._health = Health((service, health.SERVICE_NAME, reflection.SERVICE_NAME), trailers)
         self.address = _listen(self._server, address, certificates)
 
     async def start(self, add_servicer: Callable[[grpc.aio.Server], None]) -> None:
         """Answers from now on; NOT_SERVING until `set_serving`."""
         add_servicer(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health.add_to(self._server)
         names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         await self._server.start()
 
-    async def set_serving(self, is_serving: bool) -> None:
+    def set_serving(self, is_serving: bool) -> None:
         """Sets the answer to health checks; has no effect after `announce_end`."""
-        statuses = health_pb2.HealthCheckResponse
-        for service in ("", self._service):
-            status = statuses.SERVING if is_serving else statuses.NOT_SERVING
-            await self._health.set(service, status)
+        self._health.set_serving(is_serving)
 
-    async def announce_end(self) -> None:
+    def announce_end(self) -> None:
         """Answers health checks with NOT_SERVING from now on."""
-        await self._health.enter_graceful_shutdown()
+        self._health.announce_end()
 
     async def close(self) -> None:
         await self._server.stop(ANSWER_SECONDS)
-
-
-class _Health(health.aio.HealthServicer):
-    def __init__(self, trailers: Callable[[], Trailers]) -> None:
-        super().__init__()
-        self._trailers = trailers
-
-    async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
-        context.set_trailing_metadata(self._trailers())
-        return await super().Check(request, context)
 
 
 class Reload:

@@ -7,6 +7,7 @@ RetryInfo where waiting helps.
 
 from __future__ import annotations
 
+import errno
 import math
 from typing import Any
 
@@ -35,6 +36,33 @@ CODES: dict[type[errors.ServiceError], grpc.StatusCode] = {
 
 INTERNAL_MESSAGE = "internal error"
 """All that a caller learns of our bugs; the log has the rest."""
+
+
+_OUT_OF_FILES = ("the server has too many files open", "OUT_OF_FILES")
+_DISK_FULL = ("the server's disk is full", "DISK_FULL")
+_OUT_OF_MEMORY = ("the server is out of memory", "OUT_OF_MEMORY")
+_OUT_OF = {
+    errno.EMFILE: _OUT_OF_FILES,
+    errno.ENFILE: _OUT_OF_FILES,
+    errno.ENOSPC: _DISK_FULL,
+    errno.EDQUOT: _DISK_FULL,
+    errno.ENOMEM: _OUT_OF_MEMORY,
+}
+RETRY_SECONDS = 1.0
+
+
+def service_error(error: Exception) -> Exception:
+    """Returns ResourceExhausted for an error that says that this process or its machine is out of
+    something, which is no bug; any other as it is."""
+    found = _OUT_OF.get(error.errno or 0) if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError):
+        found = _OUT_OF_MEMORY
+    if found is None:
+        return error
+    message, reason = found
+    return errors.ResourceExhausted(
+        f"{message}: try again later", reason=reason, retry_after_s=RETRY_SECONDS
+    )
 
 
 def code_for(error: type[BaseException]) -> grpc.StatusCode:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
 from inference_svc.api.generate_call import GenerateCall
 from inference_svc.api.grpc import convert
+from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from inference_svc.api.service import Caller, Service
 from inference_svc.core import Action
@@ -27,7 +27,7 @@ ELSEWHERE = (Draining, QueueFull)
 """What another replica may take: nothing was done here."""
 
 
-def call_rules(load: Callable[[], str]) -> CallRules:
+def call_rules(load: Callable[[], str], max_model_len: int) -> CallRules:
     """`load` returns the value of LOAD_HEADER, which is sent with every answer."""
 
     def trailers(error: Exception | None) -> Trailers:
@@ -36,6 +36,7 @@ def call_rules(load: Callable[[], str]) -> CallRules:
 
     return CallRules(
         domain="inference.loadout",
+        requests=request_bounds(max_model_len),
         polled=frozenset({"GetServerInfo", "ListResidentAdapters"}),
         logged_elsewhere=frozenset({"Generate"}),
         private=PROMPT_SUBJECTS,
@@ -53,6 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
+        del request
         stream = await self._service.generate(_caller(context), incoming)
         request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
         async with stream.deltas() as deltas:
@@ -140,23 +142,22 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await context.write(pb.ProfileStepsResponse(chunk=chunk))
 
 
-@dataclass(frozen=True, slots=True)
 class _IncomingCall:
-    request: pb.GenerateRequest
-    context: Context
-    vocab_size: int
+    """A call to generate, which lets go of its message once that is converted: it may be large, and
+    generating takes long."""
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def adapter(self) -> str:
-        return self.request.adapter
+    def __init__(self, request: pb.GenerateRequest, context: Context, vocab_size: int) -> None:
+        self.request_id = request.request_id
+        self.adapter = request.adapter
+        self._request: pb.GenerateRequest | None = request
+        self._context = context
+        self._vocab_size = vocab_size
 
     async def read(self) -> GenerateCall:
-        remaining_s = self.context.time_remaining()
-        return convert.from_generate_request(self.request, self.vocab_size, remaining_s)
+        request, self._request = self._request, None
+        assert request is not None, "a call is read once"
+        remaining_s = self._context.time_remaining()
+        return convert.from_generate_request(request, self._vocab_size, remaining_s)
 
 
 def _caller(context: Context) -> Caller:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -19,6 +22,7 @@ from servicekit.auth.policy import Policy, PolicyFile
 from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
 from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
+from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.error_kinds import GENERAL, kinds_of
@@ -35,6 +39,7 @@ def trailers(error: Exception | None) -> Trailers:
 
 RULES = CallRules(
     "test.domain",
+    requests=dict.fromkeys(("Do", "Poll", "Elsewhere"), RequestBounds(BytesValue)),
     polled=frozenset({"Poll"}),
     logged_elsewhere=frozenset({"Elsewhere"}),
     facts=("tenant",),
@@ -86,7 +91,7 @@ def call(
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 made = getattr(channel, arity)(f"/test.Service/{method}")(
-                    no_requests() if arity.startswith("stream") else b"x"
+                    no_requests() if arity.startswith("stream") else b""
                 )
                 try:
                     if arity.endswith("stream"):
@@ -253,3 +258,28 @@ def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixtu
     assert (method, reason) == ("Elsewhere", "UNAUTHENTICATED")
     assert (end.code, end.facts["peer"]) == ("UNAUTHENTICATED", peer)
     assert (line.method, line.reason, line.peer) == ("Elsewhere", "UNAUTHENTICATED", peer)
+
+
+def test_a_handler_can_let_go_of_its_request() -> None:
+    """Nobody else holds it, however long the call lasts."""
+    counts: list[int] = []
+
+    async def handler(request: Any, context: Any) -> BytesValue:
+        counts.append(sys.getrefcount(request))
+        return BytesValue()
+
+    async def main() -> None:
+        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, lambda end: None)])
+        handlers = {"Do": grpc.unary_unary_rpc_method_handler(handler, BytesValue.FromString)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await channel.unary_unary("/test.Service/Do")(b"")
+        await server.stop(60)
+
+    asyncio.run(main())
+    assert counts == [2]  # the handler's, and that of the function that counts

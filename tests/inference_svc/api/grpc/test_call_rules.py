@@ -10,7 +10,7 @@ from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
 from servicekit.errors import Draining, ServiceError
 from tests.servicekit.error_kinds import GENERAL, kinds_of
 
-RULES = call_rules(lambda: "TEXT load")
+RULES = call_rules(lambda: "TEXT load", max_model_len=64)
 
 
 def test_an_answer_says_the_load() -> None:

@@ -1,0 +1,52 @@
+"""What a request of each RPC may hold, checked before it is converted."""
+
+from __future__ import annotations
+
+from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
+from adapter_store.images.layout import MAX_ALIASES, MAX_TARGETS
+from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.rpc.requests import RequestBounds, RequestTable
+
+MAX_LAYOUT_BYTES = 8 << 20
+"""The largest model that we know of, Kimi K2, has 70,000 targets if each expert's matrix is one:
+6 MB. Layouts of dense models have at most 100 KB."""
+MAX_CHUNK_BYTES = 4 << 20
+"""Of an upload; clients send 512 KiB."""
+MAX_TENANTS = 1024
+MAX_TOKEN_CHARS = 8192
+"""Of a page token, which repeats the filter."""
+MAX_IMAGE_FORMATS = 64
+
+REQUESTS: RequestTable = {
+    "RegisterAdapter": RequestBounds(pb.RegisterAdapterRequest, max_items={"labels": MAX_LABELS}),
+    "UploadAdapter": RequestBounds(
+        pb.UploadAdapterRequest, MAX_CHUNK_BYTES, max_items={"meta.labels": MAX_LABELS}
+    ),
+    "GetAdapter": RequestBounds(pb.GetAdapterRequest, max_items={"tenants": MAX_TENANTS}),
+    "ListAdapters": RequestBounds(
+        pb.ListAdaptersRequest,
+        max_items={"tenants": MAX_TENANTS},
+        max_chars={"filter": MAX_FILTER_CHARS, "page_token": MAX_TOKEN_CHARS},
+    ),
+    "DeleteAdapter": RequestBounds(pb.DeleteAdapterRequest),
+    "ListVersions": RequestBounds(
+        pb.ListVersionsRequest, max_chars={"page_token": MAX_TOKEN_CHARS}
+    ),
+    "RollbackAdapter": RequestBounds(pb.RollbackAdapterRequest),
+    "PinAdapter": RequestBounds(pb.PinAdapterRequest),
+    "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest),
+    "RegisterLayout": RequestBounds(
+        pb.RegisterLayoutRequest,
+        MAX_LAYOUT_BYTES,
+        max_items={
+            "layout.targets": MAX_TARGETS,
+            "layout.aliases": MAX_ALIASES,
+            "layout.image_formats": MAX_IMAGE_FORMATS,
+        },
+        max_running=1,  # a large one takes a second of a processor
+    ),
+    "PullAdapter": RequestBounds(pb.PullAdapterRequest),
+    "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
+    "GetStoreStatus": RequestBounds(pb.GetStoreStatusRequest),
+    "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest),
+}

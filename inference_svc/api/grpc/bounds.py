@@ -1,0 +1,37 @@
+"""What a request of each RPC may hold, checked before it is converted."""
+
+from __future__ import annotations
+
+from inference_svc.api.generate_call import MAX_STOP_TOKEN_IDS, MAX_STOPS
+from loadout.inference.v1 import inference_pb2 as pb
+from servicekit.rpc.requests import RequestBounds, RequestTable
+
+MAX_GENERATE_BYTES = 4 << 20
+"""Holds a million tokens, as ids or as text, and what each message of a chat adds."""
+MAX_CHAT_MESSAGES = 16_384
+
+
+def request_bounds(max_model_len: int) -> RequestTable:
+    """`max_model_len` bounds the tokens of a prompt: one that is a little too long is told so
+    later, by the tokens that it has."""
+    generate = RequestBounds(
+        pb.GenerateRequest,
+        MAX_GENERATE_BYTES,
+        max_items={
+            "token_ids.ids": 2 * max_model_len,
+            "chat.messages": MAX_CHAT_MESSAGES,
+            "sampling.stop": MAX_STOPS,
+            "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
+        },
+    )
+    return {
+        "Generate": generate,
+        "ListResidentAdapters": RequestBounds(pb.ListResidentAdaptersRequest),
+        "LoadAdapter": RequestBounds(pb.LoadAdapterRequest),
+        "UnloadAdapter": RequestBounds(pb.UnloadAdapterRequest),
+        "PinAdapter": RequestBounds(pb.PinAdapterRequest),
+        "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest),
+        "GetServerInfo": RequestBounds(pb.GetServerInfoRequest),
+        "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest),
+        "ProfileSteps": RequestBounds(pb.ProfileStepsRequest),
+    }

@@ -1,0 +1,254 @@
+"""What a message may hold is checked before it is parsed, and every RPC of ours has bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapter_store.api.bounds import MAX_LAYOUT_BYTES
+from adapter_store.api.bounds import REQUESTS as STORE
+from inference_svc.api.grpc.bounds import request_bounds
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.inference.v1 import inference_pb2
+from servicekit.errors import InvalidArgument, ResourceExhausted
+from servicekit.rpc import requests
+from servicekit.rpc.requests import CALLER, RequestBounds, RequestReader, largest_request
+
+INFERENCE = request_bounds(max_model_len=1024)
+SERVICES = {
+    "store": (STORE, store_pb.DESCRIPTOR.services_by_name["AdapterStoreService"]),
+    "inference": (INFERENCE, inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]),
+}
+LAYOUT = STORE["RegisterLayout"]
+METHODS = [(service, name) for service, (table, _) in SERVICES.items() for name in table]
+
+
+def delimited(tag: int, body: bytes) -> bytes:
+    return bytes([tag << 3 | 2]) + bytes(_VarintBytes(len(body))) + body
+
+
+def layout_of(num_targets: int) -> bytes:
+    return delimited(1, b"\x2a\x00" * num_targets)
+
+
+def repeated_fields(message: Descriptor, path: str = "") -> Iterator[str]:
+    """Yields the paths of a message's repeated fields and maps, down to the first on each."""
+    for field in message.fields:
+        if field.is_repeated:
+            yield path + field.name
+        elif field.message_type is not None:
+            yield from repeated_fields(field.message_type, f"{path}{field.name}.")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_rpc_has_bounds_of_all_that_repeats(service: str) -> None:
+    table, descriptor = SERVICES[service]
+    assert table.keys() == set(descriptor.methods_by_name)
+    for name, bounds in table.items():
+        expected = descriptor.methods_by_name[name].input_type
+        assert bounds.message.DESCRIPTOR is expected
+        assert bounds.max_items.keys() == set(repeated_fields(expected)), name
+
+
+def test_only_layouts_may_be_large() -> None:
+    sizes = {name: bounds.max_bytes for name, bounds in STORE.items()}
+    assert sizes.pop("RegisterLayout") == MAX_LAYOUT_BYTES == largest_request(STORE)
+    assert sizes.pop("UploadAdapter") == 4 << 20
+    assert set(sizes.values()) == {64 << 10}
+
+
+def test_the_largest_layout_that_we_know_of_fits() -> None:
+    """Kimi K2, with one target for each expert's matrix."""
+    targets = [
+        store_pb.Target(
+            name=f"model.layers.{layer}.mlp.experts.{expert}.{name}",
+            layer=layer,
+            group=f"layers.{layer}.experts.{expert}.{name}",
+            kind=store_pb.TARGET_KIND_LINEAR,
+            in_features=7168,
+            out_features=2048,
+        )
+        for layer in range(61)
+        for expert in range(384)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    layout = store_pb.ModelLayout(base_model="kimi", config_sha256="a" * 64, targets=targets)
+    raw = store_pb.RegisterLayoutRequest(layout=layout).SerializeToString()
+    assert len(raw) < 0.8 * MAX_LAYOUT_BYTES
+    assert LAYOUT.parse(raw).layout == layout
+
+
+TOO_MANY = {
+    "targets": (LAYOUT, layout_of((1 << 17) + 1), "layout.targets"),
+    "labels": (STORE["RegisterAdapter"], b"\x3a\x00" * 65, "labels"),
+    "labels of an upload": (STORE["UploadAdapter"], delimited(1, b"\x32\x00" * 65), "meta.labels"),
+    "tenants": (STORE["GetAdapter"], b"\x12\x00" * 1025, "tenants"),
+    "ids, packed": (
+        INFERENCE["Generate"],
+        delimited(5, delimited(1, b"\x01" * 30_000)),
+        "token_ids.ids",
+    ),
+    "ids, each of its own": (
+        INFERENCE["Generate"],
+        delimited(5, b"\x08\x01" * 2049),
+        "token_ids.ids",
+    ),
+    "ids, packed, a few too many": (
+        INFERENCE["Generate"],
+        delimited(5, delimited(1, b"\x01" * 2049)),
+        "token_ids.ids",
+    ),
+    "chat": (INFERENCE["Generate"], delimited(6, b"\x0a\x00" * 16_385), "chat.messages"),
+    "in two pieces": (LAYOUT, layout_of(70_000) * 2, "layout.targets"),
+    "unknown fields": (LAYOUT, b"\xf8\x07\x01" * 1025, "request"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MANY)
+def test_too_many_entries_are_refused(case: str) -> None:
+    bounds, raw, path = TOO_MANY[case]
+    assert len(raw) <= bounds.max_bytes
+    bounds.message.FromString(raw)  # it is a message
+    with pytest.raises(InvalidArgument) as raised:
+        bounds.parse(raw)
+    assert raised.value.subject == path
+
+
+def test_a_large_message_is_refused() -> None:
+    with pytest.raises(ResourceExhausted) as raised:
+        STORE["PinAdapter"].parse(bytes(65_537))
+    assert raised.value.reason == "REQUEST_TOO_LARGE"
+
+
+def test_a_long_text_is_refused() -> None:
+    request = store_pb.ListAdaptersRequest(filter="x" * 4097)
+    with pytest.raises(InvalidArgument) as raised:
+        STORE["ListAdapters"].parse(request.SerializeToString())
+    assert raised.value.subject == "filter"
+
+
+def test_unknown_fields_are_discarded() -> None:
+    request = STORE["GetAdapter"].parse(b"\x0a\x01a\xfa\x07\x04abcd")
+    assert request.SerializeToString() == b"\x0a\x01a"
+
+
+@pytest.mark.parametrize("raw", [b"\x0a", b"\x0a\x05ab", b"\x0b", b"\xff" * 20, b"\x09abc"])
+def test_bytes_that_are_no_message_are_the_callers_fault(raw: bytes) -> None:
+    for bounds in (LAYOUT, STORE["PinAdapter"]):
+        with pytest.raises(InvalidArgument) as raised:
+            bounds.parse(raw)
+        assert raised.value.reason == "MALFORMED_REQUEST"
+
+
+@given(st.sampled_from(METHODS), st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(method: tuple[str, str], raw: bytes) -> None:
+    service, name = method
+    bounds = SERVICES[service][0][name]
+    try:
+        found = bounds.parse(raw)
+    except InvalidArgument:
+        return
+    assert len(found.SerializeToString()) <= 2 * len(raw)
+
+
+class Arriving:
+    """Requests of one call each, which arrive when they are released. `asked` counts those whose
+    message is being read."""
+
+    def __init__(self, raw: bytes = b"") -> None:
+        self.asked = 0
+        self.release = asyncio.Event()
+        self._raw = raw
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        self.asked += 1
+        await self.release.wait()
+        yield self._raw
+
+
+def test_a_caller_that_sends_slowly_waits_for_itself_alone() -> None:
+    async def main() -> None:
+        reader, slow, quick = RequestReader(), Arriving(), Arriving()
+        bounds = STORE["GetAdapter"]
+        CALLER.set("slow")
+        calls = [asyncio.create_task(reader.read(slow, bounds)) for _ in range(50)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert slow.asked == requests.MAX_ARRIVING
+        CALLER.set("quick")
+        quick.release.set()
+        assert await reader.read(quick, bounds) == store_pb.GetAdapterRequest()
+        slow.release.set()
+        await asyncio.gather(*calls)
+        assert reader._places == {}
+
+    asyncio.run(main())
+
+
+def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "ARRIVAL_SECONDS", 0.01)
+
+    async def main() -> Any:
+        return await RequestReader().read(Arriving(), STORE["GetAdapter"])
+
+    with pytest.raises(Exception, match="not arrived") as raised:
+        asyncio.run(main())
+    assert raised.value.reason == "REQUEST_TOO_SLOW"  # type: ignore[attr-defined]
+
+
+def test_a_call_without_a_message_is_refused() -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield
+
+    with pytest.raises(InvalidArgument, match="no request"):
+        asyncio.run(RequestReader().read(nothing(), STORE["GetAdapter"]))
+
+
+def test_what_may_be_much_is_parsed_off_the_event_loop() -> None:
+    threads: list[str] = []
+
+    class Watched(RequestBounds):
+        __slots__ = ()
+
+        def parse(self, raw: bytes) -> Any:
+            threads.append(threading.current_thread().name)
+            return super().parse(raw)
+
+    async def main() -> None:
+        reader = RequestReader()
+        bounds = Watched(LAYOUT.message, LAYOUT.max_bytes, LAYOUT.max_items)
+        for num_targets in (1, 40_000):
+            arriving = Arriving(layout_of(num_targets))
+            arriving.release.set()
+            await reader.read(arriving, bounds)
+
+    asyncio.run(main())
+    assert threads[0] == threading.main_thread().name
+    assert threads[1].startswith("parse")
+
+
+def test_only_so_many_calls_of_a_caller_run() -> None:
+    async def main() -> int:
+        reader, running, most = RequestReader(), 0, 0
+
+        async def call() -> None:
+            nonlocal running, most
+            async with reader.turn("RegisterLayout", LAYOUT):
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0)
+                running -= 1
+
+        await asyncio.gather(*(call() for _ in range(5)))
+        return most
+
+    assert asyncio.run(main()) == LAYOUT.max_running == 1

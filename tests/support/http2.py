@@ -1,0 +1,145 @@
+"""HTTP/2 by hand: calls that no gRPC library would make, such as messages of which half is sent."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from typing import Self
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, ACK, END_HEADERS = 1, 1, 4
+INITIAL_WINDOW_SIZE = 4
+MAX_FRAME_BYTES = 16_384
+HEADER_BYTES = 9
+
+
+def message(payload: bytes, *, declared: int | None = None, compressed: bool = False) -> bytes:
+    """Returns a gRPC message; `declared` is the length that its prefix states instead of the
+    payload's own."""
+    size = len(payload) if declared is None else declared
+    return struct.pack(">BI", compressed, size) + payload
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    head = struct.pack(">I", len(payload))[1:]
+    return head + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _literal(name: str, value: str) -> bytes:
+    """Encodes a header for HPACK: neither indexed nor compressed."""
+    encoded = b"\0"
+    for text in (name, value):
+        assert len(text) < 127, "a length of one byte"
+        encoded += bytes([len(text)]) + text.encode()
+    return encoded
+
+
+class Connection:
+    """A connection with any number of streams. `ended` has the streams that the server has ended,
+    and 0 once it ends the connection."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=5)
+        self._received = b""
+        self._initial_window = 65_535
+        self._window = 65_535
+        self._windows: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self._send(PREFACE + _frame(SETTINGS, 0, 0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+    @property
+    def is_open(self) -> bool:
+        return 0 not in self.ended
+
+    def call(self, path: str, **headers: str) -> int:
+        """Begins a call; returns its stream."""
+        stream = 2 * len(self._windows) + 1
+        self._windows[stream] = self._initial_window
+        fields = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": path,
+            ":authority": "test",
+            "te": "trailers",
+            "content-type": "application/grpc",
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
+        block = b"".join(_literal(name, value) for name, value in fields.items())
+        self._send(_frame(HEADERS, END_HEADERS, stream, block))
+        return stream
+
+    def send(self, stream: int, data: bytes, *, end: bool = False, wait_s: float = 0.5) -> int:
+        """Sends data as far as the server's windows let it, and returns the bytes sent: once all
+        are, the stream has ended, or the server has taken nothing for `wait_s`."""
+        view, sent, last_s = memoryview(data), 0, time.monotonic()
+        while sent < len(view) and self.is_open and stream not in self.ended:
+            self.receive()
+            size = min(len(view) - sent, MAX_FRAME_BYTES, self._window, self._windows[stream])
+            if size > 0:
+                flags = END_STREAM if end and sent + size == len(view) else 0
+                self._send(_frame(DATA, flags, stream, bytes(view[sent : sent + size])))
+                self._window -= size
+                self._windows[stream] -= size
+                sent, last_s = sent + size, time.monotonic()
+            elif time.monotonic() - last_s > wait_s:
+                break
+            else:
+                self.receive(0.02)
+        return sent
+
+    def receive(self, wait_s: float = 0.0) -> None:
+        """Handles what has arrived, or arrives first within `wait_s`."""
+        while self.is_open and select.select([self._socket], [], [], wait_s)[0]:
+            wait_s = 0.0
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                self.ended.add(0)
+            self._received += data
+            while len(self._received) >= HEADER_BYTES:
+                size = int.from_bytes(self._received[:3], "big")
+                if len(self._received) < HEADER_BYTES + size:
+                    break
+                kind, flags, stream = struct.unpack(">BBI", self._received[3:HEADER_BYTES])
+                payload = self._received[HEADER_BYTES : HEADER_BYTES + size]
+                self._received = self._received[HEADER_BYTES + size :]
+                self._handle(kind, flags, stream, payload)
+
+    def _handle(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == SETTINGS and not flags & ACK:
+            for key, value in struct.iter_unpack(">HI", payload):
+                if key == INITIAL_WINDOW_SIZE:
+                    for each in self._windows:
+                        self._windows[each] += value - self._initial_window
+                    self._initial_window = value
+            self._send(_frame(SETTINGS, ACK, 0))
+        elif kind == WINDOW_UPDATE:
+            (increment,) = struct.unpack(">I", payload)
+            if stream == 0:
+                self._window += increment
+            elif stream in self._windows:
+                self._windows[stream] += increment
+        elif kind == PING and not flags & ACK:
+            self._send(_frame(PING, ACK, 0, payload))
+        elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+            self.ended.add(stream)
+        elif kind == GOAWAY:
+            self.ended.add(0)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError:
+            self.ended.add(0)

@@ -1,0 +1,83 @@
+"""Both services as processes under a policy, for callers that mean harm."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loadout.demo.process import Process
+from tests.adapter_store.service.guarded import ROOT, token_lines, write_policy
+
+READY_S = 120.0
+GRACE_S = 40.0
+TOKENS = (
+    token_lines("victim", ["reader", "publisher", "caller"], ["team-v"]),
+    token_lines("attacker", ["reader", "publisher", "caller"], ["team-x"]),
+    token_lines("server", ["server"], ["team-x"]),
+)
+
+
+class Attacked:
+    """A service that runs until the context ends; `memory_mib` and others look at its process."""
+
+    def __init__(self, name: str, folder: Path, flags: list[str]) -> None:
+        ready = folder / f"{name}.json"
+        policy = write_policy(folder, ROOT, *TOKENS)
+        command = [
+            *(sys.executable, "-m", *flags, "--policy-file", str(policy)),
+            *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
+            *("--ready-file", str(ready)),
+        ]
+        self._process = Process(name, command, folder, ready)
+        self.folder = folder
+        self.address = self._process.wait_ready(READY_S)["grpc"]
+
+    def stop(self) -> None:
+        log = self._process.log_path
+        assert self._process.stop(GRACE_S) == 0, log.read_text()[-2000:]
+
+    @contextmanager
+    def grown_mib(self) -> Iterator[list[float]]:
+        """Yields a list that gets the growth of the resident memory, at most, once the context
+        ends."""
+        grown: list[float] = []
+        process = Path(f"/proc/{self._process.pid}")
+        (process / "clear_refs").write_text("5")  # the peak counts from here
+        before = self._status_kib("VmRSS")
+        yield grown
+        grown.append((self._status_kib("VmHWM") - before) / 1024)
+
+    @contextmanager
+    def without_files(self) -> Iterator[None]:
+        """Lets the process open no further file while the context lasts."""
+        pid = self._process.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = set(os.listdir(f"/proc/{pid}/fd"))
+        first_free = next(number for number in itertools.count() if str(number) not in used)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, limits[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+    def _status_kib(self, name: str) -> int:
+        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1])
+        raise AssertionError(name)
+
+
+def attacked_store(folder: Path) -> Attacked:
+    data = ["--data-dir", str(folder / "data"), "--source-roots", str(folder)]
+    return Attacked("store", folder, ["adapter_store", *data])
+
+
+def attacked_inference(folder: Path, model_dir: Path) -> Attacked:
+    model = ["--model", str(model_dir), "--base-model", "llama", "--num-threads", "1"]
+    memory = ["--kv-memory", "8MiB", "--adapter-memory", "8MiB", "--max-model-len", "256"]
+    return Attacked("inference", folder, ["inference_svc", *model, *memory])

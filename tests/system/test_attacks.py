@@ -1,0 +1,329 @@
+"""Nobody takes the services from others over gRPC: attacks on real processes, and their costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
+from loadout.inference.v1 import inference_pb2
+from tests.adapter_store.service.conftest import Client
+from tests.adapter_store.service.guarded import token_of
+from tests.support.http2 import Connection, message
+from tests.support.wait import until
+from tests.system.attacked import Attacked, attacked_inference, attacked_store
+from tests.system.zoo import Zoo
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+MAX_GROWTH_MIB = 50
+"""What all callers without a token together may make a service hold."""
+ATTACK_S = 10.0
+MAX_VICTIM_S = 2.0
+"""Far above what is measured, for machines that do much else."""
+HEALTH = "/grpc.health.v1.Health"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+SERVICES = {
+    "store": store_pb.DESCRIPTOR.services_by_name["AdapterStoreService"],
+    "inference": inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    made = attacked_store(tmp_path_factory.mktemp("attacked"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def inference(
+    zoos: Callable[[str], Zoo], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Attacked]:
+    made = attacked_inference(tmp_path_factory.mktemp("attacked"), zoos("llama").model_dir)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def service(request: pytest.FixtureRequest) -> Attacked:
+    found: Attacked = request.getfixturevalue(request.param)
+    return found
+
+
+both = pytest.mark.parametrize(
+    ("service", "name"), [(name, name) for name in SERVICES], indirect=["service"], ids=SERVICES
+)
+
+
+def paths_of(name: str) -> list[str]:
+    """Returns the paths of every method that a service has, and of one that it has not."""
+    found = SERVICES[name]
+    own = [f"/{found.full_name}/{method.name}" for method in found.methods]
+    return [*own, f"{HEALTH}/Check", f"{HEALTH}/Watch", REFLECTION, "/no.Such/Method"]
+
+
+def attack(address: str, path: str, dice: random.Random) -> Connection:
+    """Makes up to a hundred calls of a method without a token within a second, and leaves them as
+    they are."""
+    end_s = time.monotonic() + 1
+    connection = Connection(address)
+    connection.receive(0.05)
+    for _ in range(dice.choice((1, 4, 100))):
+        size = dice.choice((0, 100, 60_000, 1 << 20, (8 << 20) - 100, 60 << 20))
+        payload = dice.choice((b"\0", b"\x12\x7f" + b"x" * 127, b"\xf8\x07\x01")) * (1 << 14)
+        payload = (payload * (size // len(payload) + 1))[:size]
+        sent = dice.choice((len(payload), len(payload) - 1, len(payload) // 2))
+        stream = connection.call(path, **dice.choice(({}, {"authorization": "Bearer guess"})))
+        whole = message(payload, compressed=dice.random() < 0.1)[: sent + 5]
+        connection.send(stream, whole, end=dice.random() < 0.5, wait_s=0.02)
+        if not connection.is_open or time.monotonic() > end_s:
+            break
+    return connection
+
+
+@both
+def test_strangers_hold_little(service: Attacked, name: str) -> None:
+    """Whatever they send and keep open, whole messages or parts, in whatever order."""
+    dice = random.Random(14)
+    with ExitStack() as stack, service.grown_mib() as grown:
+        held = [stack.enter_context(Connection(service.address)) for _ in range(200)]
+        # Each method at least once, the open ones often.
+        plan = paths_of(name) + [f"{HEALTH}/Check", f"{HEALTH}/Watch"] * 5
+        end_s = time.monotonic() + ATTACK_S
+        for path in itertools.chain(plan, iter(lambda: dice.choice(plan), None)):
+            held.append(stack.enter_context(attack(service.address, path, dice)))
+            if time.monotonic() > end_s and len(held) > 200 + len(plan):
+                break
+    print(f"{name}: {len(held)} connections, {grown[0]:.1f} MiB")
+    assert grown[0] <= MAX_GROWTH_MIB
+
+
+@both
+def test_watches_of_strangers_keep_no_request(service: Attacked, name: str) -> None:
+    """12 requests of 60 MiB each, of fields that nobody knows: 64 MiB each were kept."""
+    body = b"\x12" + b"\x80\x80\x80\x1e" + bytes(60 << 20)
+    with ExitStack() as stack, service.grown_mib() as grown:
+        for _ in range(12):
+            connection = stack.enter_context(Connection(service.address))
+            connection.receive(0.05)
+            stream = connection.call(f"{HEALTH}/Watch")
+            connection.send(stream, message(body), end=True)
+    print(f"{name}: {grown[0]:.1f} MiB")
+    assert grown[0] <= MAX_GROWTH_MIB
+
+
+@both
+def test_a_stranger_does_not_keep_probes_out(service: Attacked, name: str) -> None:
+    with ExitStack() as stack:
+        for path in (f"{HEALTH}/Check", f"{HEALTH}/Watch") * 20:
+            connection = stack.enter_context(Connection(service.address))
+            connection.receive(0.05)
+            for _ in range(5):
+                connection.send(connection.call(path), message(bytes(999), declared=1000))
+        with grpc.insecure_channel(service.address) as channel:
+            answer = channel.unary_unary(f"{HEALTH}/Check")(b"", timeout=MAX_VICTIM_S)
+    assert answer == b"\x08\x01"  # SERVING
+
+
+# --- with a token ------------------------------------------------------------------------------
+
+
+class Probe:
+    """Calls from another tenant while an attack runs; `seconds` has how long each took."""
+
+    def __init__(self, address: str) -> None:
+        self.seconds: list[float] = []
+        self._client = Client(address, token_of("victim"))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            start_s = time.monotonic()
+            request = store_pb.GetAdapterRequest(ref="a")
+            code = self._client.stub.GetAdapter.future(request, timeout=60).code()
+            assert code is grpc.StatusCode.NOT_FOUND
+            self.seconds.append(time.monotonic() - start_s)
+
+    @property
+    def p99_s(self) -> float:
+        return sorted(self.seconds)[len(self.seconds) * 99 // 100]
+
+
+def empty_targets(num_bytes: int) -> bytes:
+    layout = b"\x2a\x00" * (num_bytes // 2)
+    size = len(layout)
+    return bytes((0x0A, *(size >> shift & 127 | 128 for shift in (0, 7, 14)), size >> 21)) + layout
+
+
+def labels() -> bytes:
+    return b"".join(b"\x3a\x0a\x0a\x05%05d\x12\x01x" % (n % 100_000) for n in range(4 << 20))
+
+
+def long_filter() -> bytes:
+    text = " ".join(f"label.a{number}=b" for number in range(28_000))
+    return store_pb.ListAdaptersRequest(filter=text).SerializeToString()
+
+
+def valid_layout() -> bytes:
+    target: dict[str, Any] = {"kind": 1, "in_features": 64, "out_features": 64}
+    targets = [
+        store_pb.Target(name=f"model.layers.{layer}.a{number}", layer=layer, group="g", **target)
+        for layer in range(50)
+        for number in range(1000)
+    ]
+    layout = store_pb.ModelLayout(
+        base_model="x", config_sha256="a" * 64, dtype=1, image_formats=[1], targets=targets
+    )
+    return store_pb.RegisterLayoutRequest(layout=layout).SerializeToString()
+
+
+ATTACKS: dict[str, tuple[str, str, Callable[[], bytes]]] = {
+    "labels": ("attacker", "RegisterAdapter", labels),
+    "tenants": ("attacker", "GetAdapter", lambda: b"\x12\x01a" * (19 << 20)),
+    "empty targets": ("server", "RegisterLayout", lambda: empty_targets((8 << 20) - 10)),
+    "more empty targets": ("server", "RegisterLayout", lambda: empty_targets(60 << 20)),
+    "targets": ("server", "RegisterLayout", valid_layout),
+    "unknown fields": ("attacker", "WatchAdapters", lambda: b"\xf8\x07\x01" * (20 << 20)),
+    "filter": ("attacker", "ListAdapters", long_filter),
+}
+
+
+@pytest.mark.parametrize("attack_name", ATTACKS)
+def test_work_of_one_caller_does_not_stop_others(store: Attacked, attack_name: str) -> None:
+    token, method, make = ATTACKS[attack_name]
+    body = make()
+    options = [("grpc.max_send_message_length", -1)]
+    metadata = (("authorization", f"Bearer {token_of(token)}"),)
+    with (
+        grpc.insecure_channel(store.address, options=options) as channel,
+        Probe(store.address) as probe,
+    ):
+        call = channel.unary_unary(f"/{SERVICES['store'].full_name}/{method}")
+        running = [call.future(body, metadata=metadata, timeout=30) for _ in range(8)]
+        codes = {each.code().name for each in running}
+        until(lambda: len(probe.seconds) >= 50)
+    longest_s = max(probe.seconds)
+    milliseconds = f"p99 {probe.p99_s * 1e3:.0f} ms, longest {longest_s * 1e3:.0f} ms"
+    print(f"{attack_name}: {milliseconds}, {codes}")
+    assert longest_s <= MAX_VICTIM_S
+    assert codes <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+
+
+# --- no fault of ours --------------------------------------------------------------------------
+
+
+def test_a_full_table_of_files_is_no_bug(store: Attacked) -> None:
+    (store.folder / "adapter").mkdir()
+    (store.folder / "adapter" / "adapter_config.json").write_text("{}")
+    client = Client(store.address, token_of("victim"))
+
+    def code(action: Callable[[], object]) -> str:
+        with pytest.raises(grpc.RpcError) as raised:
+            action()
+        return raised.value.code().name
+
+    assert code(lambda: client.get("a")) == "NOT_FOUND"  # the connection is there
+    with store.without_files():
+        codes = [
+            code(lambda: client.register("a", store.folder / "adapter")),
+            code(lambda: client.upload("a", {"adapter_config.json": b"{}"})),
+        ]
+    assert set(codes) <= {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+    assert code(lambda: client.register("a", store.folder / "adapter")) == "INVALID_ARGUMENT"
+    client.close()
+
+
+TEXTS = (
+    *("", "a", "\0", "é" * 50, "\u2028", "sha256:" + "a" * 64, "file:///tmp", "x/y", "*"),
+    *("a@99999999999999999999", "a@4294967296", "name=\U0010ffff", "x" * 5000),
+)
+NUMBERS: dict[int, tuple[object, ...]] = {
+    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2**31, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**63, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_BOOL: (True,),
+    FieldDescriptor.CPPTYPE_DOUBLE: (float("nan"), float("inf"), -1.0, 1e308),
+    FieldDescriptor.CPPTYPE_FLOAT: (float("nan"), float("inf"), -1.0),
+    FieldDescriptor.CPPTYPE_ENUM: (0, 1, 99),
+    FieldDescriptor.CPPTYPE_STRING: TEXTS,
+}
+
+
+def extremes(message_type: Descriptor) -> Iterator[dict[str, Any]]:
+    """Yields messages as keyword arguments, each with one field at an extreme."""
+    for field in message_type.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            values: Iterator[Any] = ({text: text} for text in TEXTS)
+        elif field.message_type is not None:
+            values = extremes(field.message_type)
+        elif field.type == FieldDescriptor.TYPE_BYTES:
+            values = iter([b"\xff" * 70])
+        else:
+            values = iter(NUMBERS[field.cpp_type])
+        is_list = field.is_repeated and not (
+            field.message_type is not None and field.message_type.GetOptions().map_entry
+        )
+        for value in values:
+            yield {field.name: [value] if is_list else value}
+
+
+USUAL = {"name": "a", "ref": "a", "digest": "sha256:" + "a" * 64, "source_uri": "file:///nowhere"}
+
+
+def requests_of(message_type: Descriptor) -> Iterator[Message]:
+    kind = GetMessageClass(message_type)
+    usual = {name: text for name, text in USUAL.items() if name in message_type.fields_by_name}
+    for fields in extremes(message_type):
+        yield kind(**{**usual, **fields})
+
+
+@both
+def test_no_value_of_a_field_is_our_fault(service: Attacked, name: str) -> None:
+    metadata = (("authorization", f"Bearer {token_of('root')}"),)
+    slow = {"WatchAdapters", "ProfileSteps"}  # good requests take as long as they like
+    wrong = []
+    with grpc.insecure_channel(service.address) as channel:
+        for method in SERVICES[name].methods:
+            kind = f"{'stream' if method.client_streaming else 'unary'}_stream"
+            call = getattr(channel, kind)(f"/{SERVICES[name].full_name}/{method.name}")
+            bodies = [request.SerializeToString() for request in requests_of(method.input_type)]
+            for body in (b"\x0a\xff", b"\x0b", *bodies):
+                limit_s = 0.1 if method.name in slow else 5
+                sent = iter([body]) if method.client_streaming else body
+                code, text = end_of(call(sent, metadata=metadata, timeout=limit_s))
+                if code in {"INTERNAL", "UNKNOWN"}:
+                    wrong.append((method.name, body[:60], text))
+    assert wrong == []
+
+
+def end_of(call: Any) -> tuple[str, str]:
+    """Returns the code of a call and its text; "OK" once there is an answer."""
+    try:
+        for _ in call:
+            call.cancel()
+            return "OK", ""
+    except grpc.RpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""
