@@ -5,6 +5,7 @@ errors          what can go wrong: the general kinds, which services derive thei
 interpreter_gc  Python's garbage collector around a service's start
 refs            what names an adapter: `[tenant/]name[@version]` or a digest
 rpc             serving gRPC
+shares          what one tenant may take of a finite place, and threads that tenants share
 settings        how settings are declared, read and shown, and those that all services have
 telemetry       logs, redaction, traces, metrics, recent errors and the debug bundle
 """

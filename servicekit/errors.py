@@ -13,7 +13,8 @@ ServiceError
  ├─ Aborted              what the call is about was changed meanwhile
  ├─ OutOfRange           the position is outside what is stored
  ├─ ResourceExhausted    a limit is reached; `retry_after_s` > 0: trying again then may succeed
- │   └─ QuotaExceeded    a limit of the tenant; `subject` names the quota
+ │   ├─ QuotaExceeded    a limit of the tenant; `subject` names the quota
+ │   └─ ShareExceeded    a tenant's share of something finite; `subject` names it
  ├─ DeadlineExceeded     what the call waited for did not come in time
  ├─ Unavailable          something that the service needs does not answer
  │   └─ Draining         the service is shutting down: try another replica, or later
@@ -113,6 +114,10 @@ class ResourceExhausted(ServiceError):
 
 class QuotaExceeded(ResourceExhausted):
     reason = "QUOTA_EXCEEDED"
+
+
+class ShareExceeded(ResourceExhausted):
+    reason = "SHARE_EXCEEDED"
 
 
 class DeadlineExceeded(ServiceError):

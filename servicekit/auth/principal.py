@@ -33,6 +33,14 @@ class Principal(Generic[ActionT]):
         named = frozenset(tenants)
         return replace(self, tenants=named if self.tenants is None else named & self.tenants)
 
+    @property
+    def account(self) -> str:
+        """Whose share of a finite place the caller's work is counted against: its tenant's, or its
+        token's own if it is for several tenants. "" without a policy: callers are one."""
+        if self.tenants is not None and len(self.tenants) == 1:
+            return f"tenant {min(self.tenants)}"
+        return f"token {self.name}" if self.name else ""
+
     def may(self, action: ActionT) -> bool:
         return action in self.actions
 

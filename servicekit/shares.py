@@ -1,0 +1,369 @@
+"""Shares of a finite place: what one account may take of it while others are served too.
+
+An account holds at most `share` of what the others leave: with a half, the first one a half, the
+next a quarter, and a newcomer always finds something. An account that holds nothing may take what
+is free, however large: a thing that is larger than a share can be had, one at a time. With a share
+of 1 the first comer may take everything: for places whose callers are not told apart.
+
+`FairExecutor` is such a place whose units are threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from servicekit.errors import ShareExceeded
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RETRY_SECONDS = 1.0
+MAX_QUEUED = 4096
+"""How many tasks of one account may wait for a thread."""
+INTERNAL = "(internal)"
+"""The account of a service's own work. No caller has it: see Principal.account."""
+
+
+class Reservation:
+    """Units of a place that an account holds until `release`, or until the context ends.
+    Thread-safe."""
+
+    def __init__(self, shares: Shares, account: str, amount: int) -> None:
+        self._shares = shares
+        self._is_released = False
+        self.account = account
+        self.amount = amount
+
+    def grow(self, amount: int) -> None:
+        """Takes more. Raises ShareExceeded, also after the release; what is held stays."""
+        self._shares._grow(self, amount)
+
+    def release(self) -> None:
+        """Gives back everything. Idempotent."""
+        self._shares._release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A wait for units: `granted` is called with them, in the thread that freed them, and must not
+    block."""
+
+    account: str
+    amount: int
+    granted: Callable[[Reservation], None]
+
+
+class Shares:
+    """A place of `capacity` units. `name` is what errors call it, as their subject and in words:
+    "uploads", "staged_bytes". `setting` names what decides its size.
+
+    Thread-safe. Accounts that wait are served in turns, each in its own order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        share: float = 1.0,
+        *,
+        setting: str = "",
+        retry_after_s: float = RETRY_SECONDS,
+        max_waiting: int = MAX_QUEUED,
+    ) -> None:
+        assert capacity > 0 and 0 < share <= 1
+        self.name = name
+        self.capacity = capacity
+        self.share = share
+        self._setting = setting
+        self._retry_after_s = retry_after_s
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self._used: Counter[str] = Counter()
+        self._used_total = 0
+        # Accounts in the order of their turns; requests in the order of their arrival.
+        self._waiting: OrderedDict[str, OrderedDict[int, Request]] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        return self._used_total
+
+    def used_by(self, account: str) -> int:
+        with self._lock:
+            return self._used[account]
+
+    @property
+    def num_accounts(self) -> int:
+        """The number of accounts that hold something."""
+        return len(self._used)
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return sum(len(requests) for requests in self._waiting.values())
+
+    def num_waiting_of(self, account: str) -> int:
+        with self._lock:
+            return len(self._waiting.get(account, ()))
+
+    def limit(self, account: str) -> int:
+        """Returns how much the account may hold now in more than one reservation."""
+        with self._lock:
+            return self._limit(account)
+
+    def reserve(self, account: str, amount: int = 1) -> Reservation:
+        """Returns the units, to be used as a context. Raises ShareExceeded at once if the account
+        has its share, or the place is full."""
+        with self._lock:
+            self._check(account, amount)
+            return self._take(account, amount)
+
+    def request(
+        self, account: str, granted: Callable[[Reservation], None], amount: int = 1
+    ) -> Request:
+        """Waits for the units: `granted` is called once they are there, maybe at once. Raises
+        ShareExceeded if too many of the account wait already, or the place can never hold it."""
+        request = Request(account, amount, granted)
+        with self._lock:
+            waiting = self._waiting.get(account, ())
+            if len(waiting) >= self._max_waiting or amount > self.capacity:
+                raise self._exceeded(account, amount, num_waiting=len(waiting))
+            self._waiting.setdefault(account, OrderedDict())[id(request)] = request
+        self._grant()
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """Ends a wait. Returns False if it is granted already."""
+        with self._lock:
+            waiting = self._waiting.get(request.account, OrderedDict())
+            if waiting.pop(id(request), None) is None:
+                return False
+            if not waiting:
+                del self._waiting[request.account]
+        self._grant()  # those behind it may be smaller
+        return True
+
+    async def wait(self, account: str, amount: int, timeout_s: float) -> Reservation:
+        """Returns the units once they are there. Raises ShareExceeded if they are not in time."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Reservation] = loop.create_future()
+
+        def give(reservation: Reservation) -> None:
+            if found.done():
+                reservation.release()
+            else:
+                found.set_result(reservation)
+
+        request = self.request(account, lambda it: _call_on(loop, give, it), amount)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(found)
+        except BaseException as error:
+            self.cancel(request)
+            if found.done():
+                found.result().release()
+            found.cancel()
+            if isinstance(error, TimeoutError):
+                with self._lock:
+                    raise self._exceeded(account, amount) from None
+            raise
+
+    def check_integrity(self) -> None:
+        """Asserts that the sums agree, and that nothing waits that could be granted."""
+        with self._lock:
+            assert self._used_total == sum(self._used.values()) <= self.capacity
+            assert all(amount > 0 for amount in self._used.values()), "an account without units"
+            assert all(self._waiting.values()), "an account without requests"
+            assert self._next() is None, "a request waits that fits"
+
+    # With the lock held.
+
+    def _limit(self, account: str) -> int:
+        others = self._used_total - self._used[account]
+        return max(1, int(self.share * (self.capacity - others)))
+
+    def _fits(self, account: str, amount: int) -> bool:
+        if self._used_total + amount > self.capacity:
+            return False
+        used = self._used[account]
+        return used == 0 or used + amount <= self._limit(account)
+
+    def _check(self, account: str, amount: int) -> None:
+        if not self._fits(account, amount):
+            raise self._exceeded(account, amount)
+
+    def _take(self, account: str, amount: int) -> Reservation:
+        self._add(account, amount)
+        return Reservation(self, account, amount)
+
+    def _add(self, account: str, amount: int) -> None:
+        self._used[account] += amount
+        self._used_total += amount
+        if self._used[account] == 0:
+            del self._used[account]
+
+    def _next(self) -> Request | None:
+        """Returns the request whose turn it is, if one fits: the first of each account only, so
+        that a large one is not passed by its account's small ones."""
+        for account, requests in self._waiting.items():
+            first = next(iter(requests.values()))
+            if self._fits(account, first.amount):
+                return first
+        return None
+
+    def _exceeded(self, account: str, amount: int, num_waiting: int = 0) -> ShareExceeded:
+        setting = f" ({self._setting})" if self._setting else ""
+        message = f"{self.name}: {account or 'you'} holds {self._used[account]} of {self.capacity}"
+        if amount > self.capacity:
+            message += f"{setting}; {amount} more can never be had"
+        elif num_waiting:
+            message += f"{setting}, and waits for {num_waiting} more; try again later"
+        elif self.share == 1:
+            message += f"{setting}; {amount} more cannot be had now: try again later"
+        else:
+            message += (
+                f"{setting}; {amount} more cannot be had now: one tenant's share is at most "
+                f"{self.share:.0%} of what others leave; try again later"
+            )
+        can_wait = amount <= self.capacity
+        wait_s = self._retry_after_s if can_wait else 0.0
+        return ShareExceeded(message, subject=self.name, retry_after_s=wait_s)
+
+    # Without it.
+
+    def _grow(self, reservation: Reservation, amount: int) -> None:
+        with self._lock:
+            if reservation._is_released:
+                raise ShareExceeded(f"{self.name}: given back already", subject=self.name)
+            self._check(reservation.account, amount)
+            self._add(reservation.account, amount)
+            reservation.amount += amount
+
+    def _release(self, reservation: Reservation) -> None:
+        with self._lock:
+            amount, reservation.amount = reservation.amount, 0
+            reservation._is_released = True
+            if amount:
+                self._add(reservation.account, -amount)
+        if amount:
+            self._grant()
+
+    def _grant(self) -> None:
+        """Grants what fits, one request of each account after the other."""
+        while True:
+            with self._lock:
+                request = self._next()
+                if request is None:
+                    return
+                requests = self._waiting.pop(request.account)
+                del requests[id(request)]
+                if requests:
+                    self._waiting[request.account] = requests  # behind the others
+                reservation = self._take(request.account, request.amount)
+            request.granted(reservation)
+
+
+def _call_on(
+    loop: asyncio.AbstractEventLoop, give: Callable[[Reservation], None], it: Reservation
+) -> None:
+    try:
+        loop.call_soon_threadsafe(give, it)
+    except RuntimeError:  # the loop has ended, and with it who waited
+        it.release()
+
+
+class FairExecutor:
+    """Threads that accounts share. `of` gives an account's own executor: its tasks beyond its share
+    wait in their own order, and are started in turns with the others'. One whose future is
+    cancelled before it starts leaves the queue."""
+
+    def __init__(
+        self, num_threads: int, name: str, share: float = 1.0, max_queued: int = MAX_QUEUED
+    ) -> None:
+        self.shares = Shares(name, num_threads, share, max_waiting=max_queued)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._queued: set[Future[Any]] = set()
+        self._is_closed = False
+
+    def of(self, account: str) -> Executor:
+        """Returns an executor of this account's tasks, whose `submit` raises ShareExceeded if too
+        many of them wait."""
+        return _AccountExecutor(self, account)
+
+    def submit(
+        self, account: str, function: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the executor is shut down")
+            self._queued.add(future)
+
+        def start(reservation: Reservation) -> None:
+            try:
+                self._pool.submit(self._run, reservation, future, lambda: function(*args, **kwargs))
+            except RuntimeError:  # it was shut down a moment ago
+                reservation.release()
+                future.cancel()
+
+        try:
+            request = self.shares.request(account, start)
+        except BaseException:
+            self._queued.discard(future)
+            raise
+        future.add_done_callback(lambda _: self._leave(request, future))
+        return future
+
+    def shutdown(self) -> None:
+        """Cancels what has not started, and waits for the rest."""
+        with self._lock:
+            self._is_closed = True
+            queued = list(self._queued)
+        for future in queued:
+            future.cancel()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _leave(self, request: Request, future: Future[Any]) -> None:
+        self._queued.discard(future)
+        self.shares.cancel(request)
+
+    @staticmethod
+    def _run(reservation: Reservation, future: Future[T], work: Callable[[], T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            reservation.release()
+            return
+        try:
+            result = work()
+        except BaseException as error:
+            reservation.release()
+            future.set_exception(error)
+        else:
+            reservation.release()
+            future.set_result(result)
+
+
+class _AccountExecutor(Executor):
+    def __init__(self, executor: FairExecutor, account: str) -> None:
+        self._executor = executor
+        self._account = account
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return self._executor.submit(self._account, function, *args, **kwargs)
