@@ -26,6 +26,7 @@ from inference_svc.errors import (
     ProfileRunning,
     QueueFull,
     StoreUnavailable,
+    TemplateTimeout,
 )
 from servicekit import errors
 
@@ -55,6 +56,8 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     errors.Unauthenticated: ErrorStatus(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: ErrorStatus(403, "permission_error", "permission_denied"),
     errors.InvalidArgument: ErrorStatus(400, _INVALID, "invalid_argument"),
+    errors.ShareExceeded: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
+    TemplateTimeout: ErrorStatus(400, _INVALID, "invalid_argument"),
     DuplicateRequest: ErrorStatus(409, _INVALID, "duplicate_request_id"),
     AdapterNotFound: ErrorStatus(404, _INVALID, "model_not_found"),
     AdapterUnusable: ErrorStatus(400, _INVALID, "adapter_unusable"),

@@ -11,13 +11,16 @@ from servicekit.errors import InvalidArgument
 class Recording:
     """Tokens are characters; records the thread that made them last."""
 
+    max_chars_per_token = 1
     thread: threading.Thread | None = None
 
     def encode(self, text: str) -> list[int]:
         self.thread = threading.current_thread()
         return [ord(char) for char in text]
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
         return self.encode("".join(m.role + m.content for m in messages) or ".")
 
 
