@@ -28,8 +28,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         source = tokenizer.get_chat_template()
-        # Not the cached one, whose environment is everybody's.
-        environment = _compile_jinja_template.__wrapped__(source).environment
+        # Not a cached one, which is everybody's; and of no template, because it would compute this
+        # one's constants without our bounds.
+        environment = _compile_jinja_template.__wrapped__("").environment
         environment.intercepted_binops = frozenset({"*", "**"})
         environment.binop_table = environment.binop_table | {"*": _multiply, "**": _power}
         self._template = environment.from_string(_with_turns(environment.parse(source)))

@@ -26,8 +26,9 @@ STRANGERS = 0.25
 """The part of the connections that is left to those without an authenticated request."""
 MAX_STRANGER_BYTES = 8 << 20
 """Held of all requests whose callers are not known yet."""
-READ_BYTES = 64 << 10
-"""Read from a socket at once, and so held of a request before its caller is known."""
+STRANGER_READ_BYTES, READ_BYTES = 8 << 10, 256 << 10
+"""Read from a socket at once: before a request's caller is known, when thousands may send at the
+same moment, and from then on."""
 SEND_BUFFER_BYTES = 256 << 10
 """In the kernel, which would otherwise buffer megabytes for a client that does not read: 0.1 s of
 20 Mbit/s."""
@@ -176,6 +177,12 @@ class Connection(H11Protocol):
         if self._place is None and not self.transport.is_closing():
             self._place = self._limit.busy.reserve(account)
             self._limit.remove(self)
+            self._read_at_once(READ_BYTES)
+
+    def _read_at_once(self, num_bytes: int) -> None:
+        # asyncio's transport of plain sockets has this, that of TLS has a buffer of its own.
+        if hasattr(self.transport, "max_size"):
+            self.transport.max_size = num_bytes
 
     @property
     def _has_request(self) -> bool:
@@ -188,8 +195,7 @@ class Connection(H11Protocol):
             transport.write(_FULL)
             transport.close()
             return
-        if hasattr(transport, "max_size"):  # asyncio's own; four times as much
-            transport.max_size = READ_BYTES
+        self._read_at_once(STRANGER_READ_BYTES)
         self.peer = peer_of(self.client)
         self._limit.add_stranger(self)
         self._await_header()
@@ -238,6 +244,9 @@ class Connection(H11Protocol):
         self._header_timer.cancel()
         self._write_timer.cancel()
         super().connection_lost(exc)
+        # Free at once what its state and its last request's refer to in circles.
+        self.app_state = {}
+        self.cycle = None  # type: ignore[assignment]
 
 
 def peer_of(client: tuple[str, int] | None) -> str:

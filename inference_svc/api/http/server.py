@@ -26,6 +26,9 @@ from servicekit.settings.types import split_address
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_SECONDS = 75
 """Most clients and proxies close idle connections after a minute."""
+BACKLOG, ACCEPTED_AT_ONCE = 2048, 32
+"""Connections that wait in the kernel, and that are taken before others' events: of thousands that
+send at the same moment only a few are in memory together."""
 ANSWER_SECONDS = 1
 """Time for responses to reach their clients before connections are closed."""
 
@@ -88,6 +91,7 @@ class HttpServer:
         if not up.done():
             up.cancel()
             self._task.result()  # raises why
+        self._socket.listen(BACKLOG)  # asyncio takes as many at once as it lets wait
 
     async def drain(self, grace_seconds: float) -> None:
         """Returns when no request runs, or after the grace."""
@@ -118,6 +122,7 @@ def _config(
         # The peer that is audited is the one that connected, whatever a header says.
         proxy_headers=False,
         server_header=False,
+        backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         log_level="error",
         access_log=False,

@@ -179,6 +179,15 @@ def test_endless_body_is_cut_off(serve_http, path: str) -> None:
     serve_http(body)
 
 
+@pytest.mark.parametrize("action", ["load", "unload"])
+def test_small_bodies_where_adapters_are_loaded(serve_http, action: str) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.post(f"/v1/{action}_lora_adapter", {"lora_name": "x" * 70_000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    serve_http(body)
+
+
 @pytest.mark.parametrize("name", ["BODY_SECONDS", "BODY_GRACE_SECONDS"])
 def test_slow_body_times_out(serve_http, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(f"inference_svc.api.http.request.{name}", 0.1)
