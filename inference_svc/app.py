@@ -66,6 +66,7 @@ from servicekit.rpc.server import (
 )
 from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.types import split_address
+from servicekit.shares import Shares
 from servicekit.telemetry.metrics_server import MetricsServer
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
@@ -240,7 +241,7 @@ class InferenceServer:
             trailers=lambda: rules.trailers(None),
         )
         self.address = self._grpc.address
-        self._http, self.http_address = _listen_http(config.http, certificates)
+        self._http, self.http_address = _listen_http(config, certificates)
         self._is_serving = False
         self._end_s: float | None = None
         """When the grace ends, once it has begun."""
@@ -265,7 +266,9 @@ class InferenceServer:
         directory.on_repointed = self._repointed
         directory.on_lookup = self._metrics.resolve_times.observe
         self._async_engine.start()
-        self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size)
+        share = config.tenant_share
+        self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size, share)
+        reading = Shares("request_bytes", config.request_memory, share, setting="--request-memory")
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
         service = Service(
@@ -274,6 +277,7 @@ class InferenceServer:
             directory,
             catalog,
             self._prompts,
+            reading,
             RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
             self._authenticator,
             self._audit,
@@ -389,12 +393,15 @@ def _parse_policy(text: str) -> Policy[Action]:
     return parse_policy(text, ROLES)
 
 
-def _listen_http(address: str, certificates: CertificateFiles) -> tuple[HttpServer | None, str]:
+def _listen_http(
+    config: InferenceSettings, certificates: CertificateFiles
+) -> tuple[HttpServer | None, str]:
     """Returns None, "" without an address."""
+    address = config.http
     if not address:
         return None, ""
     # Its libraries are loaded where it is needed only.
     from inference_svc.api.http.server import HttpServer
 
-    server = HttpServer(address, certificates)
+    server = HttpServer(address, certificates, config.tenant_share)
     return server, with_port(address, server.port)

@@ -169,7 +169,13 @@ class InferenceSettings(ServiceSettings):
 
     tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
     """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
-    tells tenants apart."""
+    tells tenants apart; and of --request-memory, of the HTTP connections and of the threads that
+    tokenise, in each case of what other tenants leave."""
+
+    request_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
+    """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
+    wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
+    request. See --tenant-queue-share."""
 
     fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
     """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
@@ -232,6 +238,11 @@ class InferenceSettings(ServiceSettings):
     def store_addresses(self) -> tuple[str, ...]:
         """The addresses in `store`, each once."""
         return tuple(dict.fromkeys(split_commas(self.store)))
+
+    @property
+    def tenant_share(self) -> float:
+        """One tenant's share of what is finite. Without a policy all callers are one tenant."""
+        return 1.0 if self.policy_file is None else self.tenant_queue_share
 
     @property
     def base_model_names(self) -> tuple[str, ...]:
@@ -385,6 +396,4 @@ def to_engine_config(settings: InferenceSettings) -> EngineConfig:
 
 
 def _max_tenant_queue(settings: InferenceSettings) -> int:
-    # Without a policy all callers are one tenant.
-    share = 1.0 if settings.policy_file is None else settings.tenant_queue_share
-    return math.ceil(settings.max_queue * share)
+    return math.ceil(settings.max_queue * settings.tenant_share)

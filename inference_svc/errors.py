@@ -1,5 +1,7 @@
 """The inference service's own errors, below the general kinds whose status code they have.
 
+InvalidArgument
+ └─ TemplateTimeout      the chat template takes too long for these messages
 NotFound
  └─ AdapterNotFound      the reference resolves to nothing
 AlreadyExists
@@ -33,6 +35,7 @@ from servicekit.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
+    InvalidArgument,
     NotFound,
     ResourceExhausted,
     Unavailable,
@@ -40,6 +43,10 @@ from servicekit.errors import (
 
 PROMPT_SUBJECTS = frozenset({"chat", "messages"})
 """Subjects of errors whose messages could quote the prompt."""
+
+
+class TemplateTimeout(InvalidArgument):
+    reason = "TEMPLATE_TIMEOUT"
 
 
 class AdapterNotFound(NotFound):

@@ -19,6 +19,9 @@ MAX_ID_CHARS = 256
 MAX_DEADLINE_SECONDS = 1e6
 """Callers without a deadline may send centuries, longer than a clock can wait."""
 
+MAX_PROMPT_IDS, MAX_MESSAGES = 1 << 20, 1 << 15
+"""More than fits into any model's context, and a tenth of a second to convert."""
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -53,6 +56,10 @@ class GenerateCall:
     max_tokens_field: str = ""
     max_logprobs: int | None = None
     is_id_unique: bool = True
+
+    def without_prompts(self) -> GenerateCall:
+        """Returns what is still needed of the call once its requests are made."""
+        return replace(self, prompts=())
 
     def to_requests(
         self,

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from inference_svc.api.generate_call import GenerateCall
-from inference_svc.api.request_record import RequestLog, RequestRecord
+from inference_svc.api.request_record import PromptNote, RequestLog, RequestRecord
 from inference_svc.core import Principal, Request
 from inference_svc.frontend.async_engine import AsyncEngine
 from inference_svc.frontend.output_stream import Delta
@@ -20,9 +20,11 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 @dataclass(frozen=True, slots=True)
 class GenerateStream:
-    """A call that is ready to run: its adapter is resolved, its prompts are tokenised."""
+    """A call that is ready to run: its adapter is resolved, its prompts are tokenised, and what is
+    kept of them is what its record says."""
 
     call: GenerateCall
+    prompts: Sequence[PromptNote]
     principal: Principal
     binding: Binding | None
     requests: Sequence[Request]
@@ -83,7 +85,7 @@ class GenerateStream:
             self.request_log.fork(self.record, request.request_id) as record,
             failure.replaces_cancellation(),
         ):
-            record.prompt = self.call.prompts[index // self.call.num_choices]
+            record.prompt = self.prompts[index // self.call.num_choices]
             trace = record.start(request, self.base_model)
             if not self.call.is_id_unique:
                 request = replace(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from inference_svc.api.request_trace import GenerationTrace, begin_generation
 from inference_svc.core import FinishReason, Principal, Request
@@ -19,7 +20,7 @@ from inference_svc.errors import AdapterUnavailable
 from inference_svc.frontend.output_stream import Delta
 from inference_svc.metrics.metrics import CANCELLED, Metrics, RequestEnd
 from inference_svc.store.directory import Binding
-from inference_svc.text.prompt import ChatMessage, Prompt
+from inference_svc.text.prompt import ChatMessage, Prompt, is_chat
 from servicekit.errors import ServiceError
 from servicekit.telemetry import spans
 
@@ -30,13 +31,23 @@ MAX_NAME_CHARS = 200
 MAX_PROMPT_CHARS = 10_000
 
 
+class PromptNote(NamedTuple):
+    """What a record says of a prompt; `text` is "" unless prompts are logged."""
+
+    is_chat: bool = False
+    text: str = ""
+
+
+NO_PROMPT = PromptNote()
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """The facts of one request so far. `adapter` is the caller's reference until `bind`."""
 
     request_id: str = ""
     adapter: str = ""
-    prompt: Prompt = ""
+    prompt: PromptNote = NO_PROMPT
     principal: str = ""
     tenant: str = ""
     digest: str = ""
@@ -61,7 +72,7 @@ class RequestRecord:
     def start(self, request: Request, model: str) -> GenerationTrace | None:
         """Called when the request is handed to the engine; returns its trace, if it is traced."""
         self.start_s, self._is_running = request.arrival_s, True
-        self.trace = begin_generation(request, self.prompt, model)
+        self.trace = begin_generation(request, model, is_chat=self.prompt.is_chat)
         return self.trace
 
     def add(self, delta: Delta) -> None:
@@ -132,6 +143,9 @@ class RequestLog:
         self._code_of = code_of
         self._log_prompts = log_prompts
 
+    def note_of(self, prompt: Prompt) -> PromptNote:
+        return PromptNote(is_chat(prompt), _prompt_text(prompt) if self._log_prompts else "")
+
     @contextmanager
     def record_if_failed(self, request_id: str, adapter: str) -> Iterator[RequestRecord]:
         """Opens the record of a call that is being prepared. It closes only if the context raises;
@@ -168,7 +182,7 @@ class RequestLog:
         if isinstance(error, ServiceError):
             facts["reason"] = error.reason
         if self._log_prompts:
-            facts["prompt"] = _prompt_text(record.prompt)
+            facts["prompt"] = record.prompt.text
         logger.info("request finished", extra=facts)
 
 

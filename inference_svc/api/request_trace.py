@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from inference_svc.core import FinishReason, Request
 from inference_svc.engine.messages import Output, Timings
-from inference_svc.text.prompt import ChatMessage, Prompt
 from servicekit.telemetry import spans
 from servicekit.telemetry.spans import CANCELLED, Attribute, OpenSpan
 from servicekit.telemetry.tracing import DEADLINE_SLACK_S
@@ -16,12 +15,11 @@ from servicekit.telemetry.tracing import DEADLINE_SLACK_S
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
 
 
-def begin_generation(request: Request, prompt: Prompt, model: str) -> GenerationTrace | None:
+def begin_generation(request: Request, model: str, *, is_chat: bool) -> GenerationTrace | None:
     """Returns a trace below the current span; None if that is not sampled."""
     parent = spans.current_sampled()
     if parent is None:
         return None
-    is_chat = not isinstance(prompt, str) and any(isinstance(part, ChatMessage) for part in prompt)
     return GenerationTrace(parent, request, "chat" if is_chat else "text_completion", model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,8 +23,9 @@ from inference_svc.store.types import AdapterPage, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
-from servicekit.errors import InvalidArgument, Unauthenticated
+from servicekit.errors import InvalidArgument, ShareExceeded, Unauthenticated
 from servicekit.refs import parse_ref
+from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
 
 TRACE_CHUNK_BYTES = 256 << 10
@@ -64,9 +66,14 @@ class IncomingCall(Protocol):
     def request_id(self) -> str: ...
     @property
     def adapter(self) -> str: ...
-    async def read(self) -> GenerateCall:
-        """Converts the call, once its caller is authorised. Raises InvalidArgument naming the
-        field, and errors of its transport."""
+    def accept(self, caller: Principal) -> int:
+        """Returns how many bytes the call has at most, once its caller is authorised. Raises
+        InvalidArgument, ShareExceeded, and errors of its transport."""
+        ...
+
+    async def read(self, parsers: Executor) -> GenerateCall:
+        """Converts the call, and keeps nothing else of it; what is large by one of the `parsers`.
+        Raises InvalidArgument naming the field, and errors of its transport."""
         ...
 
 
@@ -89,12 +96,16 @@ class TraceFile(NamedTuple):
             yield chunk
 
 
+PLACE_SECONDS = 10.0
+"""How long a call waits to be read while too many bytes of others are."""
+
 AUDITED = frozenset({"LoadAdapter", "UnloadAdapter", "PinAdapter", "UnpinAdapter"})
 """The RPCs that are audited."""
 
 
 class Service:
-    """The use cases. Everything runs on one event loop. `registry` None: there is no store."""
+    """The use cases. Everything runs on one event loop. `registry` None: there is no store.
+    `reading` bounds the bytes of calls that are read, converted and tokenised at once."""
 
     def __init__(
         self,
@@ -103,6 +114,7 @@ class Service:
         directory: Directory,
         registry: Registry | None,
         prompts: PromptEncoder,
+        reading: Shares,
         request_log: RequestLog,
         authenticator: Authenticator[Action],
         audit: Audit[AuditEntry],
@@ -112,6 +124,7 @@ class Service:
         self._directory = directory
         self._registry = registry
         self._prompts = prompts
+        self._reading = reading
         self._request_log = request_log
         self._authenticator = authenticator
         self._audit = audit
@@ -124,11 +137,11 @@ class Service:
         """Authorises calls that show every tenant's requests."""
         self.authorize(caller, Action.INSPECT).require_all_tenants()
 
-    def authenticate(self, caller: Caller, method: str) -> None:
+    def authenticate(self, caller: Caller, method: str) -> Principal:
         """Raises Unauthenticated, and audits it if `method` is audited. For calls that are
         authorised once more of them is read."""
         try:
-            self._authenticator.authenticate(caller.metadata)
+            return self._authenticator.authenticate(caller.metadata)
         except Unauthenticated as error:
             self._audit.refuse(method, caller.peer, error)
             raise
@@ -144,18 +157,21 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
-            try:
-                call = await incoming.read()
-            finally:
-                record.adapter = incoming.adapter
-            record.request_id, record.prompt = call.request_id, call.prompts[0]
-            binding = await self.resolve(
-                principal, call.adapter, call.min_revision, call.adapter_field
-            )
-            record.bind(binding)
-            requests = call.bounded(await self._to_requests(call, binding, principal))
+            async with self._place_for(principal, incoming.accept(principal)):
+                try:
+                    call = await incoming.read(self._prompts.threads_of(principal.account))
+                finally:
+                    record.adapter = incoming.adapter
+                prompts = tuple(map(self._request_log.note_of, call.prompts))
+                record.request_id, record.prompt = call.request_id, prompts[0]
+                binding = await self.resolve(
+                    principal, call.adapter, call.min_revision, call.adapter_field
+                )
+                record.bind(binding)
+                requests = call.bounded(await self._to_requests(call, binding, principal))
         return GenerateStream(
-            call,
+            call.without_prompts(),
+            prompts,
             principal,
             binding,
             requests,
@@ -164,6 +180,20 @@ class Service:
             record,
             self.facts.base_model,
         )
+
+    @asynccontextmanager
+    async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
+        """Holds the memory for a call of this size. Raises ShareExceeded if there is none in
+        time."""
+        if num_bytes == 0:
+            yield
+            return
+        try:
+            place = self._reading.reserve(caller.account, num_bytes)
+        except ShareExceeded:
+            place = await self._reading.wait(caller.account, num_bytes, PLACE_SECONDS)
+        with place:
+            yield
 
     async def resolve(
         self, principal: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"
@@ -182,7 +212,7 @@ class Service:
         requests: list[Request] = []
         for index, prompt in enumerate(call.prompts):
             with child_span("tokenize"):
-                token_ids = await self._prompts.encode(prompt)
+                token_ids = await self._prompts.encode(prompt, principal.account)
             requests += call.to_requests(
                 index, token_ids, binding, principal.home_tenant, self.facts.max_model_len
             )

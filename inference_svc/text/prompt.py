@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, cast
 
+from inference_svc.errors import TemplateTimeout
 from servicekit.errors import InvalidArgument
+from servicekit.shares import FairExecutor
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
 TEMPLATE_CHARS = 20
 """About what a chat template adds to each message."""
+NUM_THREADS = 2
+INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
+"""How long a chat template may take on the event loop, and in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,31 +33,42 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 class Encoder(Protocol):
     """The part of a tokenizer that encoding needs. May raise InvalidArgument."""
 
+    @property
+    def max_chars_per_token(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]: ...
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
+        """Raises TemplateTimeout if the messages' text is not there in time."""
+        ...
 
 
 class PromptEncoder:
     """`max_model_len` bounds the prompt, with room for one token of output; `vocab_size` is the
-    model's, which may know fewer tokens than its tokenizer."""
+    model's, which may know fewer tokens than its tokenizer. With a `share` below 1 accounts take
+    turns, and none has all threads."""
 
-    def __init__(self, encoder: Encoder, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, encoder: Encoder, max_model_len: int, vocab_size: int, share: float = 1.0
+    ) -> None:
         self._encoder = encoder
         self._max_model_len = max_model_len
+        self._max_chars = max_model_len * encoder.max_chars_per_token
         self._vocab_size = vocab_size
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="loadout-tokenize")
+        self._renders_inline = True
+        self._threads = FairExecutor(NUM_THREADS, "prompts", share)
 
     def close(self) -> None:
-        self._executor.shutdown()
+        self._threads.close()
 
-    async def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def threads_of(self, account: str) -> Executor:
+        """Returns an account's executor for what else is long before its prompts are tokenised."""
+        return self._threads.of(account)
+
+    async def encode(self, prompt: Prompt, account: str = "") -> tuple[int, ...]:
         """Raises InvalidArgument for a prompt that is empty, too long, or refused by the chat
-        template."""
-        if _num_chars(prompt) <= INLINE_CHARS:
-            token_ids = self._encode(prompt)
-        else:
-            loop = asyncio.get_running_loop()
-            token_ids = await loop.run_in_executor(self._executor, self._encode, prompt)
+        template, ShareExceeded if too many prompts of the account wait."""
+        token_ids = await self._encode_in_time(prompt, account)
         if not token_ids:
             raise InvalidArgument("prompt must have at least one token", subject="prompt")
         if len(token_ids) >= self._max_model_len:
@@ -68,17 +84,38 @@ class PromptEncoder:
             )
         return token_ids
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    async def _encode_in_time(self, prompt: Prompt, account: str) -> tuple[int, ...]:
+        if not isinstance(prompt, str) and not is_chat(prompt):
+            return cast("tuple[int, ...]", prompt)
+        num_chars = _num_chars(prompt)
+        if num_chars > INLINE_CHARS:
+            self._check_fits(prompt)
+        elif isinstance(prompt, str) or self._renders_inline:
+            try:
+                return self._encode(prompt, INLINE_SECONDS)
+            except TemplateTimeout:
+                self._renders_inline = False  # nor any other chat: they would hold up the loop
+        encoding = self._threads.submit(account, self._encode, prompt, TEMPLATE_SECONDS)
+        return await asyncio.wrap_future(encoding)
+
+    def _check_fits(self, prompt: str | tuple[ChatMessage, ...]) -> None:
+        """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
+        num_chars = len(prompt) if isinstance(prompt, str) else sum(len(m.content) for m in prompt)
+        if num_chars > self._max_chars:
+            raise InvalidArgument(
+                f"prompt has {num_chars} characters; the {self._max_model_len} tokens of this "
+                f"model's context are at most {self._max_chars}",
+                subject="prompt",
+            )
+
+    def _encode(self, prompt: str | tuple[ChatMessage, ...], max_seconds: float) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self._encoder.encode(prompt))
-        if _is_chat(prompt):
-            return tuple(self._encoder.encode_chat(prompt))
-        return cast("tuple[int, ...]", prompt)
+        max_chars = self._max_chars + INLINE_CHARS
+        return tuple(self._encoder.encode_chat(prompt, max_chars, max_seconds))
 
 
-def _is_chat(
-    prompt: tuple[int, ...] | tuple[ChatMessage, ...],
-) -> TypeGuard[tuple[ChatMessage, ...]]:
+def is_chat(prompt: Prompt) -> TypeGuard[tuple[ChatMessage, ...]]:
     return bool(prompt) and isinstance(prompt[0], ChatMessage)
 
 
@@ -86,6 +123,6 @@ def _num_chars(prompt: Prompt) -> int:
     """Returns the length to tokenise; an empty message still has what the template adds."""
     if isinstance(prompt, str):
         return len(prompt)
-    if _is_chat(prompt):
+    if is_chat(prompt):
         return sum(len(m.role) + len(m.content) + TEMPLATE_CHARS for m in prompt)
     return 0

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.errors import UnsupportedModel
+from inference_svc.text.chat_template import ChatTemplate
 from inference_svc.text.prompt import ChatMessage
 from servicekit.errors import InvalidArgument
 
 IMPORT_BYTES = 32 << 20
 BYTES_PER_JSON_BYTE = 12
 BYTES_PER_MODEL_BYTE = 100
+COMPOSED_CHARS = 4
+"""How many characters a normaliser composes into one at most: a letter and its marks."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -87,6 +90,8 @@ class Tokenizer:
         self.visible_ids = self._find_visible_ids()
         self.byte_ids = self._find_byte_ids()
         self.is_byte_level = "ByteLevel" in repr(self._backend.decoder)
+        self.max_chars_per_token = self._find_max_chars_per_token()
+        self._chat_template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +113,12 @@ class Tokenizer:
         vocab = self._backend.get_vocab(with_added_tokens=True)
         return frozenset(i for piece, i in vocab.items() if _BYTE_TOKEN.fullmatch(piece))
 
+    def _find_max_chars_per_token(self) -> int:
+        """Returns the length of the longest token's text. (One character may be several tokens; no
+        token but that of a run of whitespace, which some tokenizers leave out, is of more.)"""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return longest if self._backend.normalizer is None else COMPOSED_CHARS * longest
+
     def name_of(self, token_id: int) -> str:
         """Returns the vocabulary's string; "" for an id that only the model has."""
         return self._backend.id_to_token(token_id) or ""
@@ -116,20 +127,14 @@ class Tokenizer:
         """Returns the token ids of `text`, with Hugging Face's default special tokens."""
         return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
         """Returns the token ids of a conversation under the model's chat template, up to where the
-        assistant's answer begins. Raises InvalidArgument."""
-        if not self._hf.chat_template:
+        assistant's answer begins. Raises like `ChatTemplate.render`."""
+        if self._chat_template is None:
             raise InvalidArgument("this model has no chat template", subject="chat")
-        conversation = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            text = self._hf.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # templates raise any error
-            raise InvalidArgument(
-                f"the chat template refuses these messages: {error}", subject="chat"
-            ) from error
+        text = self._chat_template.render(tuple(messages), max_chars, max_seconds)
         # The template writes the special tokens itself.
         return self._encode(text, add_special_tokens=False)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import TypeAlias
 
 import grpc
 
-from inference_svc.api.generate_call import GenerateCall
+from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
+from inference_svc.api.request_record import MAX_NAME_CHARS
 from inference_svc.api.service import Caller, Service
-from inference_svc.core import Action
+from inference_svc.core import Action, Principal
 from inference_svc.debug import DebugInfo
 from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
@@ -54,7 +56,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     # request with it.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
-        del request
+        del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
         request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
         async with stream.deltas() as deltas:
@@ -143,21 +145,23 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
 
 class _IncomingCall:
-    """A call to generate, which lets go of its message once that is converted: it may be large, and
-    generating takes long."""
+    """A call whose message is here, until it is read; see `service.IncomingCall`."""
 
     def __init__(self, request: pb.GenerateRequest, context: Context, vocab_size: int) -> None:
-        self.request_id = request.request_id
-        self.adapter = request.adapter
-        self._request: pb.GenerateRequest | None = request
+        self.request_id: str = request.request_id[:MAX_ID_CHARS]
+        self.adapter: str = request.adapter[:MAX_NAME_CHARS]
+        self._request = request
         self._context = context
         self._vocab_size = vocab_size
 
-    async def read(self) -> GenerateCall:
-        request, self._request = self._request, None
-        assert request is not None, "a call is read once"
-        remaining_s = self._context.time_remaining()
-        return convert.from_generate_request(request, self._vocab_size, remaining_s)
+    def accept(self, caller: Principal) -> int:
+        return self._request.ByteSize()
+
+    async def read(self, parsers: Executor) -> GenerateCall:
+        request, self._request = self._request, pb.GenerateRequest()
+        return convert.from_generate_request(
+            request, self._vocab_size, self._context.time_remaining()
+        )
 
 
 def _caller(context: Context) -> Caller:

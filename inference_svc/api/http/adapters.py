@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
-from inference_svc.api.http.request import Body, authenticated, read_body
+from inference_svc.api.http.request import Body, admit, authenticated, read_body
 from inference_svc.api.service import Service
 from inference_svc.store.types import Source
 
@@ -60,7 +60,7 @@ class Adapters:
     async def load(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            self._service.authenticate(caller, "LoadAdapter")
+            admit(request, self._service.authenticate(caller, "LoadAdapter"))
         body = await read_body(request, LoadBody)
         await cancel_on_disconnect(
             request.receive,
@@ -77,7 +77,7 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            self._service.authenticate(caller, "UnloadAdapter")
+            admit(request, self._service.authenticate(caller, "UnloadAdapter"))
         body = await read_body(request, UnloadBody)
         await cancel_on_disconnect(
             request.receive,

@@ -18,7 +18,7 @@ from inference_svc.api.http.errors import handle_error
 from inference_svc.api.http.generate import GenerateRoute
 from inference_svc.api.http.middleware import RequestMiddleware
 from inference_svc.api.http.models import Models
-from inference_svc.api.http.request import authenticated
+from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.service import Service
 from inference_svc.core import Action
 from inference_svc.metrics.metrics import Metrics
@@ -55,6 +55,7 @@ class Operations:
         else:
             with authenticated(request) as caller:
                 principal = self._service.authorize(caller, Action.OPERATE)
+                admit(request, principal)
             principal.require_all_tenants()
         text, media_type = await asyncio.to_thread(expose)
         return Response(text, headers={"content-type": media_type})

@@ -71,7 +71,9 @@ class ChatBody(GenerationBody):
     # Accepted with values that change nothing.
     store: Literal[False] | None = None
     response_format: ResponseFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    modalities: (
+        Annotated[list[Literal["text"]], Field(fail_fast=True), Field(max_length=8)] | None
+    ) = None
     tools: _Nothing | None = None
     functions: _Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -110,8 +112,8 @@ class ChatCompletions:
         max_tokens = next(limit for limit in limits if limit is not None)
         return body.to_sampling(max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
-    def formatter(self, index: int, body: ChatBody, pieces: Pieces) -> ChatFormatter:
-        return ChatFormatter(index, pieces, bool(body.return_token_ids))
+    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChatFormatter:
+        return ChatFormatter(index, pieces, includes_ids)
 
 
 class ChatFormatter:

@@ -77,8 +77,8 @@ class Completions:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         return body.to_sampling(max_tokens, body.logprobs)
 
-    def formatter(self, index: int, body: CompletionBody, pieces: Pieces) -> CompletionFormatter:
-        return CompletionFormatter(index, pieces, bool(body.return_token_ids))
+    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> CompletionFormatter:
+        return CompletionFormatter(index, pieces, includes_ids)
 
 
 class CompletionFormatter:

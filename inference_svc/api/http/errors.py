@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +25,7 @@ from inference_svc.errors import (
     ProfileRunning,
     QueueFull,
     StoreUnavailable,
+    TemplateTimeout,
 )
 from servicekit import errors
 
@@ -47,6 +47,8 @@ class ErrorStatus(NamedTuple):
 LINGER_BYTES = 8 << 20
 LINGER_SECONDS = 1.0
 """How much of an unread body is discarded, and for how long, before its connection closes."""
+MAX_LINGERING = 64
+"""More at once are closed without waiting: callers without a token could hold thousands."""
 
 _INVALID = "invalid_request_error"
 INTERNAL = ErrorStatus(500, "server_error", "internal_error")
@@ -55,6 +57,8 @@ ERROR_STATUSES: dict[type[errors.ServiceError], ErrorStatus] = {
     errors.Unauthenticated: ErrorStatus(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDenied: ErrorStatus(403, "permission_error", "permission_denied"),
     errors.InvalidArgument: ErrorStatus(400, _INVALID, "invalid_argument"),
+    errors.ShareExceeded: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded"),
+    TemplateTimeout: ErrorStatus(400, _INVALID, "invalid_argument"),
     DuplicateRequest: ErrorStatus(409, _INVALID, "duplicate_request_id"),
     AdapterNotFound: ErrorStatus(404, _INVALID, "model_not_found"),
     AdapterUnusable: ErrorStatus(400, _INVALID, "adapter_unusable"),
@@ -194,14 +198,22 @@ class UnreadBodyResponse(JSONResponse):
     discarded for a while: closing at once would reset the connection, and the client might never
     see the response."""
 
+    num_lingering: ClassVar[int] = 0
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers["connection"] = "close"
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                await _discard(receive)
+        if UnreadBodyResponse.num_lingering < MAX_LINGERING:
+            UnreadBodyResponse.num_lingering += 1
+            try:
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await _discard(receive)
+            except TimeoutError:
+                pass
+            finally:
+                UnreadBodyResponse.num_lingering -= 1
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

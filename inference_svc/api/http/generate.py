@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from concurrent.futures import Executor
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,9 @@ from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
     REQUEST_ID_HEADER,
     GenerationBody,
+    admit,
     authenticated,
+    body_bytes,
     check_request_id,
     read_body,
     request_id_of,
@@ -31,7 +34,7 @@ from inference_svc.api.http.response import (
 )
 from inference_svc.api.http.sse import EventStream
 from inference_svc.api.service import ServerFacts, Service
-from inference_svc.core import SamplingParams
+from inference_svc.core import Principal, SamplingParams
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
 
@@ -50,28 +53,43 @@ class Endpoint(Protocol[B_contra]):
 
     def prompts(self, body: B_contra) -> tuple[Prompt, ...]: ...
     def sampling(self, body: B_contra, max_model_len: int) -> SamplingParams: ...
-    def formatter(self, index: int, body: B_contra, pieces: Pieces) -> ChoiceFormatter: ...
+    def formatter(self, index: int, pieces: Pieces, includes_ids: bool) -> ChoiceFormatter: ...
+
+
+class AnswerOptions(NamedTuple):
+    """What a request says about the form of its answer: all that is kept of its body."""
+
+    stream: bool
+    includes_usage: bool
+    includes_ids: bool
 
 
 class IncomingRequest(Generic[B]):
-    """A request to generate, and its `body` once that is read; see `service.IncomingCall`."""
+    """A request to generate, and its `options` once its body is read; see
+    `service.IncomingCall`."""
 
     def __init__(self, request: Request, endpoint: Endpoint[B], facts: ServerFacts) -> None:
         self.request_id = request_id_of(request)
         self.adapter = ""
-        self.body: B | None = None
+        self.options: AnswerOptions | None = None
         self._request = request
         self._endpoint = endpoint
         self._facts = facts
         self._is_read = asyncio.Event()
 
-    async def read(self) -> GenerateCall:
+    def accept(self, caller: Principal) -> int:
         check_request_id(self._request)
-        body: B = await read_body(self._request, self._endpoint.body)
-        self.body = body
+        admit(self._request, caller)
+        return body_bytes(self._request)
+
+    async def read(self, parsers: Executor) -> GenerateCall:
+        body: B = await read_body(self._request, self._endpoint.body, parsers)
         self._is_read.set()
         self.adapter = adapter_of(body.model, self._facts)
         body.check_streaming()
+        self.options = AnswerOptions(
+            bool(body.stream), body.includes_usage, bool(body.return_token_ids)
+        )
         prompts = self._endpoint.prompts(body)
         sampling = self._endpoint.sampling(body, self._facts.max_model_len)
         sampling = checked_sampling(sampling, self._facts.vocab_size)
@@ -96,15 +114,15 @@ class GenerateRoute(Generic[B]):
             stream = await cancel_on_disconnect(
                 incoming.receive_after_body, self._service.generate(caller, incoming)
             )
-        assert incoming.body is not None, "generate has read it"
-        body, headers = incoming.body, {REQUEST_ID_HEADER: incoming.request_id}
+        assert incoming.options is not None, "generate has read them"
+        options, headers = incoming.options, {REQUEST_ID_HEADER: incoming.request_id}
         formatters = [
-            self._endpoint.formatter(index, body, self._pieces)
+            self._endpoint.formatter(index, self._pieces, options.includes_ids)
             for index in range(len(stream.requests))
         ]
-        if body.stream:
+        if options.stream:
             head = self._head(stream, self._endpoint.chunk_object)
-            events = encode_events(stream, formatters, head, body.includes_usage)
+            events = encode_events(stream, formatters, head, options.includes_usage)
             return EventStream(events, self._endpoint.names, headers)
         head = self._head(stream, self._endpoint.object)
         parts = await cancel_on_disconnect(request.receive, encode_full(stream, formatters, head))

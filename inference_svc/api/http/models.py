@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
-from inference_svc.api.http.request import authenticated
+from inference_svc.api.http.request import admit, authenticated
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal
 from inference_svc.errors import StoreUnavailable
@@ -51,6 +51,7 @@ class Models:
         set_names(request, {"adapter": "page_token"})
         with authenticated(request) as caller:
             principal = self._service.authorize(caller, Action.INFO)
+            admit(request, principal)
         page_size = _limit(request.query_params.get("limit", str(MAX_PAGE_SIZE)))
         token = request.query_params.get("page_token", "")
         listing = self._service.list_adapters(principal, page_size, token)
@@ -98,6 +99,7 @@ class Models:
         set_names(request, {"adapter": "model"})
         with authenticated(request) as caller:
             principal = self._service.authorize(caller, Action.INFO)
+            admit(request, principal)
         model = request.path_params["model"]
         adapter = adapter_of(model, self._service.facts)
         resolving = self._service.resolve(principal, adapter, subject="model")

@@ -7,6 +7,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,22 +17,32 @@ from starlette.requests import Request
 
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
+    MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MIN_TEMPERATURE,
     GenerateCall,
     random_seed,
 )
+from inference_svc.api.http.connections import Connection
 from inference_svc.api.http.errors import set_authenticated, set_read
 from inference_svc.api.service import Caller
-from inference_svc.core import SamplingParams
+from inference_svc.core import Principal, SamplingParams
 from inference_svc.text.prompt import Prompt
 from servicekit.errors import InvalidArgument, Unauthenticated
 
 MAX_BODY_BYTES = 4 << 20
 """The same limit as of a gRPC message."""
 BODY_SECONDS = 60.0
-"""A slower client would hold a connection for nothing."""
+BODY_GRACE_SECONDS, MIN_BODY_BYTES_PER_S = 10.0, 64 << 10
+"""A body arrives within the grace, and at this rate from then on: a slower client would hold memory
+for nothing."""
+INLINE_BODY_BYTES = 64 << 10
+"""Longer bodies are parsed off the event loop: parsing one takes a tenth of a second at most."""
+MAX_CONTAINERS = MAX_KEYS = 1 << 15
+MAX_VALUES = 1 << 20
+MAX_STRINGS = 1 << 17
+"""Of a body. Each empty object takes a hundred times its bytes."""
 REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -40,11 +51,10 @@ MAX_NAME_CHARS = 100
 
 
 class Body(BaseModel):
-    """A request body: no type is converted, no field ignored. Unknown fields are searched for after
-    validation, and lists are `fail_fast`: an error object for each item of a large bad body would
-    take gigabytes."""
+    """A request body: no type is converted, no field ignored. Lists are `fail_fast`: an error
+    object for each item of a large bad body would take hundreds of megabytes."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 B = TypeVar("B", bound=Body)
@@ -65,6 +75,12 @@ def authenticated(request: Request) -> Iterator[Caller]:
     set_authenticated(request)
 
 
+def admit(request: Request, caller: Principal) -> None:
+    """Counts the request's connection against the caller's share. Raises ShareExceeded."""
+    connection: Connection = request.state.connection
+    connection.admit(caller.account)
+
+
 def request_id_of(request: Request) -> str:
     """Returns the caller's id, so that it finds the request in our log; a new one if it gave none,
     or an invalid one."""
@@ -82,52 +98,94 @@ def check_request_id(request: Request) -> None:
         )
 
 
-async def read_body(request: Request, kind: type[B]) -> B:
-    """Raises InvalidArgument naming the field, HTTPException, and ClientDisconnect."""
+def body_bytes(request: Request) -> int:
+    """Returns how long the body is said to be, or may be. Raises HTTPException."""
+    length = request.headers.get("content-length")
+    if length is None:
+        return MAX_BODY_BYTES if "transfer-encoding" in request.headers else 0
+    if not length.isdecimal() or len(length) > 20 or int(length) > MAX_BODY_BYTES:
+        raise _too_large(MAX_BODY_BYTES)
+    return int(length)
+
+
+async def read_body(request: Request, kind: type[B], parsers: Executor | None = None) -> B:
+    """Long bodies are parsed by one of the `parsers`; without them there are none. Raises
+    InvalidArgument naming the field, HTTPException, and ClientDisconnect."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A browser sends this type to other origins only after a preflight request.
     if media_type != "application/json":
         raise HTTPException(415, "content-type must be application/json")
-    data = await _read(request)
+    max_bytes = INLINE_BODY_BYTES if parsers is None else MAX_BODY_BYTES
+    if body_bytes(request) > max_bytes and "content-length" in request.headers:
+        raise _too_large(max_bytes)
+    data = await _read(request, max_bytes)
     set_read(request)
+    if parsers is None or len(data) <= INLINE_BODY_BYTES:
+        return parse_body(data, kind)
+    parsing = asyncio.wrap_future(parsers.submit(parse_body, data, kind))
+    del data  # the parser alone holds it
+    return await parsing
+
+
+def parse_body(data: bytes | bytearray, kind: type[B]) -> B:
+    """Raises InvalidArgument naming the field."""
+    _check_structure(data)
     try:
-        body = kind.model_validate_json(data)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         raise _to_invalid_request(error) from None
-    unknown = find_unknown(body)
-    if unknown is not None:
-        field = _path(unknown)
-        raise InvalidArgument(f"{field}: unknown field", subject=field)
-    return body
 
 
-def find_unknown(body: Body) -> tuple[int | str, ...] | None:
-    """Returns the path of the first unknown field."""
-    for name in body.model_extra or ():
-        return (name,)
-    for name in type(body).model_fields:
-        value = getattr(body, name)
-        for index, each in enumerate(value if isinstance(value, list) else [value]):
-            if isinstance(each, Body) and (found := find_unknown(each)) is not None:
-                return (name, *((index,) if isinstance(value, list) else ()), *found)
-    return None
+def _check_structure(data: bytes | bytearray) -> None:
+    """Raises InvalidArgument for a body of too many parts, which would take far more memory than
+    its text and, in one call of the parser, stop every other thread."""
+    if (
+        _num_containers(data) <= MAX_CONTAINERS
+        and data.count(b":") <= MAX_KEYS
+        and data.count(b",") <= MAX_VALUES
+        and data.count(b'"') <= 2 * MAX_STRINGS
+    ):
+        return  # few with what is in strings, and so without
+    data = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    _check_count(data.count(b'"') // 2, MAX_STRINGS, "strings")
+    data = b"".join(data.split(b'"')[::2])  # what is outside of strings
+    _check_count(_num_containers(data), MAX_CONTAINERS, "objects and lists")
+    _check_count(data.count(b":"), MAX_KEYS, "keys")
+    _check_count(data.count(b","), MAX_VALUES, "values")
 
 
-async def _read(request: Request) -> bytes:
-    too_large = HTTPException(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-        raise too_large
+def _num_containers(data: bytes | bytearray) -> int:
+    return data.count(b"{") + data.count(b"[")
+
+
+def _check_count(count: int, limit: int, parts: str) -> None:
+    if count > limit:
+        raise InvalidArgument(f"the body must have at most {limit} {parts}")
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body must have at most {max_bytes} bytes")
+
+
+async def _read(request: Request, max_bytes: int) -> bytearray:
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
     data = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_GRACE_SECONDS) as limit:
             async for part in request.stream():
                 data += part
-                if len(data) > MAX_BODY_BYTES:
-                    raise too_large
+                if len(data) > max_bytes:
+                    raise _too_large(max_bytes)
+                allowed_s = BODY_GRACE_SECONDS + len(data) / MIN_BODY_BYTES_PER_S
+                limit.reschedule(start_s + min(allowed_s, BODY_SECONDS))
     except TimeoutError:
-        raise HTTPException(408, f"the body took longer than {BODY_SECONDS:g} s") from None
-    return bytes(data)
+        raise HTTPException(
+            408,
+            f"the body must arrive within {BODY_GRACE_SECONDS:g} s and "
+            f"{MIN_BODY_BYTES_PER_S >> 10} KiB/s from then on, at most {BODY_SECONDS:g} s in all",
+        ) from None
+    return data
 
 
 def _to_invalid_request(error: ValidationError) -> InvalidArgument:
@@ -136,6 +194,8 @@ def _to_invalid_request(error: ValidationError) -> InvalidArgument:
     field, text = _path(problem["loc"]), problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         text = "is missing"
+    elif problem["type"] == "extra_forbidden":
+        text = "unknown field"
     return InvalidArgument(f"{field or 'the body'}: {text}", subject=field)
 
 
@@ -154,6 +214,12 @@ MAX_CHOICES = 128
 MAX_RESPONSE_LOGPROBS = 1 << 18
 """Logprobs of one response: of each token its own, and those of its alternatives. They are about
 20 MB of JSON, and a second and a half of a processor."""
+
+
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_IGNORED_CHARS = 16, 64, 512
+"""OpenAI's bounds."""
+
+Ignored = Annotated[str, Field(max_length=MAX_IGNORED_CHARS)]
 
 
 def _greedy_or(temperature: float | None) -> float | None:
@@ -184,7 +250,10 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: (
         Annotated[
-            list[str], Field(fail_fast=True), Field(max_length=MAX_STOPS), BeforeValidator(_to_list)
+            list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]],
+            Field(fail_fast=True),
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(_to_list),
         ]
         | None
     ) = None
@@ -206,11 +275,17 @@ class GenerationBody(Body):
     min_revision: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
 
     # Accepted, without effect.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    service_tier: Ignored | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)], Ignored],
+            Field(max_length=MAX_METADATA),
+        ]
+        | None
+    ) = None
 
     # Accepted with values that change nothing.
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None

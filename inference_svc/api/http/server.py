@@ -23,9 +23,12 @@ from inference_svc.api.http.middleware import RequestMiddleware
 from servicekit.rpc.tls import CertificateFiles, rotating_context
 from servicekit.settings.types import split_address
 
-MAX_HEADER_BYTES = 64 << 10
+MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_SECONDS = 75
 """Most clients and proxies close idle connections after a minute."""
+BACKLOG, ACCEPTED_AT_ONCE = 2048, 32
+"""Connections that wait in the kernel, and that are taken before others' events: of thousands that
+send at the same moment only a few are in memory together."""
 ANSWER_SECONDS = 1
 """Time for responses to reach their clients before connections are closed."""
 
@@ -59,10 +62,12 @@ class _Server(uvicorn.Server):
 
 class HttpServer:
     """Binds its address at once, so that a bad one fails before a model is loaded; accepts
-    connections from `start` to `close`. Raises OSError if it cannot listen."""
+    connections from `start` to `close`; `share` is a tenant's of them. Raises OSError if it cannot
+    listen."""
 
-    def __init__(self, address: str, certificates: CertificateFiles) -> None:
+    def __init__(self, address: str, certificates: CertificateFiles, share: float = 1.0) -> None:
         host, port = split_address(address)
+        self._limit = ConnectionLimit(max_connections(), share)
         self._context = rotating_context(certificates)
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
@@ -79,13 +84,14 @@ class HttpServer:
 
     async def start(self, app: RequestMiddleware) -> None:
         self._app = app
-        self._server = _Server(_config(app, self._context))
+        self._server = _Server(_config(app, self._limit, self._context))
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             up.cancel()
             self._task.result()  # raises why
+        self._socket.listen(BACKLOG)  # asyncio takes as many at once as it lets wait
 
     async def drain(self, grace_seconds: float) -> None:
         """Returns when no request runs, or after the grace."""
@@ -99,13 +105,13 @@ class HttpServer:
         self._socket.close()
 
 
-def _config(app: RequestMiddleware, context: ssl.SSLContext | None) -> uvicorn.Config:
+def _config(
+    app: RequestMiddleware, limit: ConnectionLimit, context: ssl.SSLContext | None
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         # The one of uvicorn's parsers that bounds headers.
-        http=cast(
-            "type[asyncio.Protocol]", partial(Connection, ConnectionLimit(max_connections()))
-        ),
+        http=cast("type[asyncio.Protocol]", partial(Connection, limit)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
@@ -116,6 +122,7 @@ def _config(app: RequestMiddleware, context: ssl.SSLContext | None) -> uvicorn.C
         # The peer that is audited is the one that connected, whatever a header says.
         proxy_headers=False,
         server_header=False,
+        backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         log_level="error",
         access_log=False,

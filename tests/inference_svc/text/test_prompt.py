@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from inference_svc.errors import TemplateTimeout
 from inference_svc.text.prompt import INLINE_CHARS, ChatMessage, Prompt, PromptEncoder
 from servicekit.errors import InvalidArgument
 
@@ -11,13 +12,16 @@ from servicekit.errors import InvalidArgument
 class Recording:
     """Tokens are characters; records the thread that made them last."""
 
+    max_chars_per_token = 1
     thread: threading.Thread | None = None
 
     def encode(self, text: str) -> list[int]:
         self.thread = threading.current_thread()
         return [ord(char) for char in text]
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+    ) -> list[int]:
         return self.encode("".join(m.role + m.content for m in messages) or ".")
 
 
@@ -70,3 +74,59 @@ def test_invalid_prompts_are_refused(prompt: Prompt, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
         encode(prompt, max_model_len=4)
     assert caught.value.subject == "prompt"
+
+
+def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    for prompt in ("x" * 10_000, (ChatMessage("user", "x" * 10_000),)):
+        with pytest.raises(InvalidArgument, match="10000 characters") as caught:
+            encode(prompt, max_model_len=5000)
+        assert caught.value.subject == "prompt"
+        assert encode(prompt, max_model_len=10_100)[1].thread is not None
+
+
+def test_tenants_take_turns() -> None:
+    is_served = threading.Event()
+
+    class Held(Recording):
+        """Tokenises one tenant's prompts only once another's is."""
+
+        def encode(self, text: str) -> list[int]:
+            if text[0] == "c":
+                is_served.set()
+            return [int(text[0] != "a" or is_served.wait(10))]
+
+    async def body() -> list[tuple[int, ...]]:
+        prompts = PromptEncoder(Held(), 10**6, vocab_size=128, share=0.5)
+        try:
+            return await asyncio.gather(
+                *(prompts.encode(name * 3000, f"tenant {name}") for name in "a" * 20 + "bc")
+            )
+        finally:
+            prompts.close()
+
+    assert asyncio.run(body()) == [(1,)] * 22
+
+
+def test_slow_template_leaves_the_event_loop() -> None:
+    class Slow(Recording):
+        def encode_chat(
+            self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
+        ) -> list[int]:
+            self.encode("x")
+            threads.append(self.thread)
+            if self.thread is threading.main_thread():
+                raise TemplateTimeout("too slow")
+            return [1]
+
+    async def body() -> None:
+        prompts = PromptEncoder(Slow(), 10**6, vocab_size=128)
+        try:
+            for _ in range(2):
+                assert await prompts.encode((ChatMessage("user", "hi"),)) == (1,)
+        finally:
+            prompts.close()
+
+    threads: list[threading.Thread | None] = []
+    asyncio.run(body())
+    is_main = [thread is threading.main_thread() for thread in threads]
+    assert is_main == [True, False, False], "only the first is tried on the loop"

@@ -25,13 +25,13 @@ def test_encode_equals_hugging_face(tokenizers: dict[str, Tokenizer]) -> None:
 
 def test_chat_goes_through_the_template(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
-    token_ids = tokenizer.encode_chat([ChatMessage("user", "hi")])
+    token_ids = tokenizer.encode_chat([ChatMessage("user", "hi")], 1000, 1.0)
     assert token_ids == tokenizer._hf("<s>user: hi</s><s>assistant:")["input_ids"]
 
 
 def test_chat_without_template_names_chat(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(InvalidArgument, match="no chat template") as caught:
-        tokenizers["unigram"].encode_chat([ChatMessage("user", "hi")])
+        tokenizers["unigram"].encode_chat([ChatMessage("user", "hi")], 1000, 1.0)
     assert caught.value.subject == "chat"
 
 
@@ -39,7 +39,7 @@ def test_conversation_that_the_template_refuses_is_invalid(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     with pytest.raises(InvalidArgument, match="unknown role bard") as caught:
-        tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")])
+        tokenizers["chars"].encode_chat([ChatMessage("bard", "hi")], 1000, 1.0)
     assert caught.value.subject == "chat"
 
 
@@ -90,7 +90,7 @@ def test_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save_tokenizer(backend, tmp_path, CHAT_TEMPLATE))
     assert tokenizer.encode("the lazy dog") == plain
     assert tokenizer.encode("") == []
-    assert len(tokenizer.encode_chat([ChatMessage("user", "the lazy dog")])) > 6
+    assert len(tokenizer.encode_chat([ChatMessage("user", "the lazy dog")], 1000, 1.0)) > 6
 
 
 def test_encoding_lets_other_threads_run(

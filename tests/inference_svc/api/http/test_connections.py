@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_slow_reader_gets_larger_chunks(serve_http) -> None:
     serve_http(body)
 
 
-def test_idle_connections_are_closed_for_new_ones(
+def test_longest_stranger_is_closed_for_a_new_one(
     serve_http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
@@ -188,16 +189,101 @@ def test_idle_connections_are_closed_for_new_ones(
                 assert b" 200 " in await newcomer.read()
                 assert await first.ends()
                 assert not await second.ends(within_s=0.05)
-        front.engine.hold.set()
-        running = [asyncio.create_task(front.complete()) for _ in range(3)]
-        await until_async(lambda: front.engine.num_running == 3)
-        async with connected(front) as late:
-            assert (await late.read()).startswith(b"HTTP/1.1 503 ")
-            assert await late.ends()
-        front.engine.hold.clear()
-        assert [(await each).choices[0].text for each in running] == ["abc"] * 3
 
     serve_http(body)
+
+
+def test_callers_leave_places_for_probes(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+
+    async def body(front: Front) -> None:
+        front.engine.hold.set()
+        running = [asyncio.create_task(front.complete()) for _ in range(6)]
+        await until_async(lambda: front.engine.num_running == 6)
+        async with connected(front) as half_sent:
+            await half_sent.send(
+                f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{".encode()
+            )
+            assert b" 429 " in await half_sent.read()
+        async with connected(front) as probe:
+            await probe.send(HEALTH)
+            assert b" 200 " in await probe.read()
+        front.engine.hold.clear()
+        assert [(await each).choices[0].text for each in running] == ["abc"] * 6
+        assert (await front.complete()).choices[0].text == "abc", "a place is free again"
+
+    serve_http(body)
+
+
+def test_longest_idle_connection_is_closed_when_all_are_taken(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
+    models = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    async def body(front: Front) -> None:
+        async with AsyncExitStack() as stack:
+            idle = []
+            for _ in range(4):
+                idle.append(await stack.enter_async_context(connected(front)))
+                await idle[-1].send(models)
+                assert b" 200 " in await idle[-1].read()
+            late = await stack.enter_async_context(connected(front))
+            await late.send(HEALTH)
+            assert b" 200 " in await late.read()
+            assert await idle[0].ends()
+            assert not await idle[1].ends(within_s=0.05)
+
+    serve_http(body)
+
+
+class Peer:
+    """A connection as its limit knows it."""
+
+    def __init__(self, peer: str, closed: list[Any]) -> None:
+        self.peer, self.stranger_bytes = peer, 0
+        self.transport = SimpleNamespace(abort=lambda: closed.append(self))
+
+
+def test_peer_with_the_most_strangers_makes_place() -> None:
+    closed: list[Any] = []
+    limit = connections.ConnectionLimit(4)
+    many = [Peer("many", closed) for _ in range(3)]
+    one = Peer("one", closed)
+    for index, each in enumerate((one, *many)):
+        assert limit.make_place(index)
+        limit.add_stranger(each)
+    limit.renew_stranger(many[0])
+    assert limit.make_place(4)
+    assert closed == [many[1]]
+
+
+def test_bytes_of_strangers_are_bounded() -> None:
+    closed: list[Any] = []
+    limit = connections.ConnectionLimit(4)
+    first, second, known = (Peer("many", closed) for _ in range(3))
+    for each in (first, second, known):
+        limit.add_stranger(each)
+    limit.remove(known)
+    limit.hold(known, 2 * connections.MAX_STRANGER_BYTES)
+    limit.hold(first, connections.MAX_STRANGER_BYTES)
+    assert closed == []
+    limit.hold(second, 1)
+    assert closed == [first]
+    limit.hold(second, connections.MAX_STRANGER_BYTES - 1)
+    assert closed == [first], "what the other held is free again"
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("2001:db8::1:2", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_peers(host: str, peer: str) -> None:
+    assert connections.peer_of((host, 1)) == peer
 
 
 def test_half_of_the_files_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,15 @@ from inference_svc import errors
 from inference_svc.api.http.chat import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.errors import ERROR_STATUSES, error_object
-from inference_svc.api.http.request import MAX_BODY_BYTES, Body
+from inference_svc.api.http.request import (
+    MAX_BODY_BYTES,
+    MAX_CONTAINERS,
+    MAX_KEYS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    Body,
+    parse_body,
+)
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tests.inference_svc.api.http.conftest import Front
 from tests.inference_svc.serving import digest_of
@@ -56,6 +64,7 @@ def test_lasting_errors_are_not_retried() -> None:
         errors.AdapterNotFound,
         errors.AdapterUnusable,
         errors.NoRoom,
+        errors.TemplateTimeout,
     }
     for kind, status in ERROR_STATUSES.items():
         assert (status.status in RETRIED) == (kind not in lasting), kind
@@ -107,7 +116,8 @@ NO_REQUESTS: list[tuple[bytes, dict[str, str], int, str]] = [
     (b'"x"', {}, 400, "the body: "),
     (b"", {}, 400, "the body: Invalid JSON"),
     (b"\xff\xfe", {}, 400, "the body: Invalid JSON"),
-    (b"[" * 100_000, {}, 400, "the body: Invalid JSON"),
+    (b"[" * 10_000, {}, 400, "the body: Invalid JSON"),
+    (b"[" * 100_000, {}, 400, f"at most {MAX_CONTAINERS} objects and lists"),
     (json.dumps(VALID).replace("hi", "\\ud800").encode(), {}, 400, "the body: Invalid JSON"),
     (b"{}", {}, 400, "model: is missing"),
     (b'{"mdoel": "base"}', {}, 400, "model: is missing"),
@@ -169,8 +179,18 @@ def test_endless_body_is_cut_off(serve_http, path: str) -> None:
     serve_http(body)
 
 
-def test_slow_body_times_out(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.api.http.request.BODY_SECONDS", 0.1)
+@pytest.mark.parametrize("action", ["load", "unload"])
+def test_small_bodies_where_adapters_are_loaded(serve_http, action: str) -> None:
+    async def body(front: Front) -> None:
+        answer = await front.post(f"/v1/{action}_lora_adapter", {"lora_name": "x" * 70_000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    serve_http(body)
+
+
+@pytest.mark.parametrize("name", ["BODY_SECONDS", "BODY_GRACE_SECONDS"])
+def test_slow_body_times_out(serve_http, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(f"inference_svc.api.http.request.{name}", 0.1)
 
     async def body(front: Front) -> None:
         host, port = front.running.server.http_address.split(":")
@@ -179,7 +199,12 @@ def test_slow_body_times_out(serve_http, monkeypatch: pytest.MonkeyPatch) -> Non
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             "content-length: 100\r\n\r\n{".encode()
         )
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        answer = asyncio.create_task(reader.readline())
+        for _ in range(100):  # a byte from time to time is no progress
+            writer.write(b" ")
+            if (await asyncio.wait({answer}, timeout=0.01))[0]:
+                break
+        assert (await answer).startswith(b"HTTP/1.1 408 ")
         writer.close()
 
     serve_http(body)
@@ -212,6 +237,57 @@ def test_bugs_are_not_shown() -> None:
     }
 
 
+def many(unit: str, count: int) -> str:
+    return ",".join([unit] * count)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "parts"),
+    [
+        (f"[{many('[]', MAX_CONTAINERS)}]", f"{MAX_CONTAINERS} objects and lists"),
+        (f"{{{many(chr(34) * 2 + ':1', MAX_KEYS + 1)}}}", f"{MAX_KEYS} keys"),
+        (f"[{many('1', MAX_VALUES + 2)}]", f"{MAX_VALUES} values"),
+        (f"[{many(chr(34) * 2, MAX_STRINGS)}]", f"{MAX_STRINGS} strings"),
+    ],
+)
+def test_bodies_of_many_parts_are_refused_before_they_are_parsed(metadata: str, parts: str) -> None:
+    data = f'{{"model": "base", "prompt": "x", "metadata": {metadata}}}'.encode()
+    with pytest.raises(InvalidArgument, match=parts):
+        parse_body(data, CompletionBody)
+
+
+def test_parts_in_strings_do_not_count() -> None:
+    text = '[{"a\\\\": [1, 2]}, ' * MAX_STRINGS
+    data = json.dumps({"model": "base", "prompt": text}).encode()
+    assert parse_body(data, CompletionBody).prompt == (text,)
+    ids = [9] * MAX_VALUES
+    data = json.dumps({"model": "base", "prompt": ids}, separators=(",", ":")).encode()
+    assert parse_body(data, CompletionBody).prompt == (tuple(ids),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
+        ({"user": "u" * 513}, "user"),
+        ({"safety_identifier": "u" * 513}, "safety_identifier"),
+        ({"prompt_cache_key": "u" * 513}, "prompt_cache_key"),
+        ({"service_tier": "u" * 513}, "service_tier"),
+        ({"stop": ["s"] * 17}, "stop"),
+        ({"stop": ["s" * 257]}, "stop[0]"),
+        ({"unknown": [1]}, "unknown"),
+    ],
+)
+def test_fields_without_effect_are_bounded(fields: dict[str, Any], param: str) -> None:
+    data = json.dumps({"model": "base", "prompt": "x", **fields}).encode()
+    with pytest.raises(InvalidArgument) as caught:
+        parse_body(data, CompletionBody)
+    assert caught.value.subject.startswith(param)
+
+
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 def test_first_error_ends_the_validation(kind: type[Body]) -> None:
     """An error for each item of a large body would take minutes, and gigabytes."""
@@ -221,7 +297,6 @@ def test_first_error_ends_the_validation(kind: type[Body]) -> None:
         "stop": [5] * 1000,
         "stop_token_ids": ["x"] * 1000,
         "modalities": [5] * 1000,
-        **{f"unknown{index}": 1 for index in range(1000)},
     }
     with pytest.raises(ValidationError) as caught:
         kind.model_validate_json(json.dumps(many))

@@ -83,7 +83,7 @@ def test_unauthenticated_requests_are_not_traced(
         bad_id = {"x-request-id": "a b"}
         for method, path, headers, status in (
             ("GET", CHAT, {}, 405),
-            ("M" * 60_000, CHAT, {}, 405),
+            ("M" * 30_000, CHAT, {}, 405),
             ("POST", CHAT, bad_id, 401),
             ("GET", "/v1/models", {}, 401),
             ("POST", "/v1/load_lora_adapter", {}, 401),

@@ -1,0 +1,85 @@
+"""Chat templates give what transformers gives, in bounded time and size."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from inference_svc.errors import TemplateTimeout
+from inference_svc.text.chat_template import ChatTemplate
+from inference_svc.text.prompt import ChatMessage
+from servicekit.errors import InvalidArgument
+from tests.inference_svc.conftest import CHAT_TEMPLATE, byte_level, save_tokenizer
+
+MESSAGES = (
+    ChatMessage("system", "be kind"),
+    ChatMessage("user", "hi <b>"),
+    ChatMessage("assistant", ""),
+)
+TEMPLATES = {
+    "plain": CHAT_TEMPLATE,
+    "loop": "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+    "{% if loop.first %}{% continue %}{% endif %}{{ m.content | trim }}{% else %}none{% endfor %}",
+    "macro": "{% macro show(m) %}[{{ m['role'] }}]{{ '-' * 3 }}{{ 2 ** 3 }}{% endmacro %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages if m.content %}{% set ns.n = ns.n + 1 %}"
+    "{{ show(m) }}{% endfor %}{{ ns.n }}{{ messages | tojson }}{{ bos_token }}",
+    "recursive": "{% for x in [[1], [2, [3]]] recursive %}"
+    "{% if x is iterable %}{{ loop(x) }}{% else %}{{ x }}{% endif %}{% endfor %}",
+    "call": "{% macro box() %}<{{ caller() }}>{% endmacro %}"
+    "{% call box() %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endcall %}",
+}
+NEST = "{% for a in range(90000) %}" * 3
+ENDLESS = {
+    "loops": NEST + "{% set x = a %}" + "{% endfor %}" * 3,
+    "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "recursive loop": "{% for x in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth < 60 }}"
+    "{% endfor %}",
+}
+REFUSED = {
+    "much": (
+        "{% for a in range(90000) %}{{ messages[0].content * 100 }}{% endfor %}",
+        "characters",
+    ),
+    "repeated": ("{{ 'x' * 999999999999 }}", "more than"),
+    "repeated list": ("{{ 99999999 * [1] }}", "more than"),
+    "power": ("{{ 9 ** 999999999 }}", "more than 64"),
+    "range": ("{% for a in range(999999999) %}{% endfor %}", "Range too big"),
+    "class": ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    "globals": ("{{ raise_exception.__globals__['os'].system('true') }}", "unsafe"),
+    "change": ("{{ messages.append(1) }}", "not callable|unsafe"),
+}
+
+
+def tokenizer_with(folder: Path, template: str) -> Any:
+    return AutoTokenizer.from_pretrained(str(save_tokenizer(byte_level(), folder, template)))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_is_what_transformers_renders(tmp_path: Path, name: str) -> None:
+    tokenizer = tokenizer_with(tmp_path, TEMPLATES[name])
+    conversation = [{"role": m.role, "content": m.content} for m in MESSAGES]
+    theirs = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    assert ChatTemplate(tokenizer).render(MESSAGES, 10_000, 10.0) == theirs
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_endless_templates_end(tmp_path: Path, name: str) -> None:
+    template = ChatTemplate(tokenizer_with(tmp_path, ENDLESS[name]))
+    start = time.thread_time()
+    with pytest.raises(TemplateTimeout, match=r"more than 0\.1 s"):
+        template.render(MESSAGES, 10_000, 0.1)
+    assert time.thread_time() - start < 5.0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_templates_are_refused(tmp_path: Path, name: str) -> None:
+    source, message = REFUSED[name]
+    template = ChatTemplate(tokenizer_with(tmp_path, source))
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        template.render(MESSAGES, 10_000, 10.0)
+    assert caught.value.subject == "chat"
