@@ -49,6 +49,7 @@ STORE_CODES = {
     "CorruptData": "DATA_LOSS",
 }
 INFERENCE_CODES = {
+    "TemplateTimeout": "INVALID_ARGUMENT",
     "AdapterNotFound": "NOT_FOUND",
     "DuplicateRequest": "ALREADY_EXISTS",
     "AdapterUnusable": "FAILED_PRECONDITION",
