@@ -88,13 +88,15 @@ class CudaInputs:
         self._pages = pages = _StepPages(table, block, max_rows)
         self._arrays = arrays = StepArrays(max_tokens, max_rows, page_size, pages, block.zeros)
         self._tiles = block.zeros(max_tiles, 2, dtype=torch.int32)
-        self._segment_starts = block.zeros(max_rows + 1, dtype=torch.int32)
+        segments = block.zeros(max_rows + 1, dtype=torch.int32)
+        self._segment_array = segments.numpy()
+        self._context_array = arrays.context_lengths.numpy()
         twin = block.on_device
         self._token_ids, self._positions = twin(arrays.token_ids), twin(arrays.positions)
         self._cells, self._logit_rows = twin(arrays.cells), twin(arrays.logit_rows)
         self._query_starts = twin(arrays.query_starts)
         self._context_lengths = twin(arrays.context_lengths)
-        self._device_tiles, self._device_segments = twin(self._tiles), twin(self._segment_starts)
+        self._device_tiles, self._device_segments = twin(self._tiles), twin(segments)
         self._num_tiles = 0
         self._has_decodes = False
 
@@ -108,29 +110,31 @@ class CudaInputs:
     def fill(self, batch: BatchColumns) -> int:
         """Describes `batch` on the host; returns how many rows sample."""
         num_rows, num_logits = len(batch.sequences), self._arrays.fill(batch)
-        counts = np.array(batch.counts)
-        contexts = self._arrays.context_lengths.numpy()[:num_rows]
-        self._segment_starts.numpy()[: num_rows + 1] = segment_starts(counts, contexts)
+        counts = None
         self._num_tiles, self._has_decodes = 0, True
         if self._arrays.size.tokens > num_rows:
+            counts = np.array(batch.counts)
             tiles = query_tiles(counts)
             self._num_tiles = len(tiles)
             self._tiles.numpy()[: len(tiles)] = tiles
             self._has_decodes = bool((counts == 1).any())
+        contexts = self._context_array[:num_rows]
+        self._segment_array[: num_rows + 1] = segment_starts(counts, contexts)
         return num_logits
 
     def pad(self, num_rows: int) -> None:
         """Adds decode rows up to `num_rows` that read and write nothing but padding's page. All of
         the step's own rows must decode."""
-        used, segments = self._arrays.size.rows, self._segment_starts.numpy()
-        segments[used + 1 : num_rows + 1] = segments[used] + np.arange(1, num_rows - used + 1)
+        used, segments = self._arrays.size.rows, self._segment_array
+        if used < num_rows:
+            segments[used + 1 : num_rows + 1] = segments[used] + np.arange(1, num_rows - used + 1)
         self._pages.pad(used, num_rows)
         self._arrays.pad(num_rows, self._pages.table.padding_page)
 
     def fill_padding(self) -> None:
         """Describes a step of as many decode rows as possible, all of them padding."""
         self._arrays.clear()
-        self._segment_starts[0] = 0
+        self._segment_array[0] = 0
         self._pages.fill([])
         self.pad(len(self._context_lengths))
 

@@ -112,12 +112,14 @@ def query_tiles(num_queries: Ints) -> NDArray[np.int32]:
     return np.stack((rows, firsts), axis=1).astype(np.int32)
 
 
-def segment_starts(num_queries: Ints, contexts: Ints) -> NDArray[np.int32]:
-    """`AttentionPlan.segment_starts` of rows with so many queries and so long contexts. A row's own
-    context decides how it is cut: in the same way in any batch."""
-    counts = np.where(num_queries == 1, _num_segments(contexts), 0)
+def segment_starts(num_queries: Ints | None, contexts: NDArray[Any]) -> NDArray[np.int32]:
+    """`AttentionPlan.segment_starts` of rows with so many queries, None: one each, and so long
+    contexts. A row's own context decides how it is cut: in the same way in any batch."""
+    counts = _num_segments(contexts)
+    if num_queries is not None:
+        counts[num_queries != 1] = 0
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
+    counts.cumsum(out=starts[1:])
     return starts
 
 
@@ -127,9 +129,11 @@ def max_segments(num_rows: int, longest: int, positions: int | None = None) -> i
     return num_rows * int(_num_segments(np.array([longest]), positions)[0])
 
 
-def _num_segments(contexts: Ints, positions: int | None = None) -> Ints:
+def _num_segments(contexts: NDArray[Any], positions: int | None = None) -> NDArray[Any]:
     positions = positions or tuning.constants("segments")["positions"]
-    return np.minimum(-(-contexts // positions), MAX_SEGMENTS)
+    counts: NDArray[Any] = (contexts + (positions - 1)) // positions
+    np.minimum(counts, MAX_SEGMENTS, out=counts)
+    return counts
 
 
 def _page_table(page_ids: Sequence[Sequence[int]], contexts: Ints, page_size: int) -> Ints:
