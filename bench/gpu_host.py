@@ -14,9 +14,7 @@ of what a fixed loop takes, measured around it, so that a slow or busy machine i
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench.gpu_run.model import make_arena, read_geometry
 from bench.gpu_run.sizes import LLAMA_8B
 from bench.results import FOLDER, median, show, write
 from inference_svc import core
-from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.engine.messages import StepOutputs
 from inference_svc.engine.pages import PagePool
@@ -39,14 +37,14 @@ from inference_svc.engine.runner import Runner
 from inference_svc.engine.sampler import Sampler
 from inference_svc.engine.scheduler import Limits, Scheduler
 from inference_svc.engine.settle import Settler
-from inference_svc.model.geometry import ModelGeometry, load_geometry
+from inference_svc.model.geometry import ModelGeometry
 from kernels.attention import KVCache
-from kernels.lora import TableEntry
 
 SMALL_VOCABULARY = {"vocab_size": 512}
 """The logits are not computed, and the prompts need few tokens."""
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 PAGE_SIZE, CONTEXT, MAX_LEN, MAX_TOKENS, RANK = 16, 512, 8192, 2048, 16
+ARENA_BYTES = 8 << 20
 WARM_UP_STEPS = 40
 CHECK_ROUNDS, CHECK_STEPS = 5, 100
 MOST_REFERENCES = {(1, 0): 2.8, (32, 0): 6.6, (32, 32): 6.9, (128, 0): 16.0, (128, 128): 16.8}
@@ -105,24 +103,10 @@ class HostTimes(NamedTuple):
         return self.host + self.run
 
 
-def make_arena(layout: ModelLayout, num_adapters: int) -> Arena:
-    arena = Arena(layout, 8 << 20, max(1, num_adapters), RANK, CPU)
-    for slot in range(num_adapters):
-        entries = [
-            TableEntry(index, 0, 0, RANK, target.in_features, target.out_features)
-            for index, target in enumerate(layout.targets)
-            if target.layer is not None
-        ]
-        arena.table.set_row(slot, entries)
-    return arena
-
-
 def make_backend(num_rows: int, num_adapters: int) -> CudaBackend:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B | SMALL_VOCABULARY))
-        geometry = load_geometry(Path(folder))
+    geometry = read_geometry(LLAMA_8B | SMALL_VOCABULARY)
     layout = build_layout(geometry, "bench", (), DTYPE)
-    arena = make_arena(layout, num_adapters)
+    arena = make_arena(layout, ARENA_BYTES, num_adapters, RANK, CPU)
     cache = KVCache.allocate(
         num_layers=1, num_pages=num_rows * MAX_LEN // PAGE_SIZE // 8 + 1, page_size=PAGE_SIZE,
         num_kv_heads=1, head_dim=2, dtype=DTYPE,

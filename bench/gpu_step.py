@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.gpu_launches import META, Launch, launches
+from bench.gpu_run.model import make_arena, random_transformer, read_geometry
 from bench.gpu_run.sizes import LLAMA_8B
 from inference_svc import core
-from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.cuda import CudaBackend, StepLimits
-from inference_svc.model.decoder import Transformer
-from inference_svc.model.geometry import ModelGeometry, load_geometry
-from inference_svc.model.layers import Linear, RMSNorm
-from inference_svc.model.weights import LayerWeights, ModelWeights
+from inference_svc.model.geometry import ModelGeometry
 from kernels.attention import KVCache
-from kernels.lora import TableEntry
 
 DTYPE, PAGE_SIZE, MAX_LEN = torch.bfloat16, 16, 8192
 ARENA_BYTES = 16 << 20
@@ -48,38 +41,6 @@ class Computed:
         self._compute()
 
 
-def make_geometry() -> ModelGeometry:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-        return load_geometry(Path(folder))
-
-
-def meta_weights(geometry: ModelGeometry) -> ModelWeights[Linear]:
-    g = geometry
-
-    def linear(num_out: int, num_in: int) -> Linear:
-        return Linear(torch.empty(num_out, num_in, dtype=DTYPE, device=META))
-
-    def norm() -> RMSNorm:
-        return RMSNorm(torch.empty(g.hidden_size, dtype=DTYPE, device=META), g.rms_norm_eps)
-
-    layers = tuple(
-        LayerWeights(
-            input_norm=norm(),
-            qkv=linear(g.q_size + 2 * g.kv_size, g.hidden_size),
-            q_norm=None,
-            k_norm=None,
-            o=linear(g.hidden_size, g.q_size),
-            post_attention_norm=norm(),
-            gate_up=linear(2 * g.intermediate_size, g.hidden_size),
-            down=linear(g.hidden_size, g.intermediate_size),
-        )
-        for _ in range(g.num_layers)
-    )
-    embedding, head = (linear(g.vocab_size, g.hidden_size) for _ in range(2))
-    return ModelWeights(embedding.weight, layers, norm(), head, num_bytes=0)
-
-
 def tensors_of(part: Any) -> Iterator[Tensor]:
     """Yields the tensors of weights, or of a part of them."""
     if isinstance(part, Tensor):
@@ -90,18 +51,6 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
     elif is_dataclass(part):
         for field in fields(part):
             yield from tensors_of(getattr(part, field.name))
-
-
-def make_arena(layout: ModelLayout, work: Workload) -> Arena:
-    arena = Arena(layout, ARENA_BYTES, max(1, work.adapters), work.rank, META)
-    entries = [
-        TableEntry(index, 0, 0, work.rank, target.in_features, target.out_features)
-        for index, target in enumerate(layout.targets)
-        if target.layer is not None
-    ]
-    for slot in range(work.adapters):
-        arena.table.set_row(slot, entries)
-    return arena
 
 
 class Step(NamedTuple):
@@ -125,16 +74,17 @@ class Step(NamedTuple):
 
 def trace(work: Workload) -> Step:
     """Launches the step on `meta`."""
-    geometry = make_geometry()
-    weights, layout = meta_weights(geometry), build_layout(geometry, "bench", (), DTYPE)
-    arena = make_arena(layout, work)
+    geometry = read_geometry(LLAMA_8B)
+    transformer = random_transformer(geometry, DTYPE, META, shares_layers=False)
+    weights, layout = transformer.weights, build_layout(geometry, "bench", (), DTYPE)
+    arena = make_arena(layout, ARENA_BYTES, work.adapters, work.rank, META)
     max_pages = MAX_LEN // PAGE_SIZE
     cache = KVCache.allocate(
         num_layers=geometry.num_layers, num_pages=work.rows * max_pages + 1, page_size=PAGE_SIZE,
         num_kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, dtype=DTYPE, device=META,
     )  # fmt: skip
     backend = CudaBackend(
-        Transformer(geometry, weights),
+        transformer,
         cache,
         arena,
         lora_groups(arena.layout),

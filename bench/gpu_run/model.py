@@ -27,6 +27,7 @@ from inference_svc.model.geometry import ModelGeometry, load_geometry
 from inference_svc.model.layers import Linear, RMSNorm
 from inference_svc.model.weights import LayerWeights, ModelWeights
 from kernels.attention import KVCache, page_bytes
+from kernels.lora import TableEntry
 
 MAX_RANK = 64
 """As served by default: kernels size their workspace with it."""
@@ -76,6 +77,22 @@ def random_transformer(
         layers = tuple(layer() for _ in range(g.num_layers))
     embedding, head = (linear(g.vocab_size, g.hidden_size) for _ in range(2))
     return Transformer(g, ModelWeights(embedding.weight, layers, norm(), head, num_bytes))
+
+
+def make_arena(
+    layout: ModelLayout, num_bytes: int, num_adapters: int, rank: int, device: torch.device
+) -> Arena:
+    """An arena whose table says that it has adapters of `rank` on every projection of the layers;
+    all of them are its first bytes."""
+    arena = Arena(layout, num_bytes, max(1, num_adapters), rank, device)
+    entries = [
+        TableEntry(index, 0, 0, rank, target.in_features, target.out_features)
+        for index, target in enumerate(layout.targets)
+        if target.layer is not None
+    ]
+    for slot in range(num_adapters):
+        arena.table.set_row(slot, entries)
+    return arena
 
 
 def image_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
