@@ -13,8 +13,7 @@ from torch import Tensor
 
 from inference_svc import core
 from inference_svc.adapters.arena import Arena
-from inference_svc.adapters.image_source import ImageHeader, Segment
-from inference_svc.adapters.layout import ModelLayout, build_layout, lora_groups
+from inference_svc.adapters.layout import build_layout, lora_groups
 from inference_svc.backends.base import Logits
 from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.backends.torch import TorchBackend
@@ -102,18 +101,6 @@ def moved(weights: Any, device: torch.device) -> Any:
         parts = {f.name: moved(getattr(weights, f.name), device) for f in fields(weights)}
         return replace(weights, **parts)
     return weights
-
-
-def make_header(layout: ModelLayout, digest: str, rank: int) -> ImageHeader:
-    """An adapter of `rank` on every projection of the layers."""
-    segments, end = [], 0
-    for index, target in enumerate(layout.targets):
-        if target.layer is not None:
-            for kind, features in (("a", target.in_features), ("b", target.out_features)):
-                length = rank * features * 2
-                segments.append(Segment(index, kind, rank, end, length))
-                end += -(-length // 256) * 256
-    return ImageHeader(digest, digest, "", 1, end, tuple(segments))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import time
 import pytest
 import torch
 
+from bench.gpu_run.model import image_header
 from inference_svc.adapters.arena import Arena
 from inference_svc.adapters.layout import build_layout
 from inference_svc.adapters.resident import Resident
 from inference_svc.adapters.slots import Slots
 from inference_svc.adapters.tiers import HostCopy, HostTier, TableClear, TableWrite
-from tests.gpu.models import MAX_RANK, make_geometry, make_header
+from tests.gpu.models import MAX_RANK, make_geometry
 
 ARENA_BYTES, HOST_BYTES, NUM_IMAGES = 1 << 15, 1 << 18, 12
 COPY_TIMEOUT_S = 60.0
@@ -33,7 +34,7 @@ class Loads:
         self.slots = Slots(ARENA_BYTES, 4)
         self.images: list[Resident] = []
         for index in range(NUM_IMAGES):
-            header = make_header(layout, str(index), 1 + index % MAX_RANK)
+            header = image_header(layout, str(index), 1 + index % MAX_RANK)
             reserved = self.host.slots.reserve(header)
             assert reserved is not None
             self.images.append(reserved.resident)

@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.gpu_run.model import image_header
 from inference_svc import core
 from inference_svc.adapters import arena as arena_module
 from inference_svc.adapters.arena import Arena
@@ -28,7 +29,7 @@ from inference_svc.backends.cuda import CudaBackend, StepLimits
 from inference_svc.model.geometry import ModelGeometry
 from kernels.attention import KVCache
 from kernels.lora.table import GRANULE_BYTES
-from tests.gpu.models import Eager, make_geometry, make_header
+from tests.gpu.models import Eager, make_geometry
 from tests.support.late_streams import LateDevice
 
 PAGE_SIZE, MAX_PAGES, NUM_PAGES, MAX_ROWS, MAX_TOKENS = 2, 8, 40, 3, 40
@@ -142,7 +143,7 @@ class World:
 
     def __post_init__(self) -> None:
         random = self.random = self.device.random
-        self.headers = [make_header(self.layout, str(i), RANK) for i in range(NUM_IMAGES)]
+        self.headers = [image_header(self.layout, str(i), RANK) for i in range(NUM_IMAGES)]
         size = self.headers[0].total_bytes
         # By the host: the content is no choice of the search.
         self.images = {h.digest: Random(h.digest).randbytes(size) for h in self.headers}
