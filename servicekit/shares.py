@@ -1,9 +1,10 @@
 """Shares of a finite place: what one account may take of it while others are served too.
 
-An account holds at most `share` of what the others leave: with a half, the first one a half, the
-next a quarter, and a newcomer always finds something. An account that holds nothing may take what
-is free, however large: a thing that is larger than a share can be had, one at a time. With a share
-of 1 the first comer may take everything: for places whose callers are not told apart.
+An account holds at most `share` of what the others leave, and at least one unit: with a half, the
+first of 64 units one takes 32, the next 16, and the seventh finds the last one. An account that
+holds nothing may take what is free, however large: a thing that is larger than a share can be had,
+one at a time; see Reservation.is_over_share. With a share of 1 the first comer may take everything:
+for places whose callers are not told apart.
 
 `FairExecutor` is such a place whose units are threads. `MinimumRate` bounds how long a transfer may
 hold its units: it ends one that makes no real progress.
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from servicekit.errors import ShareExceeded
 
@@ -44,14 +46,20 @@ class Reservation:
     """Units of a place that an account holds until `release`, or until the context ends.
     Thread-safe."""
 
-    def __init__(self, shares: Shares, account: str, amount: int) -> None:
+    def __init__(
+        self, shares: Shares, account: str, amount: int, *, is_over_share: bool = False
+    ) -> None:
         self._shares = shares
         self._is_released = False
         self.account = account
         self.amount = amount
+        self.is_over_share = is_over_share
+        """Whether it took more than its account's share, as the only thing that the account has:
+        who holds so much must hold it briefly."""
 
     def grow(self, amount: int) -> None:
-        """Takes more. Raises ShareExceeded, also after the release; what is held stays."""
+        """Takes more, within the account's share. Raises ShareExceeded, also after the release;
+        what is held stays."""
         self._shares._grow(self, amount)
 
     def release(self) -> None:
@@ -73,11 +81,22 @@ class Reservation:
 @dataclass(eq=False, slots=True)
 class Request:
     """A wait for units: `granted` is called with them, in the thread that freed them, and must not
-    block."""
+    block or raise. None once the wait has ended: what it refers to is let go."""
 
     account: str
     amount: int
-    granted: Callable[[Reservation], None]
+    granted: Callable[[Reservation], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceUse:
+    """How full a place is, how many requests wait for it, and how many it has refused."""
+
+    name: str
+    capacity: int
+    used: int
+    num_waiting: int
+    num_refused: int
 
 
 class Shares:
@@ -110,52 +129,45 @@ class Shares:
         self._used_total = 0
         # Accounts in the order of their turns; requests in the order of their arrival.
         self._waiting: OrderedDict[str, OrderedDict[int, Request]] = OrderedDict()
+        self._num_waiting = 0
+        self._num_refused = 0
 
     @property
     def used(self) -> int:
         return self._used_total
 
+    def use(self) -> PlaceUse:
+        with self._lock:
+            return PlaceUse(
+                self.name, self.capacity, self._used_total, self._num_waiting, self._num_refused
+            )
+
     def used_by(self, account: str) -> int:
         with self._lock:
             return self._used[account]
-
-    @property
-    def num_accounts(self) -> int:
-        """The number of accounts that hold something."""
-        return len(self._used)
-
-    @property
-    def num_waiting(self) -> int:
-        with self._lock:
-            return sum(len(requests) for requests in self._waiting.values())
-
-    def num_waiting_of(self, account: str) -> int:
-        with self._lock:
-            return len(self._waiting.get(account, ()))
-
-    def limit(self, account: str) -> int:
-        """Returns how much the account may hold now in more than one reservation."""
-        with self._lock:
-            return self._limit(account)
 
     def reserve(self, account: str, amount: int = 1) -> Reservation:
         """Returns the units, to be used as a context. Raises ShareExceeded at once if the account
         has its share, or the place is full."""
         with self._lock:
-            self._check(account, amount)
+            if not self._fits(account, amount):
+                raise self._exceeded(account, amount)
             return self._take(account, amount)
 
     def request(
         self, account: str, granted: Callable[[Reservation], None], amount: int = 1
     ) -> Request:
         """Waits for the units: `granted` is called once they are there, maybe at once. Raises
-        ShareExceeded if too many of the account wait already, or the place can never hold it."""
+        ShareExceeded if too many of the account wait already (of a service's own work never), or
+        the place can never hold it."""
         request = Request(account, amount, granted)
         with self._lock:
-            waiting = self._waiting.get(account, ())
-            if len(waiting) >= self._max_waiting or amount > self.capacity:
-                raise self._exceeded(account, amount, num_waiting=len(waiting))
+            num_waiting = len(self._waiting.get(account, ()))
+            is_full = num_waiting >= self._max_waiting and account != INTERNAL
+            if is_full or amount > self.capacity:
+                raise self._exceeded(account, amount, num_waiting=num_waiting)
             self._waiting.setdefault(account, OrderedDict())[id(request)] = request
+            self._num_waiting += 1
         self._grant()
         return request
 
@@ -165,6 +177,8 @@ class Shares:
             waiting = self._waiting.get(request.account, OrderedDict())
             if waiting.pop(id(request), None) is None:
                 return False
+            request.granted = None
+            self._num_waiting -= 1
             if not waiting:
                 del self._waiting[request.account]
         self._grant()  # those behind it may be smaller
@@ -201,6 +215,7 @@ class Shares:
             assert self._used_total == sum(self._used.values()) <= self.capacity
             assert all(amount > 0 for amount in self._used.values()), "an account without units"
             assert all(self._waiting.values()), "an account without requests"
+            assert self._num_waiting == sum(map(len, self._waiting.values()))
             assert self._next() is None, "a request waits that fits"
 
     # With the lock held.
@@ -214,13 +229,10 @@ class Shares:
         used = self._used[account]
         return used == 0 or used + amount <= self._limit(account)
 
-    def _check(self, account: str, amount: int) -> None:
-        if not self._fits(account, amount):
-            raise self._exceeded(account, amount)
-
     def _take(self, account: str, amount: int) -> Reservation:
+        is_over_share = amount > self._limit(account)
         self._add(account, amount)
-        return Reservation(self, account, amount)
+        return Reservation(self, account, amount, is_over_share=is_over_share)
 
     def _add(self, account: str, amount: int) -> None:
         self._used[account] += amount
@@ -231,18 +243,27 @@ class Shares:
     def _next(self) -> Request | None:
         """Returns the request whose turn it is, if one fits: the first of each account only, so
         that a large one is not passed by its account's small ones."""
+        if self._used_total >= self.capacity:
+            return None
         for account, requests in self._waiting.items():
             first = next(iter(requests.values()))
             if self._fits(account, first.amount):
                 return first
         return None
 
-    def _exceeded(self, account: str, amount: int, num_waiting: int = 0) -> ShareExceeded:
+    def _exceeded(
+        self, account: str, amount: int, *, num_waiting: int = 0, grown: int = 0
+    ) -> ShareExceeded:
+        """Counts a refusal, and returns its error: without a time to retry for what can never be
+        had, as `amount` more for a reservation that has `grown` beyond what a share may be."""
+        self._num_refused += 1
+        most = max(1, int(self.share * self.capacity)) if grown else self.capacity
+        can_wait = grown + amount <= most
         setting = f" ({self._setting})" if self._setting else ""
         who = account or "all callers together"
         message = f"{self.name}: {self._used[account]} of {self.capacity}{setting} held by {who}"
-        if amount > self.capacity:
-            message += f"; {amount} more can never be had"
+        if not can_wait:
+            message += f"; {grown + amount} can never be had at once, the most is {most}"
         elif num_waiting:
             message += f", and {num_waiting} more waited for; try again later"
         elif self.share == 1:
@@ -252,7 +273,6 @@ class Shares:
                 f"; {amount} more cannot be had now: one tenant's share is at most "
                 f"{self.share:.0%} of what others leave; try again later"
             )
-        can_wait = amount <= self.capacity
         wait_s = self._retry_after_s if can_wait else 0.0
         return ShareExceeded(message, subject=self.name, retry_after_s=wait_s)
 
@@ -262,7 +282,8 @@ class Shares:
         with self._lock:
             if reservation._is_released:
                 raise ShareExceeded(f"{self.name}: given back already", subject=self.name)
-            self._check(reservation.account, amount)
+            if not self._fits(reservation.account, amount):
+                raise self._exceeded(reservation.account, amount, grown=reservation.amount)
             self._add(reservation.account, amount)
             reservation.amount += amount
 
@@ -286,8 +307,11 @@ class Shares:
                 del requests[id(request)]
                 if requests:
                     self._waiting[request.account] = requests  # behind the others
+                self._num_waiting -= 1
                 reservation = self._take(request.account, request.amount)
-            request.granted(reservation)
+                granted, request.granted = request.granted, None
+            assert granted is not None
+            granted(reservation)
 
 
 def _call_on(
@@ -302,16 +326,19 @@ def _call_on(
 class FairExecutor:
     """Threads that accounts share. `of` gives an account's own executor: its tasks beyond its share
     wait in their own order, and are started in turns with the others'. One whose future is
-    cancelled before it starts leaves the queue."""
+    cancelled before it starts leaves the queue. A function and its arguments are let go of when
+    it has been called, however long its future lives on."""
 
     def __init__(
         self, num_threads: int, name: str, share: float = 1.0, max_queued: int = MAX_QUEUED
     ) -> None:
+        """Starts all threads: later there may be none to be had. Raises RuntimeError if so."""
         self.shares = Shares(name, num_threads, share, max_waiting=max_queued)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._queued: set[Future[Any]] = set()
         self._is_closed = False
+        _start_threads(self._pool, num_threads)
 
     def of(self, account: str) -> Executor:
         """Returns an executor of this account's tasks, whose `submit` raises ShareExceeded if too
@@ -322,6 +349,7 @@ class FairExecutor:
         self, account: str, function: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
         future: Future[T] = Future()
+        task = _Task(partial(function, *args, **kwargs), future)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the executor is shut down")
@@ -329,7 +357,7 @@ class FairExecutor:
 
         def start(reservation: Reservation) -> None:
             try:
-                self._pool.submit(self._run, reservation, future, lambda: function(*args, **kwargs))
+                self._pool.submit(task.run, reservation)
             except RuntimeError:  # it was shut down a moment ago
                 reservation.release()
                 future.cancel()
@@ -339,7 +367,8 @@ class FairExecutor:
         except BaseException:
             self._queued.discard(future)
             raise
-        future.add_done_callback(lambda _: self._leave(request, future))
+        # No reference to the future: a cycle would keep it until the collector finds it.
+        future.add_done_callback(partial(self._leave, request))
         return future
 
     def close(self) -> None:
@@ -355,19 +384,44 @@ class FairExecutor:
         self._queued.discard(future)
         self.shares.cancel(request)
 
-    @staticmethod
-    def _run(reservation: Reservation, future: Future[T], work: Callable[[], T]) -> None:
+
+class _Task(Generic[T]):
+    """A function that a thread calls, once, for a future. It refers to neither afterwards: frames
+    of the thread refer to the task as long as an error has its traceback."""
+
+    def __init__(self, work: Callable[[], T], future: Future[T]) -> None:
+        self._content: tuple[Callable[[], T], Future[T]] | None = work, future
+
+    def run(self, reservation: Reservation) -> None:
+        assert self._content is not None
+        (work, future), self._content = self._content, None
         if not future.set_running_or_notify_cancel():
             reservation.release()
             return
         try:
             result = work()
         except BaseException as error:
+            del work
             reservation.release()
             future.set_exception(error)
+            del future
         else:
+            del work
             reservation.release()
             future.set_result(result)
+
+
+def _start_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
+    """Starts so many threads, which a pool else starts when it needs them."""
+    started = threading.Barrier(num_threads + 1)
+    try:
+        for _ in range(num_threads):
+            pool.submit(started.wait)
+        started.wait()
+    except BaseException:
+        started.abort()
+        pool.shutdown(wait=False)
+        raise
 
 
 class _AccountExecutor(Executor):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 from concurrent.futures import CancelledError, Future
 
 import pytest
@@ -12,7 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from servicekit.errors import ShareExceeded
-from servicekit.shares import FairExecutor, MinimumRate, Pace, Request, Reservation, Shares
+from servicekit.shares import (
+    INTERNAL,
+    FairExecutor,
+    MinimumRate,
+    Pace,
+    Request,
+    Reservation,
+    Shares,
+    limit_of,
+)
 from tests.support.wait import TIMEOUT_S, until
 
 ACCOUNTS = ("a", "b", "c")
@@ -31,19 +43,23 @@ class History(RuleBasedStateMachine):
         self.check_grant(reservation.account, reservation.amount)
         self.held.append(reservation)
 
+    def limit(self, account: str) -> int:
+        return limit_of(12, self.shares.used - self.shares.used_by(account), 0.5)
+
     def check_grant(self, account: str, amount: int) -> None:
         """What an account has just got is within its share, or the only thing that it holds."""
         before = self.shares.used_by(account) - amount
-        assert before == 0 or before + amount <= self.shares.limit(account)
+        assert before == 0 or before + amount <= self.limit(account)
 
     @rule(account=st.sampled_from(ACCOUNTS), amount=st.integers(1, 14))
     def reserve(self, account: str, amount: int) -> None:
         free = self.shares.capacity - self.shares.used
         had = self.shares.used_by(account)
-        fits = amount <= free and (had == 0 or had + amount <= self.shares.limit(account))
+        fits = amount <= free and (had == 0 or had + amount <= self.limit(account))
         if fits:
             self.held.append(self.shares.reserve(account, amount))
             self.check_grant(account, amount)
+            assert self.held[-1].is_over_share == (amount > self.limit(account))
             return
         with pytest.raises(ShareExceeded) as refusal:
             self.shares.reserve(account, amount)
@@ -52,7 +68,9 @@ class History(RuleBasedStateMachine):
 
     @rule(account=st.sampled_from(ACCOUNTS), amount=st.integers(1, 14))
     def wait(self, account: str, amount: int) -> None:
-        num_waiting = self.shares.num_waiting_of(account)
+        num_waiting = sum(
+            each.account == account and each.granted is not None for each in self.waiting
+        )
         try:
             self.waiting.append(self.shares.request(account, self.granted, amount))
         except ShareExceeded:
@@ -99,7 +117,8 @@ class History(RuleBasedStateMachine):
             self.shares.cancel(request)
         while self.held:
             self.held.pop().release()
-        assert self.shares.used == self.shares.num_waiting == self.shares.num_accounts == 0
+        use = self.shares.use()
+        assert use.used == use.num_waiting == 0
 
 
 History.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
@@ -116,6 +135,21 @@ def test_a_newcomer_finds_something_whoever_came_before() -> None:
         assert refusal.value.subject == "uploads"
         assert "--max-uploads" in refusal.value.message
         assert "50%" in refusal.value.message
+
+
+def test_what_grows_beyond_a_share_is_not_told_to_try_again() -> None:
+    shares = Shares("bytes", 10, 0.5)
+    others = shares.reserve("b", 4)
+    held = shares.reserve("a", 3)
+    with pytest.raises(ShareExceeded) as refusal:
+        held.grow(2)
+    assert refusal.value.retry_after_s > 0  # once b has let go
+    others.release()
+    held.grow(2)
+    with pytest.raises(ShareExceeded, match="6 can never be had at once, the most is 5") as refusal:
+        held.grow(1)
+    assert refusal.value.retry_after_s == 0
+    assert shares.use().num_refused == 2
 
 
 def test_with_a_share_of_one_the_first_may_take_everything() -> None:
@@ -160,7 +194,7 @@ def test_waiting_ends_with_the_units_the_time_or_the_waiter() -> None:
         first.release()
         (await staying).release()
         shares.check_integrity()
-        assert shares.used == shares.num_waiting == 0
+        assert shares.used == shares.use().num_waiting == 0
 
     asyncio.run(scenario())
 
@@ -177,7 +211,7 @@ def test_an_account_that_keeps_its_threads_busy_leaves_others_theirs(pool) -> No
     slow = [pool.submit("a", go_on.wait, TIMEOUT_S) for _ in range(6)]
     assert pool.of("b").submit(lambda: "b").result(TIMEOUT_S) == "b"
     assert pool.shares.used_by("a") == 2
-    assert pool.shares.num_waiting_of("a") == 4
+    assert pool.shares.use().num_waiting == 4
     go_on.set()
     assert all(each.result(TIMEOUT_S) for each in slow)
     until(lambda: pool.shares.used == 0)
@@ -202,10 +236,90 @@ def test_a_task_whose_caller_has_gone_is_dropped(pool) -> None:
     slow = [pool.submit("a", go_on.wait, TIMEOUT_S) for _ in range(2)]
     gone: Future[None] = pool.submit("a", ran.append, "gone")
     assert gone.cancel()
-    assert pool.shares.num_waiting == 0
+    assert pool.shares.use().num_waiting == 0
     go_on.set()
     assert all(each.result(TIMEOUT_S) for each in slow)
     assert not ran
+
+
+def test_the_services_own_work_always_finds_a_place_in_the_queue(pool) -> None:
+    go_on, done = threading.Event(), []
+    blocks = [pool.submit(each, go_on.wait, TIMEOUT_S) for each in ("x", "y", "z", "w")]
+    own = [pool.submit(INTERNAL, done.append, number) for number in range(20)]
+    go_on.set()
+    for each in (*blocks, *own):
+        each.result(TIMEOUT_S)
+    assert done == list(range(20))
+
+
+class Body(bytearray):
+    """Something large that a task gets: can be referred to weakly."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_lets_go_of_its_arguments(pool, fails) -> None:
+    """At once, not when the collector comes: bodies would pile up in between."""
+
+    def work(body: Body) -> int:
+        num_bytes = len(body)
+        del body
+        if fails:
+            raise ValueError
+        return num_bytes
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept, bodies = [], []
+        for _ in range(10):
+            body = Body(1000)
+            bodies.append(weakref.ref(body))
+            kept.append(pool.of("a").submit(work, body))
+            del body
+            with contextlib.suppress(ValueError):
+                kept[-1].result(TIMEOUT_S)
+        futures = [weakref.ref(each) for each in kept]
+        assert [body for body in bodies if body() is not None] == []
+        until(lambda: pool.shares.used == 0)
+        kept.clear()
+        until(lambda: all(future() is None for future in futures))
+    finally:
+        gc.enable()
+
+
+def test_a_task_that_is_cancelled_lets_go_of_its_arguments(pool) -> None:
+    go_on, body = threading.Event(), Body(1000)
+    found = weakref.ref(body)
+    slow = [pool.submit("a", go_on.wait, TIMEOUT_S) for _ in range(2)]
+    waiting = pool.submit("a", len, body)
+    del body
+    gc.disable()
+    try:
+        waiting.cancel()
+        assert waiting.cancelled()
+        del waiting
+        assert found() is None
+    finally:
+        gc.enable()
+    go_on.set()
+    assert all(each.result(TIMEOUT_S) for each in slow)
+
+
+def test_threads_are_there_when_no_more_can_be_started(monkeypatch) -> None:
+    executor = FairExecutor(2, "calls")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_to_start)
+        both = threading.Barrier(2)
+        tasks = [executor.submit("a", both.wait, TIMEOUT_S) for _ in range(2)]
+        assert sorted(task.result(TIMEOUT_S) for task in tasks) == [0, 1]
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            FairExecutor(2, "calls")
+    executor.close()
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    """As Thread.start where the process may have no more threads."""
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_shutdown_cancels_what_waits() -> None:
