@@ -87,6 +87,7 @@ from servicekit.telemetry.tracing import open_tracing
 logger = logging.getLogger(__name__)
 
 CALL_THREADS = 8
+INTERRUPT_THREADS = 2
 FETCHES_PER_WORKER = 4
 """Of a worker that leaves a source, the fetch goes on until it notices. Few enough for the pools of
 connections of the sources' clients."""
@@ -264,10 +265,13 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
     stack.callback(calls.close)
     fetches = FairExecutor(settings.fetch_workers, "fetches", share)
     stack.callback(fetches.close)
+    interrupts = FairExecutor(INTERRUPT_THREADS, "interrupts", share)
+    stack.callback(interrupts.close)
     return Places(
         share,
         calls,
         fetches,
+        interrupts,
         Shares("uploads", settings.max_uploads, share, setting="max_uploads"),
         Shares("watches", settings.max_watches, share, setting="max_watches"),
         Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),

@@ -12,7 +12,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -59,13 +59,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What callers share, each tenant up to `share`: threads of short calls and of registrations,
-    places for uploads and watches, memory that pulls hold, disk for what is being received, and the
-    live layouts of a base model. An upload may not be slower than `pace`."""
+    """What callers share, each tenant up to `share`: threads of short calls, of registrations and
+    of ending what the database still reads, places for uploads and watches, memory that pulls hold,
+    disk for what is being received, and the live layouts of a base model. An upload may not be
+    slower than `pace`."""
 
     share: float
     calls: FairExecutor
     fetches: FairExecutor
+    interrupts: FairExecutor
     uploads: Shares
     watches: Shares
     pulled_bytes: Shares
@@ -163,7 +165,13 @@ class StoreService:
             await self._check(caller, request)
             with spans.child_span("receive"):
                 upload = await self._receive(caller, request, chunks)
-            job = self._fetch(caller, self._registrar.finish_upload, request, upload)
+            try:
+                job = self._fetch(caller, self._registrar.finish_upload, request, upload)
+            except BaseException:
+                self._abandon(upload)
+                raise
+            # It may also end before it has begun.
+            job.add_done_callback(lambda _: self._abandon(upload))
             return self._start(job, count)
 
     async def get(self, caller: Principal, ref: AdapterRef) -> tuple[AdapterRecord, int]:
@@ -341,13 +349,20 @@ class StoreService:
                 await self._fetch(caller, self._registrar.write_upload, upload, chunk)
         except BaseException:
             # The caller may leave while its folder is being created: remove it once it is there.
-            opening.add_done_callback(self._abandon)
+            opening.add_done_callback(self._abandon_opened)
             raise
         return upload
 
-    def _abandon(self, opening: asyncio.Future[Upload]) -> None:
+    def _abandon_opened(self, opening: asyncio.Future[Upload]) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._places.fetches.submit(INTERNAL, self._registrar.abandon_upload, opening.result())
+            self._abandon(opening.result())
+
+    def _abandon(self, upload: Upload) -> None:
+        """Removes what was received, unless that has been done, or the store shuts down: the next
+        start sweeps it."""
+        if upload.is_open:
+            with suppress(RuntimeError):
+                self._places.fetches.submit(INTERNAL, self._registrar.abandon_upload, upload)
 
     def _start(
         self,
@@ -417,8 +432,9 @@ class StoreService:
         interrupt = Interrupt()
 
         def end(reading: asyncio.Future[T]) -> None:
-            if reading.cancelled():  # PostgreSQL is told so over a connection: not on this thread
-                asyncio.get_running_loop().run_in_executor(None, interrupt.set)
+            if reading.cancelled() and interrupt.set():
+                # PostgreSQL is told so over a connection: not on this thread.
+                self._places.interrupts.submit(caller.account, interrupt.cancel)
 
         reading = self._call(caller, partial(interrupt.run, function, *args))
         reading.add_done_callback(end)

@@ -37,6 +37,8 @@ LOCK_WAIT_SECONDS = 10
 STATEMENT_SECONDS = 30
 SILENCE_SECONDS = 10
 """A database whose machine has failed is noticed after about this time."""
+CANCEL_AGAIN_SECONDS = 0.05
+"""After this time a statement is cancelled again: between two statements a cancel has no effect."""
 POOL_SIZE = 16
 _READ_ONLY = "25006"
 _MIGRATION_LOCK = 0x10AD007
@@ -76,16 +78,23 @@ class Interrupt:
     """Ends what one caller reads from the database, once that caller has left."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._is_set = False
         self._cancel: Callable[[], None] | None = None
 
-    def set(self) -> None:
-        """Ends the statement that runs now, and those that would follow. For any thread."""
-        with self._lock:
+    def set(self) -> bool:
+        """Ends the statements that would follow. Returns whether one may run now: then call
+        `cancel`, in another thread."""
+        with self._changed:
             self._is_set = True
-            if self._cancel is not None:
+            return self._cancel is not None
+
+    def cancel(self) -> None:
+        """Ends the statement that runs now, and returns when it has ended. Blocks."""
+        with self._changed:
+            while self._cancel is not None:
                 self._cancel()
+                self._changed.wait(CANCEL_AGAIN_SECONDS)
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns function(*args), whose reading may be ended. Raises also CatalogUnavailable if it
@@ -100,7 +109,7 @@ class Interrupt:
     def attached(self, conn: Connection) -> Iterator[None]:
         """Ends statements of this connection while the context lasts."""
         driver = cast(Any, conn.connection.driver_connection)
-        with self._lock:
+        with self._changed:
             if self._is_set:
                 raise CatalogUnavailable("the caller has left")
             self._cancel = driver.cancel if is_postgres(conn) else driver.interrupt
@@ -108,8 +117,9 @@ class Interrupt:
             yield
         finally:
             # The connection is somebody else's from now on.
-            with self._lock:
+            with self._changed:
                 self._cancel = None
+                self._changed.notify_all()
 
 
 _INTERRUPT: ContextVar[Interrupt | None] = ContextVar("interrupt", default=None)

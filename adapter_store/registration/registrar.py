@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,8 +187,7 @@ class Registrar:
 
     def _unstage(self, staging: Staging) -> None:
         self._metrics.fetched_bytes.inc(staging.total_bytes)
-        shutil.rmtree(staging.folder, ignore_errors=True)
-        staging.release()
+        staging.remove()
 
     def _record(
         self, request: Registration, staging: Staging, source_uri: str, source_revision: str = ""

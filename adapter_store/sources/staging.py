@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import threading
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from adapter_store.checkpoint.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, is_adapter_file
 from adapter_store.core import SourceFile
@@ -26,6 +30,9 @@ CONCURRENT_HASH_BYTES = 256 << 10
 """From this size on, data is hashed in a thread while it is being written."""
 
 MAX_FILES = 256
+
+FILES_AT_ONCE = 4
+"""How many files of an adapter are fetched, and hashed, at the same time."""
 
 _PICKLE = re.compile(r"adapter_model.*\.(bin|pt|pth|pkl|ckpt)")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -90,44 +97,55 @@ class Stop:
 
 
 class StagedFile:
-    """A file being written. Leaving the context makes it durable, unless an exception is raised."""
+    """A file being written. Leaving the context makes it durable, unless an exception is raised.
+    While nothing is written it may be closed: see `suspend`."""
 
     def __init__(self, staging: Staging, path: Path) -> None:
         self._staging = staging
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed in __exit__)
+        self._path = path
+        self._file: FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 (see suspend)
         self._sha256 = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1, "sha256")  # its thread starts with the first write
         self.name = path.name
         self.size_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Raises LimitExceeded before the first byte over a limit is written."""
         self._staging.count(self.name, self.size_bytes, len(data), is_kept=True)
-        if len(data) < CONCURRENT_HASH_BYTES:
-            self._sha256.update(data)
-            self._write(data)
-        else:
-            hashing = self._hasher.submit(self._sha256.update, data)
-            try:
+        with self._staging.local_work():
+            if len(data) < CONCURRENT_HASH_BYTES:
+                self._sha256.update(data)
                 self._write(data)
-            finally:
-                hashing.result()
+            else:
+                hashing = self._staging.start_hashing(self._sha256.update, data)
+                try:
+                    self._write(data)
+                finally:
+                    hashing.result()
         self.size_bytes += len(data)
 
+    def suspend(self) -> None:
+        """Closes the file for now; `write` and `close` open it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def close(self) -> None:
-        self._hasher.shutdown()
-        with self._file:
-            os.fsync(self._file.fileno())
+        """Makes the file durable."""
+        with self._staging.local_work():
+            os.fsync(self._opened().fileno())
+            self.suspend()
         self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
 
-    def abandon(self) -> None:
-        self._hasher.shutdown()
-        self._file.close()
+    def _opened(self) -> FileIO:
+        if self._file is None:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._file = FileIO(fd, "w")
+        return self._file
 
     def _write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data)
+        file, view = self._opened(), memoryview(data)
         while view:
-            view = view[self._file.write(view) :]
+            view = view[file.write(view) :]
 
     def __enter__(self) -> Self:
         return self
@@ -141,14 +159,14 @@ class StagedFile:
         if error is None:
             self.close()
         else:
-            self.abandon()
+            self.suspend()
 
 
 class Staging:
-    """A folder for the files of one adapter; its creator removes it.
+    """A folder for the files of one adapter, until `remove`.
 
     Thread-safe, each file within one thread at a time. After `stop`, writing and waiting raise why.
-    What is written is `staged`; `release` gives that back.
+    What is written is `staged`.
     """
 
     def __init__(
@@ -167,6 +185,11 @@ class Staging:
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
         self._files: list[SourceFile] = []
+        # Its threads start with the first large write.
+        self._hashers = ThreadPoolExecutor(FILES_AT_ONCE, "sha256")
+        self._num_working = 0
+        self._worked_s = 0.0
+        self._work_start_s = 0.0
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -186,8 +209,51 @@ class Staging:
         self.add(file)
 
     def abandon(self) -> None:
-        """Makes other threads that still write or wait raise Abandoned."""
-        self._abandoned.set()
+        """Makes other threads that still write or wait raise Abandoned. Afterwards no file is
+        created."""
+        with self._lock:
+            self._abandoned.set()
+
+    def remove(self) -> None:
+        """Removes the folder, unless it has become a blob, and gives back the staged bytes.
+        Idempotent."""
+        self.abandon()
+        self._hashers.shutdown(wait=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._staged is not None:
+            self._staged.release()
+
+    def start_hashing(self, update: Callable[[bytes], None], data: Any) -> Future[None]:
+        """Calls a hash's `update` with data in a thread. Raises as `check_cancelled`, and
+        RuntimeError if there are no more threads."""
+        try:
+            return self._hashers.submit(update, data)
+        except RuntimeError:
+            self.check_cancelled()
+            raise
+
+    @contextmanager
+    def local_work(self) -> Iterator[None]:
+        """Counts the time in the context as this store's own: see `local_seconds`."""
+        with self._lock:
+            if not self._num_working:
+                self._work_start_s = time.monotonic()
+            self._num_working += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_working -= 1
+                if not self._num_working:
+                    self._worked_s += time.monotonic() - self._work_start_s
+
+    @property
+    def local_seconds(self) -> float:
+        """How long files have been written, hashed and synced: whoever sends them was not waited
+        for."""
+        with self._lock:
+            now_s = time.monotonic() if self._num_working else self._work_start_s
+            return self._worked_s + now_s - self._work_start_s
 
     def choose_files(self, names: Iterable[str], where: str) -> list[str]:
         """Returns which of a folder's files to fetch. See the function of this name."""
@@ -208,11 +274,6 @@ class Staging:
             total_bytes += size_bytes
             self._check(name, size_bytes, total_bytes)
 
-    def release(self) -> None:
-        """Gives back the staged bytes: the folder is gone, or has become a blob."""
-        if self._staged is not None:
-            self._staged.release()
-
     @property
     def progress_bytes(self) -> int:
         """The bytes that have arrived, those not written yet included."""
@@ -230,9 +291,13 @@ class Staging:
         self.check_cancelled()
 
     def create(self, name: str, expected_bytes: int = 0) -> StagedFile:
-        """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many."""
-        self._check(name, expected_bytes, self.total_bytes + expected_bytes)
-        return StagedFile(self, self.folder / check_file_name(name, name))
+        """Opens a new file. Raises LimitExceeded at once if `expected_bytes` are too many, and as
+        `check_cancelled`."""
+        path = self.folder / check_file_name(name, name)
+        with self._lock:  # a fetch that was left must create nothing while `remove` runs
+            self.check_cancelled()
+            self._check(name, expected_bytes, self.total_bytes + expected_bytes)
+            return StagedFile(self, path)
 
     def count(self, name: str, size_bytes: int, new_bytes: int, *, is_kept: bool = False) -> None:
         """Accounts for `new_bytes` more of a file of `size_bytes`, also of one that is not

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import READ_BYTES, Abandoned, Staging
+from adapter_store.sources.staging import FILES_AT_ONCE, READ_BYTES, Abandoned, Staging
 from servicekit.shares import MinimumRate, Pace, Shares
 
-FILES_AT_ONCE = 4
 POLL_SECONDS = 0.25
+MIN_POLL_SECONDS = 0.01
 """How often a fetch is checked for progress, and for a caller that has left."""
 STEP_BYTES = 64 << 10
 """How much is read from a connection at a time: progress is noticed after each step."""
@@ -76,7 +77,8 @@ class FetchRunner:
 
         Raises what it raises, SourceUnavailable if the source is too slow, and as
         `Staging.check_cancelled`; then its thread ends with the next byte that it receives.
-        Raises ShareExceeded if too many of the account do not end.
+        Raises ShareExceeded if too many of the account do not end, RuntimeError if there are no
+        more threads.
         """
         done: Future[str] = Future()
         place = self.running.reserve(account)
@@ -91,7 +93,12 @@ class FetchRunner:
                 done.set_result(found)
 
         # A daemon: it must not keep a store from ending.
-        threading.Thread(target=work, name="source", daemon=True).start()
+        thread = threading.Thread(target=work, name="source", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            place.release()
+            raise
         try:
             self._wait(done, staging)
         except BaseException:
@@ -102,11 +109,13 @@ class FetchRunner:
     def _wait(self, done: Future[str], staging: Staging) -> None:
         rate, known_bytes = MinimumRate(self._pace), 0
         while not done.done():
-            with rate.waiting():
-                wait([done], timeout=min(POLL_SECONDS, rate.remaining_s))
+            start_s, local_s = time.monotonic(), staging.local_seconds
+            wait([done], timeout=max(MIN_POLL_SECONDS, min(POLL_SECONDS, rate.remaining_s)))
             if done.done():
                 return
             staging.check_cancelled()
+            elapsed_s = time.monotonic() - start_s
+            rate.waited(max(0.0, elapsed_s - (staging.local_seconds - local_s)))
             now_bytes = staging.progress_bytes
             rate.received(now_bytes - known_bytes)
             known_bytes = now_bytes

@@ -28,7 +28,8 @@ class FileChunk:
 
 
 class Upload:
-    """Writes chunks into a staging folder. Blocks; thread-safe, one chunk at a time.
+    """Writes chunks into a staging folder, with one file open at a time. Blocks; thread-safe, one
+    chunk at a time.
 
     Ends with `finish` or `abandon`; the creator of the folder removes it.
     """
@@ -38,7 +39,14 @@ class Upload:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._files: dict[str, StagedFile] = {}
+        self._last: StagedFile | None = None
+        """The file that was written last: the only one that is open."""
         self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has to be finished or abandoned."""
+        return self._is_open
 
     def write(self, chunk: FileChunk) -> None:
         """Raises InvalidArgument (bad name, offset out of order) and LimitExceeded."""
@@ -54,7 +62,7 @@ class Upload:
                 if name in chosen:
                     file.close()
                 else:
-                    file.abandon()
+                    file.suspend()
                     (self.staging.folder / name).unlink()
             self._is_open = False
 
@@ -62,30 +70,38 @@ class Upload:
         """Closes what is open; later writes do nothing."""
         with self._lock:
             self._is_open = False
-            for file in self._files.values():
-                file.abandon()
+            self._suspend_last()
 
     def _write(self, chunk: FileChunk) -> None:
         name = check_file_name(chunk.file_name, "chunk.file_name")
         if name not in self._sizes:
-            self._open(name)
+            self._add(name)
         if chunk.offset != self._sizes[name]:
             raise InvalidArgument(
                 f"chunk.offset: {name} continues at {self._sizes[name]}, not at {chunk.offset}",
                 subject="chunk.offset",
             )
-        if name in self._files:
-            self._files[name].write(chunk.data)
+        file = self._files.get(name)
+        if file is not None:
+            if file is not self._last:
+                self._suspend_last()
+                self._last = file
+            file.write(chunk.data)
         else:
             self.staging.count(name, chunk.offset, len(chunk.data))
         self._sizes[name] += len(chunk.data)
 
-    def _open(self, name: str) -> None:
+    def _suspend_last(self) -> None:
+        if self._last is not None:
+            self._last.suspend()
+
+    def _add(self, name: str) -> None:
         if len(self._sizes) == MAX_FILES:
             raise LimitExceeded(
                 f"chunk.file_name: {name} is one file more than {MAX_FILES}",
                 subject="chunk.file_name",
             )
         if self.staging.accepts(name):
-            self._files[name] = self.staging.create(name)
+            self._suspend_last()
+            self._last = self._files[name] = self.staging.create(name)
         self._sizes[name] = 0

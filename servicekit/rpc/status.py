@@ -41,6 +41,7 @@ INTERNAL_MESSAGE = "internal error"
 _OUT_OF_FILES = ("the server has too many files open", "OUT_OF_FILES")
 _DISK_FULL = ("the server's disk is full", "DISK_FULL")
 _OUT_OF_MEMORY = ("the server is out of memory", "OUT_OF_MEMORY")
+_OUT_OF_THREADS = ("the server has too many threads", "OUT_OF_THREADS")
 _OUT_OF = {
     errno.EMFILE: _OUT_OF_FILES,
     errno.ENFILE: _OUT_OF_FILES,
@@ -48,6 +49,8 @@ _OUT_OF = {
     errno.EDQUOT: _DISK_FULL,
     errno.ENOMEM: _OUT_OF_MEMORY,
 }
+NO_THREAD = "can't start new thread"
+"""How Python begins the message of the error, of no type of its own."""
 RETRY_SECONDS = 1.0
 
 
@@ -57,6 +60,8 @@ def service_error(error: Exception) -> Exception:
     found = _OUT_OF.get(error.errno or 0) if isinstance(error, OSError) else None
     if isinstance(error, MemoryError):
         found = _OUT_OF_MEMORY
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_THREAD):
+        found = _OUT_OF_THREADS
     if found is None:
         return error
     message, reason = found

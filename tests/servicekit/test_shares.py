@@ -25,6 +25,7 @@ from servicekit.shares import (
     Shares,
     limit_of,
 )
+from tests.support.threads import no_more_threads
 from tests.support.wait import TIMEOUT_S, until
 
 ACCOUNTS = ("a", "b", "c")
@@ -305,21 +306,15 @@ def test_a_task_that_is_cancelled_lets_go_of_its_arguments(pool) -> None:
     assert all(each.result(TIMEOUT_S) for each in slow)
 
 
-def test_threads_are_there_when_no_more_can_be_started(monkeypatch) -> None:
+def test_threads_are_there_when_no_more_can_be_started() -> None:
     executor = FairExecutor(2, "calls")
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse_to_start)
-        both = threading.Barrier(2)
+    both = threading.Barrier(2)
+    with no_more_threads():
         tasks = [executor.submit("a", both.wait, TIMEOUT_S) for _ in range(2)]
         assert sorted(task.result(TIMEOUT_S) for task in tasks) == [0, 1]
         with pytest.raises(RuntimeError, match="can't start new thread"):
             FairExecutor(2, "calls")
     executor.close()
-
-
-def refuse_to_start(thread: threading.Thread) -> None:
-    """As Thread.start where the process may have no more threads."""
-    raise RuntimeError("can't start new thread")
 
 
 def test_a_shutdown_cancels_what_waits() -> None:

@@ -30,10 +30,10 @@ def test_a_statement_ends_with_its_caller(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt.run, args=(read,), daemon=True)
     thread.start()
     assert begun.wait(TIMEOUT_S)
-    interrupt.set()
-    while thread.is_alive():  # the statement may not have begun when it was ended
-        interrupt.set()
-        thread.join(0.01)
+    assert interrupt.set()
+    interrupt.cancel()  # the statement may not have begun yet
+    thread.join(TIMEOUT_S)
+    assert not interrupt.set()
     assert len(ends) == 1
     with database.read() as conn:  # over the same connection
         assert conn.exec_driver_sql("SELECT 1").scalar_one() == 1
@@ -42,7 +42,8 @@ def test_a_statement_ends_with_its_caller(tmp_path: Path) -> None:
 
 def test_a_caller_that_has_left_reads_nothing(tmp_path: Path) -> None:
     database, interrupt = SqliteDatabase(tmp_path / "db"), Interrupt()
-    interrupt.set()
+    assert not interrupt.set()
+    interrupt.cancel()
 
     def read() -> None:
         with database.read():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
@@ -10,8 +12,15 @@ import pytest
 from sqlalchemy import Engine, event
 
 from adapter_store.app import CALL_THREADS
+from adapter_store.core import ANYONE
+from adapter_store.registration.registrar import Registration
+from adapter_store.sources.upload import FileChunk
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
+from servicekit.errors import ShareExceeded
+from servicekit.refs import AdapterName
+from servicekit.shares import MAX_QUEUED
 from tests.adapter_store.catalog.test_interrupt import ENDLESS
+from tests.support.wait import until
 
 pytestmark = pytest.mark.slow
 
@@ -54,3 +63,27 @@ def test_lists_end_with_their_callers(client, make_adapter):
 def test_a_filter_has_bounds(client, refused, text):
     with refused("INVALID_ARGUMENT", "filter"):
         client.stub.ListAdapters(pb.ListAdaptersRequest(filter=text))
+
+
+def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
+    """Its caller has so many calls waiting that no further one may wait: the store's own may."""
+    service = store.running.store.service
+    places = service._places
+    go_on = threading.Event()
+    waiting: list[Future[bool]] = []
+
+    async def chunks() -> AsyncIterator[FileChunk]:
+        yield FileChunk("adapter_config.json", 0, b"{}")
+        for _ in range(places.fetches.shares.capacity + MAX_QUEUED):
+            waiting.append(places.fetches.submit(ANYONE.account, go_on.wait, TIMEOUT_S))
+
+    async def upload() -> None:
+        with pytest.raises(ShareExceeded):
+            await service.upload(ANYONE, Registration(AdapterName("default", "a")), chunks())
+
+    store.run(upload())
+    assert places.staged_bytes.used == 2
+    go_on.set()
+    assert all(each.result(TIMEOUT_S) for each in waiting)
+    until(lambda: places.staged_bytes.used == 0)
+    assert not list((tmp_path / "data" / "staging").iterdir())

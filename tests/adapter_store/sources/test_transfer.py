@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from adapter_store.errors import SourceUnavailable
-from adapter_store.sources.staging import FetchLimits, Staging, Stop
-from adapter_store.sources.transfer import CHANGED, Retry, RetryPolicy, copy_all
+from adapter_store.sources.staging import Abandoned, FetchLimits, StagedFile, Staging, Stop
+from adapter_store.sources.transfer import (
+    CHANGED,
+    TOO_SLOW,
+    FetchRunner,
+    Retry,
+    RetryPolicy,
+    copy_all,
+)
 from servicekit.errors import Draining
+from servicekit.shares import Pace
+from tests.support.threads import no_more_threads
+from tests.support.wait import TIMEOUT_S, until
 
 
 class Waits(Staging):
@@ -96,3 +108,82 @@ def test_the_first_failure_ends_what_others_write(tmp_path, make_staging):
 
     with pytest.raises(SourceUnavailable, match="b is broken"):
         copy_all(["a", "b", "c"], copy, staging)
+
+
+STALL_S = 0.2
+
+
+@pytest.fixture
+def runner() -> FetchRunner:
+    return FetchRunner(Pace(1 << 20, STALL_S), 1, max_fetches=2)
+
+
+def test_a_fetch_without_a_thread_leaves_its_place(runner, staging):
+    for _ in range(3):
+        with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+            runner.run("a", lambda: "", staging)
+    assert runner.running.used == 0
+    assert runner.run("a", lambda: "done", staging) == "done"
+
+
+def test_a_slow_disk_is_no_slow_source(runner, staging):
+    """Writing, hashing and syncing takes longer than the source may be silent."""
+
+    def fetch() -> str:
+        with staging.local_work(), staging.local_work():
+            time.sleep(2 * STALL_S)
+        return "done"
+
+    assert runner.run("a", fetch, staging) == "done"
+    assert staging.local_seconds >= 2 * STALL_S
+
+
+def test_what_files_take_is_local_work(staging, monkeypatch):
+    sync = os.fsync
+
+    def slow_sync(fd: int) -> None:
+        time.sleep(STALL_S)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    with staging.create("adapter_config.json") as file:
+        file.write(b"{}")
+    assert staging.local_seconds >= STALL_S
+
+
+def test_a_source_that_sends_nothing_is_left(runner, staging):
+    over = threading.Event()
+
+    def fetch() -> str:
+        over.wait(TIMEOUT_S)
+        return ""
+
+    with pytest.raises(SourceUnavailable) as raised:
+        runner.run("a", fetch, staging)
+    assert raised.value.reason == TOO_SLOW
+    over.set()
+    until(lambda: runner.running.used == 0)
+
+
+def test_a_fetch_that_was_left_creates_no_file(staging, monkeypatch):
+    """Not even if it was about to when its folder was removed."""
+    opening, go_on = threading.Event(), threading.Event()
+    begin = StagedFile.__init__
+
+    def slowly(self: StagedFile, staging: Staging, path: Path) -> None:
+        opening.set()
+        assert go_on.wait(TIMEOUT_S)
+        begin(self, staging, path)
+
+    monkeypatch.setattr(StagedFile, "__init__", slowly)
+    late = threading.Thread(target=lambda: staging.create("adapter_config.json").suspend())
+    late.start()
+    assert opening.wait(TIMEOUT_S)
+    removing = threading.Thread(target=staging.remove)
+    removing.start()
+    go_on.set()
+    for thread in (late, removing):
+        thread.join(TIMEOUT_S)
+    assert not staging.folder.exists()
+    with pytest.raises(Abandoned):
+        staging.create("adapter_model.safetensors")

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
+
 import pytest
 
 from adapter_store.errors import InvalidAdapter, LimitExceeded
-from adapter_store.sources.staging import MAX_FILES
+from adapter_store.sources.staging import CONCURRENT_HASH_BYTES, MAX_FILES
 from adapter_store.sources.upload import FileChunk, Upload
 from servicekit.errors import InvalidArgument
 
@@ -90,3 +94,40 @@ def test_after_the_end_nothing_is_written(staging):
     upload.abandon()
     upload.write(FileChunk(WEIGHTS, 3, b"d"))
     assert (staging.folder / WEIGHTS).read_bytes() == b"abc"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_upload_has_one_file_and_one_thread_of_its_own(make_staging):
+    """However many files it sends pieces of, and in whatever order."""
+    staging = make_staging(max_adapter_bytes=1 << 30)
+    upload = Upload(staging)
+    names = [f"adapter_model-{i:05d}-of-00064.safetensors" for i in range(64)]
+    block = os.urandom(CONCURRENT_HASH_BYTES)
+    num_files, num_threads = open_files(), threading.active_count()
+    for turn in range(2):
+        for name in names:
+            upload.write(FileChunk(name, 0 if turn == 0 else len(block), block))
+            assert open_files() <= num_files + 1
+    assert threading.active_count() <= num_threads + 1
+    upload.write(FileChunk(CONFIG, 0, b"{}"))
+    upload.write(FileChunk(WEIGHTS, 0, b""))
+    upload.finish()
+    assert open_files() == num_files
+    sha256 = hashlib.sha256(2 * block).hexdigest()
+    assert [file.sha256 for file in staging.files if file.name in names] == [sha256] * 64
+    assert all((staging.folder / name).read_bytes() == 2 * block for name in names)
+    staging.remove()
+    assert not staging.folder.exists()
+
+
+def test_empty_chunks_open_no_files(staging):
+    upload = Upload(staging)
+    before = open_files()
+    for i in range(MAX_FILES):
+        upload.write(FileChunk(f"adapter_model-{i:05d}-of-00256.safetensors", 0, b""))
+    assert open_files() <= before + 1
+    upload.abandon()
+    assert open_files() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +13,9 @@ from google.rpc import error_details_pb2
 import adapter_store.errors
 import inference_svc.errors
 from servicekit import errors
-from servicekit.rpc.status import CODES, INTERNAL_MESSAGE, code_for, to_status
+from servicekit.rpc.status import CODES, INTERNAL_MESSAGE, code_for, service_error, to_status
 from tests.servicekit.error_kinds import GENERAL, kinds_of
+from tests.support.threads import no_more_threads
 
 GENERAL_CODES = {
     "InvalidArgument": "INVALID_ARGUMENT",
@@ -130,3 +132,13 @@ def test_an_invalid_argument_names_the_field() -> None:
 def test_a_bug_answers_a_fixed_text(error: Exception) -> None:
     status = to_status(error, "test.domain")
     assert (status.code, status.message) == (grpc.StatusCode.INTERNAL.value[0], INTERNAL_MESSAGE)
+
+
+def test_a_process_without_threads_left_is_no_bug() -> None:
+    with no_more_threads(), pytest.raises(RuntimeError) as raised:
+        threading.Thread(target=print).start()
+    found = service_error(raised.value)
+    assert isinstance(found, errors.ResourceExhausted)
+    assert (found.reason, found.retry_after_s > 0) == ("OUT_OF_THREADS", True)
+    other = RuntimeError("a bug")
+    assert service_error(other) is other
