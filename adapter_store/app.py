@@ -29,6 +29,7 @@ from adapter_store.blobs.local import Blobs, LocalBlobs
 from adapter_store.blobs.s3_prefix import Bucket
 from adapter_store.blobs.shared import SharedBlobs
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.watch import Watch
 from adapter_store.checkpoint.files import CheckpointLimits
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
@@ -188,6 +189,9 @@ def open_catalog(settings: StoreSettings, folder: Path, grace: timedelta) -> Cat
         event_retention=settings.event_retention,
         delete_grace=grace,
         layout_ttl=timedelta(seconds=settings.layout_ttl_seconds),
+        layout_limits=LayoutLimits(
+            settings.max_layouts, settings.max_layouts_in_all, _tenant_share(settings)
+        ),
     )
 
 
@@ -258,9 +262,13 @@ def _helpers(stack: AsyncExitStack) -> Executor:
     return helpers
 
 
+def _tenant_share(settings: StoreSettings) -> float:
+    """Without a policy all callers are one tenant."""
+    return 1.0 if settings.policy_file is None else settings.tenant_share
+
+
 def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
-    # Without a policy all callers are one tenant.
-    share = 1.0 if settings.policy_file is None else settings.tenant_share
+    share = _tenant_share(settings)
     calls = FairExecutor(CALL_THREADS, "calls", share)
     stack.callback(calls.close)
     fetches = FairExecutor(settings.fetch_workers, "fetches", share)
@@ -276,7 +284,6 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
         Shares("watches", settings.max_watches, share, setting="max_watches"),
         Shares("pulled_bytes", settings.memory_bytes, share, setting="memory_bytes"),
         Shares("staged_bytes", settings.staging_bytes, share, setting="staging_bytes"),
-        settings.max_layouts,
         Pace(settings.min_transfer_rate, settings.transfer_stall_seconds),
     )
 

@@ -127,6 +127,9 @@ class StoreSettings(ServiceSettings):
     max_layouts: Annotated[int, Field(ge=1), SHARES] = 128
     """Number of model layouts in use for one base model."""
 
+    max_layouts_in_all: Annotated[int, Field(ge=1), SHARES] = 512
+    """Number of model layouts in use for all base models together."""
+
     staging_bytes: Annotated[Bytes, SHARES] = ByteSize(64 * GIB)
     """Bytes on disk of sources that are being fetched or uploaded, all together."""
 

@@ -187,7 +187,10 @@ class LayoutVerdict:
     reason: str = ""
     image_bytes: int = 0
     build_micros: int = 0
-    """How long the build took that gave the verdict: records younger than that do not show it."""
+    """How long the build took that gave the verdict."""
+    build_time: int = field(default=0, compare=False)
+    """When that began, in microseconds since the epoch: records that came later do not show the
+    verdict for as long as it took."""
     is_hidden: bool = False
     """Whether it is shown as PENDING for that reason: there is nothing to build."""
 

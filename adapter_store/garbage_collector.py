@@ -50,19 +50,24 @@ class Collector:
 
     def drop_unused_layouts(self) -> frozenset[str]:
         """Removes the images for unused layouts from the disk tier; returns these layouts."""
-        unused = self._catalog.unused_layouts()
-        for key in self._disk.cached():
+        keys = self._disk.cached()
+        forgotten = {key.layout_id for key in keys} - set(self._catalog.layout_ids())
+        unused = self._catalog.unused_layouts() | forgotten
+        for key in keys:
             if key.layout_id in unused:
                 self._disk.remove(key, Removal.UNUSED)
         return unused
 
     def collect(self) -> list[str]:
         """Removes the versions whose grace has ended; returns the digests that are gone. Resets the
-        images for unused layouts: call `drop_unused_layouts` next."""
+        images for unused layouts, and forgets those that were not used for long: call
+        `drop_unused_layouts` next."""
         self._mark_recorded()
         num_forgotten = self._catalog.forget_unused_images()
         if num_forgotten:
             logger.info("images for unused layouts are removed", extra={"images": num_forgotten})
+        while forgotten := self._catalog.forget_unused_layouts():
+            logger.info("unused layouts are forgotten", extra={"layouts": len(forgotten)})
         expired = self._catalog.expire_versions(self._delete_grace)
         gone = []
         while digests := self._catalog.unreferenced_blobs(BATCH_BLOBS):

@@ -20,7 +20,6 @@ from typing import ParamSpec, TypeVar
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Interrupt
 from adapter_store.catalog.layout_usage import LayoutUsage
-from adapter_store.catalog.layouts import Registrant
 from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.catalog.watch import Watch
@@ -61,8 +60,7 @@ T = TypeVar("T")
 class Places:
     """What callers share, each tenant up to `share`: threads of short calls, of registrations and
     of ending what the database still reads, places for uploads and watches, memory that pulls hold,
-    disk for what is being received, and the live layouts of a base model. An upload may not be
-    slower than `pace`."""
+    and disk for what is being received. An upload may not be slower than `pace`."""
 
     share: float
     calls: FairExecutor
@@ -72,7 +70,6 @@ class Places:
     watches: Shares
     pulled_bytes: Shares
     staged_bytes: Shares
-    max_layouts: int
     pace: Pace
 
 
@@ -252,8 +249,8 @@ class StoreService:
                 reason="NO_COMMON_IMAGE_FORMAT",
             )
         layout = dataclasses.replace(layout, image_format=max(common))
-        registrant = Registrant(caller.account, self._places.max_layouts, self._places.share)
-        layout_id, was_not_live = await self._call(caller, self._add_layout, layout, registrant)
+        adding = self._call(caller, self._add_layout, layout, caller.account)
+        layout_id, was_not_live = await adding
         if was_not_live:
             await self._resume(layout_id)
         return layout_id, layout.image_format
@@ -405,12 +402,12 @@ class StoreService:
         self._precompiler.queue_layout(layout_id)
         await self.refresh_pinned()
 
-    def _add_layout(self, layout: Layout, registrant: Registrant) -> tuple[str, bool]:
+    def _add_layout(self, layout: Layout, account: str) -> tuple[str, bool]:
         layouts.validate(layout)
         layout_id = layouts.layout_id(layout)
         base_models = (layout.base_model, *layout.aliases)
         body = layouts.to_json(layout)
-        return layout_id, self._catalog.add_layout(layout_id, base_models, body, registrant)
+        return layout_id, self._catalog.add_layout(layout_id, base_models, body, account)
 
     def _call(
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -38,7 +38,7 @@ from adapter_store.catalog.filters import (
 )
 from adapter_store.catalog.follower import Follower, notify
 from adapter_store.catalog.image_states import ImageAccess
-from adapter_store.catalog.layouts import Registrant
+from adapter_store.catalog.layouts import LayoutLimits
 from adapter_store.catalog.leftovers import BlobKey
 from adapter_store.catalog.lookup import VersionsPage
 from adapter_store.catalog.migrations import migrate
@@ -59,7 +59,7 @@ from servicekit.refs import AdapterName, AdapterRef
 
 _TRIM_EVERY = 64
 _UNLIMITED = Quota()
-ANY_REGISTRANT = Registrant()
+NO_LAYOUT_LIMITS = LayoutLimits()
 PAGE_BYTES = 3 << 20
 """About the size of the largest page: callers accept messages of 4 MiB if they are not told
 otherwise. One record may be larger."""
@@ -74,7 +74,8 @@ class Catalog:
     """Opens, or creates, the catalog at `place`, a file or the address of a PostgreSQL database.
 
     At least `event_retention` events are kept. Deleted versions can be restored for `delete_grace`.
-    A layout unused for longer than `layout_ttl` is not live; with 0 all are.
+    A layout unused for longer than `layout_ttl` is not live; with 0 all are. Of live ones there are
+    no more than `layout_limits`.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class Catalog:
         event_retention: int,
         delete_grace: timedelta = DEFAULT_GRACE,
         layout_ttl: timedelta = timedelta(0),
+        layout_limits: LayoutLimits = NO_LAYOUT_LIMITS,
         clock: Callable[[], datetime] = _utc_now,
     ) -> None:
         self._event_retention = event_retention
         self._delete_grace = delete_grace
         self._layout_ttl = layout_ttl
+        self._layout_limits = layout_limits
         self._clock = clock
         self._layout_uses: dict[str, datetime] = {}
         self._listeners: list[Callable[[list[AdapterEvent]], None]] = []
@@ -134,7 +137,7 @@ class Catalog:
             usage.check_quota(conn, new.name, new.digest, new.source_bytes, quota)
             new_events, revision = changes.register(conn, new, if_current_digest, self._clock())
             made += new_events
-            return lookup.find(conn, AdapterRef(name=new.name)), revision
+            return self._shown(lookup.find(conn, AdapterRef(name=new.name))), revision
 
     def rollback(
         self,
@@ -159,7 +162,7 @@ class Catalog:
             record = lookup.find(conn, AdapterRef(name=name))
             accept(record)
             made += new_events
-            return record, revision
+            return self._shown(record), revision
 
     def check_capacity(self, name: AdapterName, expected_digest: str, quota: Quota) -> None:
         """See usage.check_capacity."""
@@ -187,12 +190,12 @@ class Catalog:
             if pinned:
                 image_states.check_pinned_bytes(conn, max_pinned_bytes)
             found = AdapterRef(record.name, record.version)
-            return lookup.find(conn, found), events.revision(conn)
+            return self._shown(lookup.find(conn, found)), events.revision(conn)
 
     def get(self, ref: AdapterRef, tenants: Tenants = None) -> tuple[AdapterRecord, int]:
         """Returns the record and the revision it reflects. Raises NotFound."""
         with self._database.read() as conn:
-            return lookup.find(conn, ref, tenants), events.revision(conn)
+            return self._shown(lookup.find(conn, ref, tenants)), events.revision(conn)
 
     def page(
         self,
@@ -209,7 +212,7 @@ class Catalog:
         with self._database.read() as conn:
             found = lookup.page(conn, terms, after, limit + 1, tenants)
             revision = events.revision(conn)
-        page = _cut(found, limit)
+        page = _cut(self._all_shown(found), limit)
         more = len(page) < len(found)
         token = encode_page_token(page[-1].name, filter_text) if more else ""
         return page, token, revision
@@ -228,7 +231,7 @@ class Catalog:
                 raise NotFound(f"no adapter {name}", subject=str(name))
             current = lookup.current_version(conn, name, tenants)
             revision = events.revision(conn)
-        page = _cut(found, limit)
+        page = _cut(self._all_shown(found), limit)
         more = len(page) < len(found)
         token = encode_version_token(name, page[-1].version) if more else ""
         return VersionsPage(page, token, current, revision)
@@ -256,13 +259,14 @@ class Catalog:
         layout_id: str,
         base_models: Sequence[str],
         body: dict[str, Any],
-        registrant: Registrant = ANY_REGISTRANT,
+        account: str = "",
     ) -> bool:
         """See layouts.add."""
+        now, ttl, limits = self._clock(), self._layout_ttl, self._layout_limits
         with self._database.write() as conn:
-            now = self._clock()
-            ttl = self._layout_ttl
-            return layouts.add(conn, layout_id, base_models, body, now, ttl, registrant)
+            return layouts.add(
+                conn, layout_id, base_models, body, now, ttl, account=account, limits=limits
+            )
 
     def is_use_due(self, layout_id: str) -> bool:
         """Returns whether a use has to be recorded again. Does not block."""
@@ -273,13 +277,18 @@ class Catalog:
         """See layouts.use."""
         now = self._clock()
         with self._database.write() as conn:
-            is_back = layouts.use(conn, layout_id, now, self._layout_ttl)
+            is_back = layouts.use(conn, layout_id, now, self._layout_ttl, self._layout_limits)
         self._layout_uses[layout_id] = now
         return is_back
 
     def layout_body(self, layout_id: str) -> dict[str, Any] | None:
         with self._database.read() as conn:
             return layouts.body(conn, layout_id)
+
+    def has_layout(self, layout_id: str) -> bool:
+        query = select(schema.layouts.c.layout_id).where(schema.layouts.c.layout_id == layout_id)
+        with self._database.read() as conn:
+            return conn.execute(query).first() is not None
 
     def live_layouts(self) -> list[str]:
         with self._database.read() as conn:
@@ -294,13 +303,23 @@ class Catalog:
         with self._database.write() as conn:
             return layouts.forget_unused_images(conn, self._live_since())
 
+    def forget_unused_layouts(self) -> list[str]:
+        """Forgets what was not used for FORGET_AFTER_TTLS. See layouts.forget_unused."""
+        now, num_ttls = self._clock(), layouts.FORGET_AFTER_TTLS
+        before = layouts.live_since(now, self._layout_ttl, num_ttls)
+        with self._database.write() as conn:
+            gone = layouts.forget_unused(conn, before)
+        for layout_id in gone:
+            self._layout_uses.pop(layout_id, None)
+        return gone
+
     def layout_ids(self) -> list[str]:
         with self._database.read() as conn:
             return list(conn.scalars(select(schema.layouts.c.layout_id)))
 
     def set_verdict(self, digest: str, verdict: LayoutVerdict) -> bool:
         with self._database.write() as conn:
-            return image_states.set_verdict(conn, digest, verdict)
+            return image_states.set_verdict(conn, digest, verdict, self._clock())
 
     def unfinished(self, layout_id: str, after_digest: str, limit: int) -> list[str]:
         """Returns the digests to precompile under this layout, in order, after `after_digest`."""
@@ -309,8 +328,9 @@ class Catalog:
 
     def image_access(self, key: ImageKey, grace: timedelta, tenants: Tenants = None) -> ImageAccess:
         """Returns what decides whether these tenants may pull an image, from one snapshot."""
+        now = self._clock()
         with self._database.read() as conn:
-            return image_states.image_access(conn, key, self._clock() - grace, tenants)
+            return image_states.image_access(conn, key, now - grace, tenants, now)
 
     def adopt_compiler(self, compiler: str) -> bool:
         """Forgets every verdict that another compiler gave. Returns whether there was another."""
@@ -378,6 +398,14 @@ class Catalog:
     def counts(self) -> CatalogCounts:
         with self._database.read() as conn:
             return usage.counts(conn, self._live_since())
+
+    def _shown(self, record: AdapterRecord) -> AdapterRecord:
+        return self._all_shown([record])[0]
+
+    def _all_shown(self, records: Sequence[AdapterRecord]) -> list[AdapterRecord]:
+        """See lookup.shown."""
+        now = lookup.to_micros(self._clock())
+        return [lookup.shown(record, now) for record in records]
 
     def _live_since(self) -> int:
         return layouts.live_since(self._clock(), self._layout_ttl)

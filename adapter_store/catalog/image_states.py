@@ -40,31 +40,32 @@ class ImageAccess:
 
 
 def image_access(
-    conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants
+    conn: Connection, key: ImageKey, deleted_after: datetime, tenants: Tenants, now: datetime
 ) -> ImageAccess:
-    """Returns what decides whether these tenants may pull an image."""
+    """Returns what decides whether these tenants may pull an image now."""
     found = verdict(conn, key)
     is_known = has_record(conn, key.digest, deleted_after, tenants)
     return ImageAccess(
         is_known,
         has_record(conn, key.digest, deleted_after, tenants, key.layout_id),
         found,
-        _hidden_seconds(conn, key, found, tenants) if is_known and tenants is not None else 0.0,
+        _hidden_seconds(conn, key, found, tenants, now) if is_known else 0.0,
     )
 
 
 def _hidden_seconds(
-    conn: Connection, key: ImageKey, verdict: LayoutVerdict, tenants: Tenants
+    conn: Connection, key: ImageKey, verdict: LayoutVerdict, tenants: Tenants, now: datetime
 ) -> float:
     """Returns for how long the oldest record of these tenants does not show the verdict."""
-    if not verdict.build_micros:
+    if tenants is None or verdict.state is ImageState.PENDING:
         return 0.0
     query = (
         select(func.min(versions.c.create_time))
         .join(adapters, adapters.c.id == versions.c.adapter_id)
         .where(versions.c.digest == key.digest, within(tenants))
     )
-    return hidden_micros(conn.scalar(query) or 0, verdict) / 1_000_000
+    oldest = conn.scalar(query) or 0
+    return hidden_micros(oldest, verdict, to_micros(now)) / 1_000_000
 
 
 def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
@@ -74,17 +75,28 @@ def verdict(conn: Connection, key: ImageKey) -> LayoutVerdict:
     return to_verdict(row)
 
 
-def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict) -> bool:
-    """Records the state of an image. Returns False if its blob has been collected meanwhile."""
-    if conn.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).first() is None:
+def set_verdict(conn: Connection, digest: str, verdict: LayoutVerdict, now: datetime) -> bool:
+    """Records the state of an image. Returns False if its blob has been collected meanwhile, or its
+    layout forgotten."""
+    known = select(blobs.c.digest).where(
+        blobs.c.digest == digest, exists().where(layouts.c.layout_id == verdict.layout_id)
+    )
+    if conn.execute(known).first() is None:
         return False
-    values = {
+    values: dict[str, str | int] = {
         "state": verdict.state.value,
         "reason": verdict.reason,
         "image_bytes": verdict.image_bytes,
     }
-    if verdict.build_micros:  # others keep the duration that is known
+    if verdict.build_micros:
         values["build_micros"] = verdict.build_micros
+    compiling = ImageState.COMPILING
+    key = ImageKey(digest, verdict.layout_id)
+    before = conn.scalar(select(images.c.state).where(_is(key)))
+    is_end = verdict.build_micros > 0 and before != compiling.value
+    # Else it was recorded when the build began, or nothing was built: the last build counts.
+    if before is None or verdict.state is compiling or is_end:
+        values["build_time"] = to_micros(now) - verdict.build_micros
     conn.execute(
         upsert(conn, images)
         .values(digest=digest, layout_id=verdict.layout_id, **values)

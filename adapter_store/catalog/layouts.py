@@ -1,11 +1,13 @@
 """Layouts, and which of them are live: a server has recently registered or pulled for them.
 
-A layout is never deleted: a server that comes back after a long pause continues with it.
+Of live ones an account may have a share. Those that nobody uses stay for a while: a server that
+comes back after a pause continues with them. Then they are forgotten.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,16 +21,26 @@ from adapter_store.core import ImageState
 from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
 
+logger = logging.getLogger(__name__)
+
+MAX_FORGOTTEN = 100
+"""How many layouts are forgotten in one transaction."""
 USE_PRECISION = timedelta(hours=1)
 """A use within this time of the last recorded one is not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Registrant:
-    """Who registers a layout: an account, and how many layouts of a base model there may be."""
+FORGET_AFTER_TTLS = 4
+"""A layout that was not used for so many times its time to live is forgotten. A server registers
+its layout whenever it connects."""
 
-    account: str = ""
-    max_layouts: int = 1 << 30
+
+@dataclass(frozen=True, slots=True)
+class LayoutLimits:
+    """How many layouts may be live: of one base model, and in all. Of both an account may register
+    `share` of what others leave."""
+
+    max_per_base: int = 1 << 30
+    max_in_all: int = 1 << 30
     share: float = 1.0
 
 
@@ -37,9 +49,10 @@ def precision(ttl: timedelta) -> timedelta:
     return min(USE_PRECISION, ttl / 10) if ttl else USE_PRECISION
 
 
-def live_since(time: datetime, ttl: timedelta) -> int:
-    """Returns the earliest last use, in microseconds, of a live layout; 0 without a `ttl`."""
-    return max(0, to_micros(time) - ttl // timedelta(microseconds=1)) if ttl else 0
+def live_since(time: datetime, ttl: timedelta, num_ttls: int = 1) -> int:
+    """Returns the earliest last use, in microseconds, of a layout used within so many times the
+    `ttl`; 0 without one."""
+    return max(0, to_micros(time) - num_ttls * (ttl // timedelta(microseconds=1))) if ttl else 0
 
 
 def is_live(since: int) -> ColumnElement[bool]:
@@ -53,26 +66,32 @@ def add(
     body: dict[str, Any],
     time: datetime,
     ttl: timedelta,
-    registrant: Registrant,
+    account: str,
+    limits: LayoutLimits,
 ) -> bool:
     """Records a layout for its base model and aliases, or its use. Returns False if it was live.
 
-    Raises LimitExceeded for a new one if one of the base models has too many live layouts, or the
-    registrant has its share of them.
+    Raises LimitExceeded for one that was not, if there are too many live layouts, of one of its
+    base models or in all, or the account has its share of them.
     """
-    query = select(layouts.c.layout_id).where(layouts.c.layout_id == layout_id)
-    if conn.execute(query).first():
-        return use(conn, layout_id, time, ttl)
-    now = to_micros(time)
+    now, since = to_micros(time), live_since(time, ttl)
+    last_use = _last_use(conn, layout_id)
+    if last_use is not None:
+        if last_use < since:
+            _check_limits(conn, _bases(conn, layout_id), since, account, limits)
+            _change(conn, layout_id, last_use_time=now, registered_by=account)
+            return True
+        _note_use(conn, layout_id, last_use, now, ttl)
+        return False
     names = sorted(set(base_models))
-    _check_limit(conn, names, live_since(time, ttl), registrant)
+    _check_limits(conn, names, since, account, limits)
     conn.execute(
         insert(layouts).values(
             layout_id=layout_id,
             body=json.dumps(body),
             create_time=now,
             last_use_time=now,
-            registered_by=registrant.account,
+            registered_by=account,
         )
     )
     conn.execute(
@@ -81,43 +100,91 @@ def add(
     return True
 
 
-def _check_limit(
-    conn: Connection, base_models: Sequence[str], since: int, registrant: Registrant
+def _check_limits(
+    conn: Connection, base_models: Sequence[str], since: int, account: str, limits: LayoutLimits
 ) -> None:
-    query = (
-        select(layout_bases.c.base_model, layouts.c.registered_by, func.count())
+    """Raises LimitExceeded if the account may have no further live layout of these base models."""
+    registrant = layouts.c.registered_by
+    query = select(registrant, func.count()).where(is_live(since)).group_by(registrant)
+    in_all = {row[0]: row[1] for row in conn.execute(query)}
+    _check_limit(in_all, account, limits.max_in_all, limits.share, "all base models together")
+    of_bases = (
+        select(layout_bases.c.base_model, registrant, func.count())
         .join(layouts, layouts.c.layout_id == layout_bases.c.layout_id)
         .where(layout_bases.c.base_model.in_(base_models), is_live(since))
-        .group_by(layout_bases.c.base_model, layouts.c.registered_by)
+        .group_by(layout_bases.c.base_model, registrant)
     )
     counts: dict[str, dict[str, int]] = {}
-    for base_model, account, count in conn.execute(query):
-        counts.setdefault(base_model, {})[account] = count
+    for base_model, name, count in conn.execute(of_bases):
+        counts.setdefault(base_model, {})[name] = count
     for base_model, by_account in counts.items():
-        own = by_account.pop(registrant.account, 0)
-        others = sum(by_account.values())
-        if own >= limit_of(registrant.max_layouts, others, registrant.share):
-            raise LimitExceeded(
-                f"layout.base_model: {own} layouts in use for {base_model!r} are registered by "
-                f"{registrant.account or 'all callers together'}, {others} by others, and the most "
-                f"are {registrant.max_layouts} (max_layouts), of which one tenant's share is at "
-                f"most {registrant.share:.0%} of what others leave; one that is not used goes "
-                "after layout_ttl_seconds",
-                subject="layout.base_model",
-                reason="LAYOUT_LIMIT",
-            )
+        of = repr(base_model)
+        _check_limit(by_account, account, limits.max_per_base, limits.share, of, "max_layouts")
 
 
-def use(conn: Connection, layout_id: str, time: datetime, ttl: timedelta) -> bool:
-    """Records the use of a known layout, unless a recent one is recorded. Returns False if the
-    layout was live."""
+def _check_limit(
+    by_account: dict[str, int],
+    account: str,
+    most: int,
+    share: float,
+    of: str,
+    setting: str = "max_layouts_in_all",
+) -> None:
+    own = by_account.get(account, 0)
+    others = sum(by_account.values()) - own
+    if own >= limit_of(most, others, share) or own + others >= most:
+        raise LimitExceeded(
+            f"layout.base_model: {own} layouts in use for {of} are registered by "
+            f"{account or 'all callers together'}, {others} by others, and the most are {most} "
+            f"({setting}), of which one tenant's share is at most {share:.0%} of what others "
+            "leave; one that is not used goes after layout_ttl_seconds",
+            subject="layout.base_model",
+            reason="LAYOUT_LIMIT",
+        )
+
+
+def use(
+    conn: Connection, layout_id: str, time: datetime, ttl: timedelta, limits: LayoutLimits
+) -> bool:
+    """Records the use of a layout, unless a recent one is recorded. Returns whether it is live
+    again. It stays unused if who registered it may have no further live layout, or it has been
+    forgotten."""
+    now, since = to_micros(time), live_since(time, ttl)
+    last_use = _last_use(conn, layout_id)
+    if last_use is None:
+        return False
+    if last_use >= since:
+        _note_use(conn, layout_id, last_use, now, ttl)
+        return False
+    registrant = select(layouts.c.registered_by).where(layouts.c.layout_id == layout_id)
+    account = conn.execute(registrant).scalar_one()
+    try:
+        _check_limits(conn, _bases(conn, layout_id), since, account, limits)
+    except LimitExceeded as error:
+        logger.warning("a layout stays unused", extra={"why": error.message})
+        return False
+    _change(conn, layout_id, last_use_time=now)
+    return True
+
+
+def _last_use(conn: Connection, layout_id: str) -> int | None:
+    """Returns the last use of a layout; None for one that is not known."""
     query = select(layouts.c.last_use_time).where(layouts.c.layout_id == layout_id)
-    last = conn.execute(query).scalar_one()
-    now = to_micros(time)
-    if now - last >= precision(ttl) // timedelta(microseconds=1):
-        where = layouts.c.layout_id == layout_id
-        conn.execute(update(layouts).where(where).values(last_use_time=now))
-    return bool(last < live_since(time, ttl))
+    return conn.execute(query).scalar_one_or_none()
+
+
+def _note_use(conn: Connection, layout_id: str, last_use: int, now: int, ttl: timedelta) -> None:
+    if now - last_use >= precision(ttl) // timedelta(microseconds=1):
+        _change(conn, layout_id, last_use_time=now)
+
+
+def _change(conn: Connection, layout_id: str, **values: object) -> None:
+    conn.execute(update(layouts).where(layouts.c.layout_id == layout_id).values(**values))
+
+
+def _bases(conn: Connection, layout_id: str) -> list[str]:
+    query = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
+    return list(conn.scalars(query))
 
 
 def body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
@@ -140,3 +207,13 @@ def forget_unused_images(conn: Connection, since: int) -> int:
     gone = select(layouts.c.layout_id).where(~is_live(since))
     where = (images.c.state != ImageState.INCOMPATIBLE.value, images.c.layout_id.in_(gone))
     return conn.execute(delete(images).where(*where)).rowcount
+
+
+def forget_unused(conn: Connection, before: int) -> list[str]:
+    """Deletes the layouts last used before this time, with all that is known of their images;
+    returns them. A server registers such a layout anew."""
+    query = select(layouts.c.layout_id).where(layouts.c.last_use_time < before)
+    gone = list(conn.scalars(query.limit(MAX_FORGOTTEN)))
+    for table in (images, layout_bases, layouts) if gone else ():
+        conn.execute(delete(table).where(table.c.layout_id.in_(gone)))
+    return gone

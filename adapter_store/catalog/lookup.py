@@ -4,9 +4,8 @@ row."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -29,6 +28,13 @@ class VersionsPage:
     current_version: int
     revision: int
 
+
+MIN_HIDDEN_MICROS = 50_000
+"""The shortest build that a new record of known content is shown to take. About as long as it takes
+until a worker finds that new content is incompatible."""
+MAX_SKEW_MICROS = 60_000_000
+"""By how much replicas' clocks may differ. A record that seems to come from further ahead was made
+before the clock was set back."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -173,7 +179,8 @@ def _to_records(conn: Connection, rows: Sequence[Row[Any]]) -> list[AdapterRecor
             pinned=row.pinned,
             labels=json.loads(row.labels),
             verdicts=tuple(
-                _shown(row, verdicts.get((row.digest, layout_id)), layout_id)
+                verdicts.get((row.digest, layout_id))
+                or LayoutVerdict(layout_id, ImageState.PENDING)
                 for layout_id in layouts_by_base.get(row.base_model, ())
             ),
             description=row.description,
@@ -208,18 +215,35 @@ def _verdicts(conn: Connection, digests: Iterable[str]) -> dict[tuple[str, str],
 
 def to_verdict(row: Row[Any]) -> LayoutVerdict:
     state = ImageState(row.state)
-    return LayoutVerdict(row.layout_id, state, row.reason, row.image_bytes, row.build_micros)
+    return LayoutVerdict(
+        row.layout_id, state, row.reason, row.image_bytes, row.build_micros, row.build_time
+    )
 
 
-def hidden_micros(create_time: int, verdict: LayoutVerdict) -> int:
+def hidden_micros(create_time: int, verdict: LayoutVerdict, now: int) -> int:
     """Returns for how long a record of this time does not show the verdict: until the image could
-    have been built for it. Else a tenant could tell what others have registered before it."""
-    return max(0, create_time + verdict.build_micros - time.time_ns() // 1000)
+    have been built for it. Else a tenant could tell what others have registered before it.
+
+    All times are in microseconds. A clock that was set back makes no record young again.
+    """
+    age = now - create_time
+    is_older = create_time < verdict.build_time or age < -MAX_SKEW_MICROS
+    if verdict.state is ImageState.PENDING or is_older:
+        return 0
+    build_micros = 0 if verdict.state is ImageState.COMPILING else verdict.build_micros
+    lasts = max(MIN_HIDDEN_MICROS, build_micros)
+    return max(0, lasts - max(0, age))
 
 
-def _shown(row: Row[Any], found: LayoutVerdict | None, layout_id: str) -> LayoutVerdict:
-    if found is None:
-        return LayoutVerdict(layout_id, ImageState.PENDING)
-    if found.build_micros and hidden_micros(row.create_time, found):
-        return LayoutVerdict(layout_id, ImageState.PENDING, is_hidden=True)
-    return found
+def shown(record: AdapterRecord, now: int) -> AdapterRecord:
+    """Returns the record with those verdicts as PENDING that it does not show yet, at this time in
+    microseconds."""
+    create_time = to_micros(record.create_time)
+    is_hidden = [hidden_micros(create_time, each, now) > 0 for each in record.verdicts]
+    if True not in is_hidden:
+        return record
+    verdicts = (
+        LayoutVerdict(each.layout_id, ImageState.PENDING, is_hidden=True) if hidden else each
+        for each, hidden in zip(record.verdicts, is_hidden, strict=True)
+    )
+    return replace(record, verdicts=tuple(verdicts))

@@ -127,7 +127,8 @@ images = Table(
     Column("state", Text, nullable=False),
     Column("reason", Text, nullable=False),
     Column("image_bytes", Big, nullable=False),
-    Column("build_micros", Big, nullable=False, server_default="0"),
+    Column("build_time", Big, nullable=False, server_default="0"),  # when its build began
+    Column("build_micros", Big, nullable=False, server_default="0"),  # and how long it took
     PrimaryKeyConstraint("digest", "layout_id"),
 )
 

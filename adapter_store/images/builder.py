@@ -6,11 +6,13 @@ Blocking; run it in a worker. `plan`, then `fill` into a buffer of the plan's si
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 CLAIM_WAIT_SECONDS = 4.0
 """How long to wait for another replica. It may be alive and yet make no progress: its job yields to
 pulls that wait for images which this replica has claimed in jobs that yield to this one."""
+
+MAX_CACHED_TARGETS = 1 << 19
+"""How many targets the parsed layouts in memory may have together: about 40 MB."""
 
 MAX_HIDDEN_SECONDS = 60.0
 """The longest build that a new record of known content is shown to take; a build that yields to
@@ -67,11 +72,11 @@ class Build:
     checkpoint: Checkpoint
     plan: ImagePlan
     is_precompile: bool
+    start_s: float
     image: Image | None = None
     is_on_disk: bool = False
     is_compiled: bool = False
     claim: Claim | None = None
-    start_s: float = field(default_factory=time.monotonic)
     compiling: Future[bool] | None = None
 
     @property
@@ -108,7 +113,7 @@ class ImageBuilder:
         self._threads = threads
         self._verified = verified
         self._shared = shared
-        self._layouts: dict[str, Layout] = {}
+        self._layouts = _LayoutCache(catalog)
 
     def plan(self, key: ImageKey, *, precompile: bool = False) -> Build:
         """Plans an image; none of its bytes are read yet.
@@ -117,11 +122,13 @@ class ImageBuilder:
         IncompatibleAdapter (the recorded or new verdict), CorruptData (the blob is damaged), and
         with `precompile` NotPrecompiled.
         """
-        layout = self.check(key)
+        start_s = time.monotonic()
+        self.admit(key)
+        layout = self._layouts.get(key.layout_id)
         checkpoint = self._open(key)
-        with self._record_incompatible(key):
+        with self._record_incompatible(key, start_s):
             plan = plan_image(checkpoint, layout, base_model=layout.base_model)
-        build = Build(key, layout, checkpoint, plan, precompile)
+        build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
             self._claim_precompile(build)
         return build
@@ -167,39 +174,27 @@ class ImageBuilder:
             with _log_os_errors("claim not released"):
                 claim.release()
 
-    def check(self, key: ImageKey, tenants: Tenants = None) -> Layout:
-        """Checks that one of these tenants may pull the image now; returns its layout.
+    def admit(self, key: ImageKey, tenants: Tenants = None) -> float:
+        """Checks that one of these tenants may pull the image; returns for how many seconds they
+        have to wait first, as for one that is not built yet.
 
-        Raises NotFound, and IncompatibleAdapter if that is recorded already.
+        Raises NotFound, and IncompatibleAdapter if that is recorded and they need not wait.
         """
-        return self.admit(key, tenants)[0]
-
-    def admit(self, key: ImageKey, tenants: Tenants = None) -> tuple[Layout, float]:
-        """Returns the layout, and for how many seconds these tenants have to wait, as for an image
-        that is not built yet. Raises as `check`, after that time."""
         digest, layout_id = key
-        layout = self._layout(layout_id)
         access = self._catalog.image_access(key, self._delete_grace, tenants)
         if not access.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
         if not access.serves_base:
+            if not self._catalog.has_layout(layout_id):
+                raise _no_layout(layout_id)
             raise IncompatibleAdapter(
-                f"{digest} is not registered for base model {layout.base_model!r}",
+                f"{digest} is not registered for a base model of layout {layout_id}",
                 subject="base_model",
                 reason="WRONG_BASE",
             )
         if access.verdict.state is ImageState.INCOMPATIBLE and not access.hidden_s:
             raise IncompatibleAdapter(access.verdict.reason, subject=digest)
-        return layout, access.hidden_s
-
-    def _layout(self, layout_id: str) -> Layout:
-        layout = self._layouts.get(layout_id)
-        if layout is None:
-            body = self._catalog.layout_body(layout_id)
-            if body is None:
-                raise NotFound(f"no layout {layout_id}; register it", subject=layout_id)
-            layout = self._layouts[layout_id] = from_json(body)
-        return layout
+        return access.hidden_s
 
     def _open(self, key: ImageKey) -> Checkpoint:
         digest = key.digest
@@ -210,7 +205,7 @@ class ImageBuilder:
         try:
             return open_checkpoint(folder, _NO_LIMITS, digest=digest)
         except InvalidAdapter as error:  # it was valid when it was stored
-            self.check(key)  # unless it has been collected meanwhile
+            self.admit(key)  # unless it has been collected meanwhile
             raise self._damaged_blob(digest, str(error)) from error
 
     def _claim_precompile(self, build: Build) -> None:
@@ -288,7 +283,10 @@ class ImageBuilder:
             threads=self._threads,
         )
         try:
-            with self._record_incompatible(build.key, build), closing(parts):
+            with (
+                self._record_incompatible(build.key, build.start_s, build),
+                closing(parts),
+            ):
                 for part in parts:
                     image.append(part)
                     yield_point.wait()
@@ -317,14 +315,17 @@ class ImageBuilder:
         return written
 
     @contextmanager
-    def _record_incompatible(self, key: ImageKey, build: Build | None = None) -> Iterator[None]:
+    def _record_incompatible(
+        self, key: ImageKey, start_s: float, build: Build | None = None
+    ) -> Iterator[None]:
         try:
             yield
         except IncompatibleAdapter as error:
             self._metrics.compiles.labels("incompatible").inc()
             if build is not None:
                 build.wait_compiling_recorded()
-            self._set_verdict(key, ImageState.INCOMPATIBLE, str(error))
+            build_s = time.monotonic() - start_s
+            self._set_verdict(key, ImageState.INCOMPATIBLE, str(error), build_s=build_s)
             raise
 
     def _report_damage(self, error: CorruptData) -> None:
@@ -351,6 +352,42 @@ class ImageBuilder:
         return CorruptData(
             f"the stored source of {digest} is damaged; register the adapter again", subject=digest
         )
+
+
+class _LayoutCache:
+    """Parsed layouts: those used last, of MAX_CACHED_TARGETS together. Thread-safe."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._layouts: OrderedDict[str, Layout] = OrderedDict()
+        self._num_targets = 0
+
+    def get(self, layout_id: str) -> Layout:
+        """Raises NotFound."""
+        with self._lock:
+            if layout_id in self._layouts:
+                self._layouts.move_to_end(layout_id)
+                return self._layouts[layout_id]
+        body = self._catalog.layout_body(layout_id)
+        if body is None:
+            raise _no_layout(layout_id)
+        layout = from_json(body)
+        with self._lock:
+            self._put(layout_id, layout)
+        return layout
+
+    def _put(self, layout_id: str, layout: Layout) -> None:
+        if layout_id not in self._layouts:
+            self._layouts[layout_id] = layout
+            self._num_targets += len(layout.targets)
+        while self._num_targets > MAX_CACHED_TARGETS and len(self._layouts) > 1:
+            _, oldest = self._layouts.popitem(last=False)
+            self._num_targets -= len(oldest.targets)
+
+
+def _no_layout(layout_id: str) -> NotFound:
+    return NotFound(f"no layout {layout_id}; register it", subject=layout_id)
 
 
 @contextmanager

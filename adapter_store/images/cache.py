@@ -117,10 +117,10 @@ class ImageCache:
         # An image in memory may have been deleted: only the catalog knows.
         loop = asyncio.get_running_loop()
         calls = self._calls.of(account)
-        _, wait_s = await loop.run_in_executor(calls, self._builder.admit, key, tenants)
+        wait_s = await loop.run_in_executor(calls, self._builder.admit, key, tenants)
         if wait_s:
             await asyncio.sleep(wait_s)
-            await loop.run_in_executor(calls, self._builder.check, key, tenants)
+            await loop.run_in_executor(calls, self._builder.admit, key, tenants)
         entry = self._memory.find(key)
         while entry is None or entry.is_freed:
             try:

@@ -122,3 +122,15 @@ def test_at_start_images_for_unused_layouts_go(parts):
     parts.now += 2 * TTL
     parts.collector.sweep()
     assert parts.exists(ONE) == (True, False)
+
+
+def test_images_of_forgotten_layouts_are_removed(parts):
+    parts.keep(ONE)
+    parts.register(A, ONE)
+    parts.now += 5 * TTL
+    parts.collector.collect()
+    assert not parts.catalog.has_layout(LAYOUT)
+    assert parts.exists(ONE) == (True, True)
+    assert parts.collector.drop_unused_layouts() == {LAYOUT}
+    assert parts.exists(ONE) == (True, False)
+    assert parts.collector.drop_unused_layouts() == frozenset()

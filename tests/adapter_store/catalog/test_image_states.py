@@ -2,7 +2,12 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+from sqlalchemy import insert
+
 from adapter_store.catalog.catalog import Catalog
+from adapter_store.catalog.lookup import MIN_HIDDEN_MICROS
+from adapter_store.catalog.schema import images
 from adapter_store.core import ImageKey, ImageState, LayoutVerdict
 from servicekit.refs import AdapterName
 
@@ -103,3 +108,87 @@ def test_any_number_of_digests(names):
     names.register("a", "d1")
     digests = [f"d{i}" for i in range(70_000)]  # more than a statement has places for values
     assert names.catalog.unknown_digests(digests) == set(digests) - {"d1"}
+
+
+BUILD = timedelta(seconds=10)
+LEAST = timedelta(microseconds=MIN_HIDDEN_MICROS)
+KEY = ImageKey("d1", "L1")
+
+
+def state(names, name: str) -> ImageState:
+    return names.get(name).verdicts[0].state
+
+
+def hidden_s(catalog: Catalog, tenant: str) -> float:
+    return catalog.image_access(KEY, GRACE, frozenset([tenant])).hidden_s
+
+
+def build(names, catalog, clock, final: ImageState, duration: timedelta) -> None:
+    """Registers d1 as a/x, whose image is built then, or being built."""
+    catalog.add_layout("L1", ["org/tiny"], {})
+    names.register("a/x", "d1")
+    catalog.set_verdict("d1", LayoutVerdict("L1", ImageState.COMPILING))
+    if final is not ImageState.COMPILING:
+        clock.now += duration
+        micros = duration // timedelta(microseconds=1)
+        catalog.set_verdict("d1", LayoutVerdict("L1", final, "why", 256, micros))
+
+
+@pytest.mark.parametrize(
+    ("final", "duration", "hidden"),
+    [
+        (ImageState.READY, BUILD, BUILD),
+        (ImageState.INCOMPATIBLE, BUILD, BUILD),
+        (ImageState.INCOMPATIBLE, timedelta(microseconds=1), LEAST),
+        (ImageState.COMPILING, BUILD, LEAST),
+    ],
+)
+def test_known_content_is_pending_for_as_long_as_its_build_took(
+    names, catalog, clock, final, duration, hidden
+):
+    build(names, catalog, clock, final, duration)
+    assert state(names, "a/x") is final  # who waited for the build sees its end
+    assert hidden_s(catalog, "a") == 0
+    record, _ = names.register("b/y", "d1")
+    assert record.verdicts == (LayoutVerdict("L1", ImageState.PENDING, is_hidden=True),)
+    assert 0 < hidden_s(catalog, "b") <= hidden.total_seconds()
+    clock.now += hidden - timedelta(milliseconds=20)
+    assert state(names, "b/y") is ImageState.PENDING
+    clock.now += timedelta(milliseconds=20)
+    assert state(names, "b/y") is final
+    assert hidden_s(catalog, "b") == 0
+
+
+def test_what_an_earlier_release_has_built_is_hidden_too(names, catalog, clock):
+    catalog.add_layout("L1", ["org/tiny"], {})
+    names.register("a/x", "d1")
+    with catalog._database.write() as conn:  # as a migration leaves it: no time of the build
+        values = {"state": "ready", "reason": "", "image_bytes": 256}
+        conn.execute(insert(images).values(digest="d1", layout_id="L1", **values))
+    names.register("b/y", "d1")
+    assert state(names, "b/y") is ImageState.PENDING
+    clock.now += LEAST
+    assert state(names, "b/y") is ImageState.READY
+
+
+def test_a_clock_that_is_set_back_makes_nothing_young_again(names, catalog, clock):
+    build(names, catalog, clock, ImageState.READY, BUILD)
+    names.register("b/y", "d1")
+    clock.now -= timedelta(seconds=30)  # as much as replicas' clocks may differ
+    assert state(names, "b/y") is ImageState.PENDING
+    assert 0 < hidden_s(catalog, "b") <= BUILD.total_seconds()
+    clock.now -= timedelta(hours=1)
+    assert state(names, "b/y") is state(names, "a/x") is ImageState.READY
+    assert hidden_s(catalog, "b") == 0
+
+
+def test_a_clock_that_jumps_stops_nothing(names, catalog, clock):
+    build(names, catalog, clock, ImageState.READY, BUILD)
+    for jump in (timedelta(days=365), timedelta(days=-730), timedelta(days=365)):
+        clock.now += jump
+        name = f"b/y{jump.days}"
+        names.register(name, "d1")
+        assert hidden_s(catalog, "b") <= BUILD.total_seconds()
+        clock.now += BUILD
+        assert state(names, name) is ImageState.READY
+        assert names.get(name).verdicts[0].image_bytes == 256

@@ -9,8 +9,10 @@ import pytest
 
 from adapter_store.catalog.catalog import Catalog
 from adapter_store.catalog.database import Place
+from adapter_store.catalog.layouts import FORGET_AFTER_TTLS, LayoutLimits
 from adapter_store.catalog.schema import layouts
 from adapter_store.core import ImageState, LayoutVerdict
+from adapter_store.errors import LimitExceeded
 from servicekit.refs import AdapterRef
 from tests.adapter_store.catalog.conftest import BASE, Clock, Names
 
@@ -110,6 +112,7 @@ def test_without_an_end_all_layouts_are_live(place, clock, ttl):
     assert catalog.live_layouts() == ["L1"]
     assert catalog.unused_layouts() == frozenset()
     assert catalog.forget_unused_images() == 0
+    assert catalog.forget_unused_layouts() == []
     assert not catalog.use_layout("L1")
     catalog.close()
 
@@ -140,3 +143,85 @@ def test_only_images_for_live_layouts_are_pinned(names, catalog, clock):
     assert catalog.get(AdapterRef(digest=digest))[0].pinned
     catalog.use_layout("old")
     assert sorted(catalog.pinned_keys()) == [(digest, "new"), (digest, "old")]
+
+
+def test_a_clock_that_jumps_leaves_layouts_live(catalog, clock):
+    catalog.add_layout("L1", [BASE], {})
+    clock.now += 365 * DAY
+    assert catalog.live_layouts() == []
+    assert catalog.use_layout("L1")
+    clock.now -= 2 * 365 * DAY
+    assert catalog.live_layouts() == ["L1"]
+    assert not catalog.use_layout("L1")
+    assert catalog.forget_unused_layouts() == []
+    clock.now += 365 * DAY
+    assert catalog.live_layouts() == ["L1"]
+
+
+@pytest.fixture
+def limited(place, clock) -> Iterator[Catalog]:
+    """At most eight layouts of a base model and six in all, a half of them for one account."""
+    limits = LayoutLimits(8, 6, 0.5)
+    catalog = Catalog(
+        place, event_retention=1000, layout_ttl=TTL, layout_limits=limits, clock=clock
+    )
+    yield catalog
+    catalog.close()
+
+
+def add(catalog: Catalog, account: str, *numbers: int) -> None:
+    """Each layout is of a base model of its own."""
+    for number in numbers:
+        catalog.add_layout(f"{account}{number}", [f"org/{account}{number}"], {}, account)
+
+
+def test_layouts_of_all_base_models_are_shared(limited):
+    add(limited, "a", 1, 2, 3)
+    with pytest.raises(LimitExceeded, match="max_layouts_in_all") as refusal:
+        add(limited, "a", 4)
+    assert refusal.value.reason == "LAYOUT_LIMIT"
+    add(limited, "a", 1)  # known
+    add(limited, "b", 1)
+    with pytest.raises(LimitExceeded):
+        add(limited, "b", 2)
+    add(limited, "c", 1)
+    add(limited, "d", 1)
+    with pytest.raises(LimitExceeded):
+        add(limited, "e", 1)  # all six are in use
+    assert len(limited.live_layouts()) == 6
+
+
+def test_layouts_that_come_back_count_as_new_ones(limited, clock):
+    add(limited, "a", 1, 2, 3)
+    clock.now += TTL
+    add(limited, "a", 4, 5, 6)
+    with pytest.raises(LimitExceeded, match="max_layouts_in_all"):
+        add(limited, "a", 1)
+    assert not limited.use_layout("a2")  # a pull is served, but nothing is compiled ahead
+    assert sorted(limited.live_layouts()) == ["a4", "a5", "a6"]
+    limited.add_layout("a1", ["org/a1"], {}, "b")  # who brings it back is who has it
+    clock.now += TTL
+    assert limited.use_layout("a2")
+    add(limited, "a", 4, 5)
+    with pytest.raises(LimitExceeded):
+        add(limited, "a", 6)
+
+
+def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
+    for layout_id in ("used", "unused"):
+        catalog.add_layout(layout_id, [BASE, f"alias of {layout_id}"], {})
+    names.register("a", "d1")
+    catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.INCOMPATIBLE, "why"))
+    clock.now += FORGET_AFTER_TTLS * TTL - SECOND
+    catalog.use_layout("used")
+    assert catalog.forget_unused_layouts() == []
+    clock.now += 2 * SECOND
+    assert catalog.forget_unused_layouts() == ["unused"]
+    assert catalog.layout_ids() == ["used"]
+    assert list(states(names, "a")) == ["used"]
+    assert not catalog.has_layout("unused")
+    # What still goes on for it has no effect.
+    assert not catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.READY))
+    assert not catalog.use_layout("unused")
+    assert catalog.add_layout("unused", [BASE], {})
+    assert states(names, "a")["unused"] is ImageState.PENDING

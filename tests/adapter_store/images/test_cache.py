@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from adapter_store.app import Store, open_store
+from adapter_store.catalog.catalog import Catalog
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.config import StoreSettings
 from adapter_store.core import ANYONE, DataType, ImageKey, ImageState
@@ -249,12 +250,12 @@ def test_what_is_not_registered_is_not_pulled(start, make_adapter, make_layout):
 
     async def main() -> None:
         async with start() as store:
-            with pytest.raises(NotFound, match="no layout sha256:00"):
-                await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, "sha256:" + "00" * 32))
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
             with pytest.raises(NotFound, match="no adapter sha256:11"):
                 await pulled_bytes(store, ImageKey("sha256:" + "11" * 32, layout_id))
             digest = (await register(store, folder, base_model="org/other")).digest
+            with pytest.raises(NotFound, match="no layout sha256:00"):
+                await pulled_bytes(store, ImageKey(digest, "sha256:" + "00" * 32))
             with pytest.raises(IncompatibleAdapter, match="not registered for") as caught:
                 await pulled_bytes(store, ImageKey(digest, layout_id))
             assert caught.value.reason == "WRONG_BASE"
@@ -399,5 +400,36 @@ def test_deletion_grace_then_collection(start, make_adapter, make_layout, tmp_pa
             assert (counts.used_bytes, counts.images) == (0, 0)
             assert store.catalog.counts().blob_bytes == 0
             assert (await register(store, folder)).version == 2
+
+    asyncio.run(main())
+
+
+def test_parsed_layouts_are_bounded(start, make_adapter, make_layout, monkeypatch):
+    layouts = [make_layout(), make_layout(dtype=DataType.BFLOAT16)]
+    monkeypatch.setattr(builder_module, "MAX_CACHED_TARGETS", len(layouts[0].targets))
+    loaded: list[str] = []
+    load = Catalog.layout_body
+
+    def counted(self: Catalog, layout_id: str):
+        loaded.append(layout_id)
+        return load(self, layout_id)
+
+    monkeypatch.setattr(Catalog, "layout_body", counted)
+
+    async def main() -> None:
+        async with start(compile_ahead=False) as store:
+            digest = (await register(store, make_adapter())).digest
+            ids = [(await store.service.register_layout(each, [1]))[0] for each in layouts]
+            for layout_id in ids:
+                with pytest.raises(NotFound):
+                    await pulled_bytes(store, ImageKey("sha256:" + "0" * 64, layout_id))
+            assert loaded == [], "for content that nobody has"
+            for layout_id in (ids[0], ids[0], ids[1]):
+                store.images.drop_layouts(frozenset(ids))
+                await pulled_bytes(store, ImageKey(digest, layout_id))
+            assert loaded == ids
+            cached = store.images._builder._layouts
+            assert list(cached._layouts) == [ids[1]]
+            assert cached._num_targets == len(layouts[1].targets)
 
     asyncio.run(main())

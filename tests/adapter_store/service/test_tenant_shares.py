@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
@@ -306,6 +307,23 @@ def test_content_that_another_tenant_has_looks_as_new(
     assert b.pull(digest, layout_id).is_whole
     assert states(b.get("same")) == [pb.IMAGE_STATE_READY]
     assert states(a.get("large")) == [pb.IMAGE_STATE_READY]
+
+
+def test_incompatible_content_of_another_tenant_looks_as_new(
+    start, tenants, make_adapter, make_layout
+) -> None:
+    a, b = tenants(start())
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {key.format("A"): torch.ones(4, 16), key.format("B"): torch.ones(99, 4)}
+    folder = make_adapter(("q_proj",), tensors=tensors)
+    layout_id = a.register_layout(make_layout())
+    digest = a.register("wide", folder).adapter.digest
+    until(lambda: states(a.get("wide")) == [pb.IMAGE_STATE_INCOMPATIBLE])
+    assert states(b.register("same", folder).adapter) == [pb.IMAGE_STATE_PENDING]
+    with pytest.raises(grpc.RpcError) as refusal:
+        b.pull(digest, layout_id)
+    assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert states(b.get("same")) == [pb.IMAGE_STATE_INCOMPATIBLE]
 
 
 def test_layouts_of_one_tenant_leave_others_theirs(start, tenants, make_layout) -> None:

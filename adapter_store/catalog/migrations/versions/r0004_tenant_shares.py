@@ -1,4 +1,4 @@
-"""Adds who registered each layout, and how long each image took to build."""
+"""Adds who registered each layout, and when each image was built and how long that took."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 def upgrade() -> None:
     registrant = sa.Column("registered_by", sa.Text(), nullable=False, server_default="")
     op.add_column("layouts", registrant)
-    duration = sa.Column("build_micros", BIG, nullable=False, server_default="0")
-    op.add_column("images", duration)
+    for name in ("build_time", "build_micros"):
+        op.add_column("images", sa.Column(name, BIG, nullable=False, server_default="0"))
