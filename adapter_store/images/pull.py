@@ -9,16 +9,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
+from adapter_store.errors import PullStalled
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
 from servicekit.errors import InvalidArgument, ServiceError, ShareExceeded
-from servicekit.shares import Reservation, Shares
+from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 from servicekit.telemetry.spans import Phases
 
 SHARE_WAIT_SECONDS = 5.0
 """How long a pull waits until its account's other pulls have let go of enough memory."""
+LARGE_PULL_SECONDS = 600
+"""How long the reader of an image that is larger than its account's share may take: it leaves
+others less memory than they are due. A tenth of that behind, its pull ends."""
 CHUNK_BYTES = 512 << 10
 """The approximate length of a chunk: the chunks of a part have equal lengths, at most half more."""
 
@@ -83,6 +87,13 @@ class _HeldImage:
     reservation: Reservation
     num_pulls: int = 0
 
+    def rate(self, num_bytes: int) -> MinimumRate | None:
+        """Returns what bounds a pull of the image's bytes, beside the pace of all pulls."""
+        if not self.reservation.is_over_share:
+            return None
+        bytes_per_second = max(1, num_bytes // LARGE_PULL_SECONDS)
+        return MinimumRate(Pace(bytes_per_second, LARGE_PULL_SECONDS / 10))
+
 
 class Pulls:
     """Streams images. Lives on the event loop. Calls `use_layout` with the layout of each pull.
@@ -123,7 +134,8 @@ class Pulls:
         the stream is open: copy a chunk before requesting the next.
 
         Raises as ImageCache.hold and PartialImage.wait_part, InvalidArgument for an offset beyond
-        the image, and ShareExceeded if the account's pulls keep its share of the memory.
+        the image, ShareExceeded if the account's pulls keep its share of the memory, and
+        PullStalled if an image larger than that is read too slowly.
         """
         start_s = time.monotonic()
         active = ActivePull(*key, start_s)
@@ -133,7 +145,7 @@ class Pulls:
         phases.enter("wait")
         failure: BaseException | None = None
         try:
-            async with self._hold(key, tenants, account) as image:
+            async with self._hold(key, tenants, account) as (image, rate):
                 self._use_layout(key.layout_id)
                 start = start_offset(offset, image_id, image.plan.image_id, image.plan.total_bytes)
                 self._metrics.pull_wait_seconds.observe(time.monotonic() - start_s)
@@ -144,7 +156,7 @@ class Pulls:
                     part = await image.wait_part(index)
                     if part is None:
                         break
-                    for message in part_messages(data, part, start):
+                    for message in _paced(part_messages(data, part, start), rate):
                         yield message
                     num_bytes = part.end - max(part.start, start)
                     self._metrics.pulled_bytes.inc(num_bytes)
@@ -165,9 +177,10 @@ class Pulls:
     @asynccontextmanager
     async def _hold(
         self, key: ImageKey, tenants: Tenants, account: str
-    ) -> AsyncIterator[PartialImage]:
-        """Holds the image within the account's share of the memory. Its size is known from the
-        image only: without a share left it is let go while one is waited for."""
+    ) -> AsyncIterator[tuple[PartialImage, MinimumRate | None]]:
+        """Holds the image within the account's share of the memory, and yields also how fast it has
+        to be read. Its size is known from the image only: without a share left it is let go while
+        one is waited for."""
         share: Reservation | None = None
         try:
             while True:
@@ -176,7 +189,7 @@ class Pulls:
                     if self._enter(key, account, num_bytes, share):
                         share = None
                         try:
-                            yield image
+                            yield image, self._held[account, key].rate(num_bytes)
                         finally:
                             self._leave(key, account)
                         return
@@ -241,6 +254,25 @@ def part_messages(
         begin, end = (start + (part.end - start) * i // num_chunks for i in (index, index + 1))
         yield ImageChunk(begin, image[begin:end])
     yield LayerEnd(part.index, part.end, part.sha256)
+
+
+def _paced(
+    messages: Iterator[ImageChunk | LayerEnd], rate: MinimumRate | None
+) -> Iterator[ImageChunk | LayerEnd]:
+    """Yields the messages. Raises PullStalled if their reader is slower than the rate."""
+    for message in messages:
+        if rate is None:
+            yield message
+            continue
+        with rate.waiting():
+            yield message
+        rate.received(len(message.data) if isinstance(message, ImageChunk) else 0)
+        if rate.is_too_slow:
+            raise PullStalled(
+                "the image is larger than this tenant's share of the memory (memory_bytes, "
+                f"tenant_share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
+                subject="memory_bytes",
+            )
 
 
 def _header(plan: ImagePlan, offset: int) -> ImageHeader:

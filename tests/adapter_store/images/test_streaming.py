@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from adapter_store.app import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey
-from adapter_store.errors import CorruptData, Overloaded
+from adapter_store.errors import CorruptData, Overloaded, PullStalled
 from adapter_store.images import builder as builder_module
+from adapter_store.images import pull as pull_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
 from servicekit.shares import Shares
@@ -75,7 +77,14 @@ async def read(stream) -> tuple[bytes, list[object]]:
     return data, others
 
 
-def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> None:
+def scenario(
+    start: Callable,
+    make_adapter,
+    make_layout,
+    test,
+    held_bytes: Shares | None = None,
+    **settings,
+) -> None:
     """test(store, pulls, key, folder) in a store that knows one adapter of several parts, not
     compiled yet."""
 
@@ -87,7 +96,7 @@ def scenario(start: Callable, make_adapter, make_layout, test, **settings) -> No
             layout_id, _ = await store.service.register_layout(make_layout(), [1])
             pulls = Pulls(
                 *(store.images, store.metrics, store.service.layout_usage.record),
-                Shares("pulled_bytes", 1 << 30),
+                held_bytes or Shares("pulled_bytes", 1 << 30),
             )
             async with asyncio.timeout(SECONDS):
                 await test(store, pulls, ImageKey(digest, layout_id), folder)
@@ -309,3 +318,32 @@ def test_verified_checkpoints_are_trusted_while_fresh_and_unchanged(make_adapter
     late = VerifiedCheckpoints(trusted_seconds=0)
     late.put(open_checkpoint(folder))
     assert late.find(checkpoint.digest, folder) is None
+
+
+@pytest.mark.parametrize("share", [0.001, 1.0])
+def test_what_is_larger_than_a_share_is_read_fast(
+    start, make_adapter, make_layout, monkeypatch, share
+):
+    """Else one pull that is read as slowly as any may be would hold the memory for hours."""
+    monkeypatch.setattr(pull_module, "LARGE_PULL_SECONDS", 0.05)
+    others = Shares("pulled_bytes", 1 << 20, share)
+
+    async def test(store: Store, pulls: Pulls, key, folder) -> None:
+        async def read_slowly() -> int:
+            num_bytes = 0
+            async with aclosing(pulls.stream(key, 0, "", frozenset(["default"]), "a")) as stream:
+                async for message in stream:
+                    num_bytes += len(getattr(message, "data", b""))
+                    await asyncio.sleep(0.1 * isinstance(message, ImageChunk))
+            return num_bytes
+
+        whole = expected_bytes(folder, make_layout())
+        assert (await read(pulls.stream(key, 0, "", None, "a")))[0] == whole
+        if share == 1:
+            assert await read_slowly() == len(whole)
+        else:
+            with pytest.raises(PullStalled, match="larger than this tenant's share"):
+                await read_slowly()
+        assert others.used == 0
+
+    scenario(start, make_adapter, make_layout, test, others)
