@@ -29,6 +29,23 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def _is_same(file: int, other: int) -> bool:
+    return os.path.samestat(os.fstat(file), os.fstat(other))
+
+
+def _ends_torn(path: Path) -> bool:
+    """Returns whether a file, if it may be read, ends without the end of its last line."""
+    try:
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size_bytes - 1))
+            return file.read(1) not in (b"", b"\n")
+    except OSError:
+        return False
+
+
 @dataclass(slots=True)
 class AuditEntry:
     """The fields of a line; a service derives its own to add some. `result` is ok, refused (for
@@ -111,8 +128,9 @@ class Audit(Generic[EntryT]):
             return
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         opened = os.open(self._path, flags, _MODE)
+        was_torn = self._is_torn and self._file is not None and _is_same(self._file, opened)
         self.close()
-        self._file, self._is_torn = opened, False
+        self._file, self._is_torn = opened, was_torn or _ends_torn(self._path)
 
     def close(self) -> None:
         """Further lines go to the logger only."""

@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import os
+import resource
+import signal
 from datetime import UTC, datetime
 
 import pytest
@@ -223,3 +225,35 @@ def test_a_required_audit_has_two_lines_of_a_call(path):
         assert [line["result"] for line in lines(path)] == ["started"]
     audit.close()
     assert [line["result"] for line in lines(path)] == ["started", "ok"]
+
+
+def torn(audit, path) -> None:
+    """Leaves a part of a line at the end, as a full disk does."""
+    before = path.stat().st_size if path.exists() else 0
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+    try:
+        audit.write(StoreAuditEntry("torn"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == before + 10
+
+
+@pytest.mark.parametrize("how", ["goes on", "reopens", "starts again"])
+def test_a_line_after_a_torn_one_stands_alone(path, how):
+    audit = open_audit(path)
+    audit.write(StoreAuditEntry("one"))
+    torn(audit, path)
+    if how == "reopens":
+        audit.reopen()
+    elif how == "starts again":
+        audit.close()
+        audit = open_audit(path)
+    audit.write(StoreAuditEntry("two"))
+    audit.write(StoreAuditEntry("three"))
+    audit.close()
+    found = path.read_text().splitlines()
+    assert len(found) == 4
+    assert [json.loads(found[i])["what"] for i in (0, 2, 3)] == ["one", "two", "three"]
