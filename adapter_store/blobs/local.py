@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from adapter_store.blobs.fsync import make_folder, move_folder, remove_folder
+from adapter_store.blobs.fsync import make_folder, move_folder, remove_folder, write_atomically
 from adapter_store.core import BlobPlace, SourceFile
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,9 @@ class LocalBlobs:
                 self.remove(digest)
 
     def mark_recorded(self) -> None:
-        """Notes beside the blobs that the catalog has had records. Idempotent."""
-        self.recorded.touch()
+        """Notes beside the blobs that the catalog has had records, durably. Idempotent."""
+        if not self.recorded.exists():
+            write_atomically(self.recorded, b"")
 
     def was_recorded(self) -> bool:
         """Returns whether that was noted: a catalog without any has been lost."""

@@ -241,6 +241,7 @@ class Registrar:
                 self._blobs.finish_put(new.digest, stored, staged.folder)
                 raise
             self._blobs.finish_put(new.digest, stored, staged.folder)
+            self._mark_recorded()
             verified = existing.checkpoint
             if not staged.folder.is_dir():  # it is the blob now
                 verified = replace(staged, folder=self._blobs.path(new.digest))
@@ -248,6 +249,13 @@ class Registrar:
                 self._verified.put(verified)
             return recorded
         raise BlobLost(f"{new.digest} was collected while it was registered; try again")
+
+    def _mark_recorded(self) -> None:
+        """From the first record on a store without its catalog must not start anew."""
+        try:
+            self._blobs.mark_recorded()
+        except OSError as error:  # the collector tries again
+            logger.warning("not noted that the catalog has records", extra={"why": str(error)})
 
     def _point(self, request: Registration, new: NewVersion) -> tuple[AdapterRecord, int]:
         """Points the name to the stored blob, which is removed if that is refused."""

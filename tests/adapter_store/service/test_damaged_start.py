@@ -7,17 +7,16 @@ import signal
 
 import pytest
 
-from tests.support.wait import TIMEOUT_S, until
+from tests.support.wait import TIMEOUT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture
 def stopped(spawn, connect, make_adapter, tmp_path):
-    """The data folder of a store that has stopped, with one adapter."""
-    process = spawn("--collect-seconds", "0.1")
+    """The data folder of a store that has stopped right after its first registration."""
+    process = spawn()
     connect(process.wait_until_ready()["grpc"]).register("a", make_adapter())
-    until((tmp_path / "data" / "recorded").exists)
     assert process.end(signal.SIGTERM)[0] == 0
     return tmp_path / "data"
 
