@@ -39,7 +39,8 @@ class _Flight:
 
     def __init__(self, priority: Priority, account: str) -> None:
         self.priority = priority
-        self.account = account
+        self.accounts = [account]
+        """Whose pulls wait for it; the first started it."""
         self.task: asyncio.Task[None]
         self.started: asyncio.Future[MemoryEntry] = asyncio.get_running_loop().create_future()
         self.reservation: Reservation | None = None
@@ -196,12 +197,20 @@ class ImageCache:
             flight = self._flights[key] = _Flight(priority, account)
             flight.task = asyncio.create_task(self._build(key, flight))
             flight.task.add_done_callback(_retrieve_failure)
-        elif priority is Priority.PULL and flight.priority is not Priority.PULL:
+        elif priority is Priority.PULL:
+            self._hurry(key, flight, account)
+        return flight
+
+    def _hurry(self, key: ImageKey, flight: _Flight, account: str) -> None:
+        """A pull of this account waits for the image. Raises ShareExceeded if too many wait for a
+        worker."""
+        if account not in flight.accounts:
+            self._workers.promote(key, account)
+            flight.accounts.append(account)
+        if flight.priority is not Priority.PULL:
             flight.priority = Priority.PULL
-            self._workers.promote(key)
             if flight.reservation is not None:
                 self._memory.promote(flight.reservation)
-        return flight
 
     async def _build(self, key: ImageKey, flight: _Flight) -> None:
         is_precompile = flight.priority is Priority.PRECOMPILE
@@ -212,6 +221,7 @@ class ImageCache:
                     key,
                     flight.priority,
                     lambda _: self._builder.plan(key, precompile=is_precompile),
+                    flight.accounts,
                 )
             await self._fill(build, flight)
         except BaseException as failure:
@@ -239,6 +249,7 @@ class ImageCache:
                     key,
                     flight.priority,
                     lambda yield_point: self._builder.fill(build, entry.image, yield_point),
+                    flight.accounts,
                 )
                 if span is not None:
                     span.name = "compile" if build.is_compiled else span.name
@@ -282,7 +293,7 @@ class ImageCache:
     async def _reserve(self, build: Build, flight: _Flight) -> Reservation:
         """Reserves memory for the image. Pulls wait for a limited time. Raises Overloaded."""
         try:
-            place = self._waiting.reserve(flight.account)
+            place = self._waiting.reserve(flight.accounts[0])
         except ShareExceeded:
             raise _memory_full() from None
         reservation = self._memory.reserve(build.plan.total_bytes, flight.priority)

@@ -1,4 +1,4 @@
-"""A bounded pool of threads that run jobs by priority."""
+"""A bounded pool of threads that run jobs by priority, and those of pulls in turns of accounts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
+
+from servicekit.errors import ShareExceeded
+from servicekit.shares import INTERNAL, Request, Reservation, Shares
 
 T = TypeVar("T")
 
@@ -25,7 +29,7 @@ class Priority(enum.IntEnum):
     """The order of jobs: lower values first, and first come, first served among equals."""
 
     PULL = 0
-    """A caller waits."""
+    """A caller waits. Accounts take turns: one with many pulls does not delay another's."""
     WRITE = 1
     """Writes to disk what is in memory."""
     PINNED = 2
@@ -40,6 +44,10 @@ class _Job:
     priority: Priority
     order: int
     done: asyncio.Future[Any] = field(repr=False)
+    turn: Reservation | None = None
+    """What a pull's job holds while it is in the queue or runs."""
+    waits: list[Request] = field(default_factory=list)
+    """For a turn: one of each account whose pulls wait for the job."""
     has_thread: bool = False
     is_running: bool = False
     resumed: threading.Event = field(default_factory=threading.Event)
@@ -54,10 +62,13 @@ class YieldPoint:
 
 
 class WorkerPool:
-    """Runs at most `num_workers` jobs at a time, not counting paused ones. Lives on one event
-    loop."""
+    """Runs at most `num_workers` jobs at a time, not counting paused ones. Lives on one event loop.
+
+    `turns` are for pulls' jobs: no more of them are in the queue than workers.
+    """
 
     def __init__(self, num_workers: int, name: str) -> None:
+        self.turns = Shares(f"{name}_workers", num_workers, setting=f"{name}_workers")
         # Per priority, no more than `num_workers` jobs can be paused.
         self._executor = ThreadPoolExecutor(num_workers * len(Priority), thread_name_prefix=name)
         self._writers = ThreadPoolExecutor(
@@ -73,38 +84,60 @@ class WorkerPool:
         jobs' threads."""
         self._is_draining = False
 
-    async def run(self, key: Hashable, priority: Priority, work: Callable[[YieldPoint], T]) -> T:
-        """Runs `work` in a thread when its priority allows. One job per key at a time."""
+    async def run(
+        self,
+        key: Hashable,
+        priority: Priority,
+        work: Callable[[YieldPoint], T],
+        accounts: Sequence[str] = (INTERNAL,),
+    ) -> T:
+        """Runs `work` in a thread when its priority allows, and for a pull when it is the turn of
+        one of the accounts. One job per key at a time.
+
+        Raises ShareExceeded if too many jobs of the accounts wait for their turns.
+        """
         assert key not in self._jobs
         if self._is_draining and priority is not Priority.WRITE:
             raise asyncio.CancelledError
         done = asyncio.get_running_loop().create_future()
         job = _Job(work, priority, next(self._order), done)
+        if priority is Priority.PULL:
+            self._wait_for_turn(job, accounts)
+        else:
+            self._push(job)
         self._jobs[key] = job
-        self._push(job)
         self._start_next()
         try:
             return await job.done
         finally:
             del self._jobs[key]
+            if not job.has_thread:
+                self._end_turn(job)
+                self._start_next()
 
-    def promote(self, key: Hashable) -> None:
-        """Raises a job that is less urgent than writing to the priority of a pull."""
+    def promote(self, key: Hashable, account: str = INTERNAL) -> None:
+        """Raises a job that is less urgent than writing to the priority of a pull; a pull's job
+        that waits for its turn may also take one of this account. Raises ShareExceeded."""
         job = self._jobs.get(key)
-        if job is None or job.done.done() or job.priority <= Priority.WRITE:
+        if job is None or job.done.done() or job.priority is Priority.WRITE:
             return
-        job.priority, job.order = Priority.PULL, next(self._order)
-        if job.is_running:
+        if job.priority is not Priority.PULL and job.is_running:
+            job.priority = Priority.PULL
             self._running_pulls += 1
-        else:
-            self._push(job)
+        elif not job.is_running and job.turn is None:
+            before, job.priority = job.priority, Priority.PULL
+            try:
+                self._wait_for_turn(job, (account,))
+            except ShareExceeded:
+                job.priority = before
+                raise
         self._start_next()
 
     def drain(self) -> None:
         """Lets started jobs and writes run to their end. Nothing else starts: its waiters are
         cancelled."""
         self._is_draining = True
-        for _, _, job in self._heap:
+        for job in self._jobs.values():
             if job.has_thread:
                 job.resumed.set()
             elif job.priority is not Priority.WRITE:
@@ -118,6 +151,35 @@ class WorkerPool:
 
     def _push(self, job: _Job) -> None:
         heapq.heappush(self._heap, (job.priority, job.order, job))
+
+    def _wait_for_turn(self, job: _Job, accounts: Sequence[str]) -> None:
+        """Raises ShareExceeded if none of the accounts may wait."""
+        refusal = None
+        for account in accounts:
+            try:
+                begin = partial(self._begin_turn, job)
+                job.waits.append(self.turns.request(account, begin))
+            except ShareExceeded as error:
+                refusal = error
+        if refusal is not None and not job.waits:
+            raise refusal
+
+    def _begin_turn(self, job: _Job, turn: Reservation) -> None:
+        """Queues a job that may run now. Call `_start_next` next."""
+        if job.turn is None and not job.done.done():
+            job.turn, job.order = turn, next(self._order)
+            self._push(job)
+        else:
+            turn.release()
+
+    def _end_turn(self, job: _Job) -> None:
+        """Lets the next pulls' jobs into the queue. Call `_start_next` next."""
+        waits, job.waits = job.waits, []
+        for request in waits:
+            self.turns.cancel(request)
+        turn, job.turn = job.turn, None
+        if turn is not None:
+            turn.release()
 
     def _start_next(self) -> None:
         while (job := self._first()) is not None and self._may_start(job):
@@ -179,6 +241,7 @@ class WorkerPool:
     def _finish(self, job: _Job, result: asyncio.Future[Any]) -> None:
         self._stop(job)
         job.has_thread = False
+        self._end_turn(job)
         if not job.done.done():
             if result.cancelled():
                 job.done.cancel()

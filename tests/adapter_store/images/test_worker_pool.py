@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from functools import partial
 
 import pytest
 
 from adapter_store.images.worker_pool import WRITE_NICENESS, Priority, WorkerPool
+from servicekit.errors import ShareExceeded
 from tests.support.wait import TIMEOUT_S
 
 
@@ -50,6 +52,46 @@ def test_pulls_go_before_precompilation():
 
     run(scenario)
     assert done == ["pull1", "pull2", "ahead2", "pinned", "ahead1"]
+
+
+def test_accounts_take_turns():
+    """One with many pulls delays another's by one job each, also where both want the same image."""
+    done: list[str] = []
+
+    async def scenario(workers: WorkerPool) -> None:
+        gate = threading.Event()
+        run = partial(workers.run, priority=Priority.PULL)
+        jobs = [run("gate", work=lambda _: gate.wait(TIMEOUT_S), accounts=["a"])]
+        for name in [*(f"a{i}" for i in range(20)), "b0", "b1"]:
+            jobs.append(run(name, work=lambda _, name=name: done.append(name), accounts=[name[0]]))
+        tasks = [asyncio.ensure_future(job) for job in jobs]
+        await asyncio.sleep(0)
+        workers.promote("a19", "c")
+        tasks[2].cancel()
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert workers.turns.use().num_waiting == workers.turns.used == 0
+
+    run(scenario)
+    assert done[:6] == ["a0", "b0", "a19", "a2", "b1", "a3"]
+    assert len(done) == 21
+
+
+def test_jobs_that_wait_for_a_turn_are_bounded():
+    async def scenario(workers: WorkerPool) -> None:
+        gate = threading.Event()
+        workers.turns._max_waiting = 3
+        jobs = [
+            workers.run(i, Priority.PULL, lambda _: gate.wait(TIMEOUT_S), ["a"]) for i in range(5)
+        ]
+        other = workers.run("b", Priority.PULL, lambda _: True, ["b"])
+        tasks = [asyncio.ensure_future(job) for job in (*jobs, other)]
+        await asyncio.sleep(0)
+        gate.set()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [*[bool] * 4, ShareExceeded, bool]
+
+    run(scenario)
 
 
 def test_never_more_at_once_than_workers():
