@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from adapter_store.errors import SourceUnavailable
+from adapter_store.checkpoint.json import parse_object, show
+from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailable
 from adapter_store.sources.local import LocalSource
 from adapter_store.sources.staging import StagedFile, Staging
 from adapter_store.sources.transfer import (
@@ -32,6 +34,8 @@ from adapter_store.sources.transfer import (
 from servicekit.errors import FailedPrecondition, InvalidArgument, NotFound, ServiceError
 
 API_TIMEOUT_S = 15
+MAX_INFO_BYTES = 8 << 20
+"""What a hub may say of one revision: some fifty thousand files."""
 READ_TIMEOUT_S = 30
 DEFAULT_REVISION = "main"
 PROBED_FILE = "adapter_config.json"
@@ -113,41 +117,52 @@ class HubSource:
 
     def _resolve(self, place: HubPlace, staging: Staging) -> tuple[str, dict[str, HubFile]]:
         """Returns the commit that the revision points to now, and its top-level files."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=self._endpoint)
         retry = Retry(self._retry, staging)
         while True:
             try:
                 with translate_errors(str(place)):
-                    info = api.model_info(
-                        place.repo_id,
-                        revision=place.revision,
-                        files_metadata=True,
-                        timeout=API_TIMEOUT_S,
-                    )
+                    data = self._read_info(place, staging)
                     break
             except SourceUnavailable as error:
                 retry.failed(error)
-            except (ValueError, TypeError, KeyError, AttributeError) as exc:
-                raise _unavailable(str(place), "its server does not speak the hub's API") from exc
-        if info.id != place.repo_id:  # the hub follows renames, an allow-list must not
+        try:
+            info = parse_object(data, str(place))
+        except InvalidAdapter as exc:
+            raise _unavailable(str(place), "its server does not speak the hub's API") from exc
+        repo_id, commit = info.get("id"), info.get("sha")
+        if repo_id != place.repo_id:  # the hub follows renames, an allow-list must not
             raise NotFound(
-                f"source_uri: {place} has moved to {info.id[:200]!r}",
+                f"source_uri: {place} has moved to {show(repo_id)}",
                 subject="source_uri",
                 reason="SOURCE_NOT_FOUND",
             )
-        commit = info.sha or ""
-        if not _COMMIT.fullmatch(commit):
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             raise _unavailable(str(place), "its server names no commit")
-        files = {
-            file.rfilename: HubFile(
-                file.size, file.lfs.sha256 if file.lfs else "", file.blob_id or ""
-            )
-            for file in info.siblings or ()
-            if type(file.size) is int and file.size >= 0
-        }
-        return commit, files
+        return commit, _files_of(info.get("siblings"))
+
+    def _read_info(self, place: HubPlace, staging: Staging) -> bytes:
+        """Returns what the hub says of a revision. Raises LimitExceeded if that is too much."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        endpoint = HfApi(endpoint=self._endpoint).endpoint
+        revision = quote(place.revision, safe="")
+        url = f"{endpoint}/api/models/{place.repo_id}/revision/{revision}"
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        options: dict[str, Any] = {"headers": headers, "params": {"blobs": "true"}}
+        body = bytearray()
+        with get_session().stream("GET", url, timeout=API_TIMEOUT_S, **options) as answer:
+            hf_raise_for_status(answer)
+            for step in answer.iter_raw(STEP_BYTES):
+                staging.received(len(step))
+                body += step
+                if len(body) > MAX_INFO_BYTES:
+                    raise LimitExceeded(
+                        f"source_uri: {place}: the list of its files has more than "
+                        f"{MAX_INFO_BYTES} bytes",
+                        subject="source_uri",
+                    )
+        return bytes(body)
 
     def _copy(
         self, place: HubPlace, commit: str, name: str, expected: HubFile, staging: Staging
@@ -223,10 +238,26 @@ def _read_on(
         if start and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             raise _unavailable(where, "it was not continued where it broke")
         for data in in_blocks(answer.iter_raw(STEP_BYTES), staging):
+            if file.size_bytes + len(data) > size_bytes:
+                raise _changed(where, f"is longer than the {size_bytes} bytes that its commit says")
             file.write(data)
             digest.update(data)
     if file.size_bytes != size_bytes:
         raise _unavailable(where, f"{file.size_bytes} of {size_bytes} bytes arrived")
+
+
+def _files_of(siblings: Any) -> dict[str, HubFile]:
+    """Returns the files of a commit by name; what is not as the hub describes a file is none."""
+    files = {}
+    for each in siblings if isinstance(siblings, list) else ():
+        if not isinstance(each, dict):
+            continue
+        name, size_bytes = each.get("rfilename"), each.get("size")
+        if isinstance(name, str) and type(size_bytes) is int and size_bytes >= 0:
+            lfs, blob_id = each.get("lfs"), each.get("blobId")
+            sha256 = lfs.get("sha256") if isinstance(lfs, dict) else None
+            files[name] = HubFile(size_bytes, str(sha256 or ""), str(blob_id or ""))
+    return files
 
 
 def place_of(uri: str) -> HubPlace:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,13 @@ from adapter_store.errors import InvalidAdapter, LimitExceeded, SourceUnavailabl
 from adapter_store.sources import Sources
 from adapter_store.sources import local as local_module
 from adapter_store.sources.local import LocalSource
-from servicekit.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
+from servicekit.errors import (
+    Draining,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -141,6 +150,49 @@ def test_link_created_after_the_check_is_refused(source, root, staging, write_ad
     with pytest.raises(InvalidArgument, match="not a folder"):
         source.fetch(f"file://{root}/a", staging)
     assert names(staging) == [CONFIG]
+
+
+def swap_for_ever(over: threading.Event, path: Path, target: Path) -> None:
+    """Replaces what is at `path` by a link to `target`, and back, as fast as it can."""
+    spare, link = path.with_name("spare"), path.with_name("link")
+    while not over.is_set():
+        path.rename(spare)
+        link.symlink_to(target)
+        link.rename(path)
+        path.unlink()
+        spare.rename(path)
+
+
+@pytest.mark.parametrize("place", ["a", f"a/{WEIGHTS}"])
+def test_links_that_come_and_go_lead_nowhere(
+    source, root, tmp_path, write_adapter, make_staging, place
+):
+    """A writer of the root races with the fetch, without knowing where that is."""
+    write_adapter(root / "a")
+    outside = write_adapter(tmp_path / "outside", b"secret" * 100)
+    over = threading.Event()
+    target = outside if place == "a" else outside / WEIGHTS
+    swapping = threading.Thread(target=swap_for_ever, args=(over, root / place, target))
+    swapping.start()
+    num_fetched = num_refused = 0
+    try:
+        for _ in range(2000):
+            staging = make_staging()
+            try:
+                source.fetch(f"file://{root}/a", staging)
+                num_fetched += 1
+            except (ServiceError, OSError):
+                num_refused += 1
+            for file in staging.folder.iterdir():
+                assert not file.is_symlink()
+                assert b"secret" not in file.read_bytes()
+            shutil.rmtree(staging.folder)
+            if num_fetched > 50 and num_refused > 50:
+                break
+    finally:
+        over.set()
+        swapping.join()
+    assert num_refused > 0
 
 
 def test_a_loop_of_links(source, root, staging):
