@@ -271,7 +271,7 @@ def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
     share = _tenant_share(settings)
     calls = FairExecutor(CALL_THREADS, "calls", share)
     stack.callback(calls.close)
-    fetches = FairExecutor(settings.fetch_workers, "fetches", share)
+    fetches = FairExecutor(settings.fetch_workers, "fetch_workers", share)
     stack.callback(fetches.close)
     interrupts = FairExecutor(INTERRUPT_THREADS, "interrupts", share)
     stack.callback(interrupts.close)

@@ -296,7 +296,16 @@ class StoreService:
             None if self.shared_counts is None else dataclasses.replace(self.shared_counts),
             self._images.num_in_progress,
             self._images.num_waiting_for_room,
+            tuple(place.use() for place in self._shared_places()),
         )
+
+    def _shared_places(self) -> Iterator[Shares]:
+        places = self._places
+        for threads in (places.calls, places.fetches, places.interrupts):
+            yield threads.shares
+        yield from (places.uploads, places.watches, places.pulled_bytes, places.staged_bytes)
+        yield self._registrar.running_fetches
+        yield from self._images.places
 
     def work_details(self) -> WorkDetails:
         """Returns what is in progress. Call it on the event loop."""

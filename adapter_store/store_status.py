@@ -10,6 +10,7 @@ from adapter_store.catalog.usage import CatalogCounts
 from adapter_store.images.cache import ImageInProgress
 from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull
+from servicekit.shares import PlaceUse
 from servicekit.telemetry.metrics import Sample
 
 
@@ -25,6 +26,8 @@ class Work:
     """This replica's hits in the tier that replicas share; the size of that tier is not known."""
     images_in_progress: int = 0
     images_waiting_for_room: int = 0
+    places: tuple[PlaceUse, ...] = ()
+    """What callers share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ def work_samples(work: Work) -> list[Sample]:
         found += [*_sizes(tier, counts), *_lookups(tier, counts), *_evictions(tier, counts)]
     if work.shared is not None:
         found += _lookups("shared", work.shared)
+    for use in work.places:
+        found += _place(use)
     return found
 
 
@@ -76,6 +81,15 @@ def volume_samples(folder: Path) -> list[Sample]:
     except OSError:
         return []
     return [Sample("volume_free_bytes", usage.free), Sample("volume_capacity_bytes", usage.total)]
+
+
+def _place(use: PlaceUse) -> list[Sample]:
+    return [
+        Sample("place_used", use.used, (use.name,)),
+        Sample("place_capacity", use.capacity, (use.name,)),
+        Sample("place_waiting", use.num_waiting, (use.name,)),
+        Sample("place_refusals", use.num_refused, (use.name,)),
+    ]
 
 
 def _sizes(tier: str, counts: TierCounts) -> list[Sample]:

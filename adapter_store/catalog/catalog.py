@@ -285,10 +285,10 @@ class Catalog:
         with self._database.read() as conn:
             return layouts.body(conn, layout_id)
 
-    def has_layout(self, layout_id: str) -> bool:
-        query = select(schema.layouts.c.layout_id).where(schema.layouts.c.layout_id == layout_id)
+    def layout_bases(self, layout_id: str) -> list[str]:
+        """Returns the names of a layout's base model, none for one that is not known."""
         with self._database.read() as conn:
-            return conn.execute(query).first() is not None
+            return layouts.bases(conn, layout_id)
 
     def live_layouts(self) -> list[str]:
         with self._database.read() as conn:

@@ -78,7 +78,7 @@ def add(
     last_use = _last_use(conn, layout_id)
     if last_use is not None:
         if last_use < since:
-            _check_limits(conn, _bases(conn, layout_id), since, account, limits)
+            _check_limits(conn, bases(conn, layout_id), since, account, limits)
             _change(conn, layout_id, last_use_time=now, registered_by=account)
             return True
         _note_use(conn, layout_id, last_use, now, ttl)
@@ -159,7 +159,7 @@ def use(
     registrant = select(layouts.c.registered_by).where(layouts.c.layout_id == layout_id)
     account = conn.execute(registrant).scalar_one()
     try:
-        _check_limits(conn, _bases(conn, layout_id), since, account, limits)
+        _check_limits(conn, bases(conn, layout_id), since, account, limits)
     except LimitExceeded as error:
         logger.warning("a layout stays unused", extra={"why": error.message})
         return False
@@ -182,9 +182,10 @@ def _change(conn: Connection, layout_id: str, **values: object) -> None:
     conn.execute(update(layouts).where(layouts.c.layout_id == layout_id).values(**values))
 
 
-def _bases(conn: Connection, layout_id: str) -> list[str]:
+def bases(conn: Connection, layout_id: str) -> list[str]:
+    """Returns the names of a layout's base model, in order; none for one that is not known."""
     query = select(layout_bases.c.base_model).where(layout_bases.c.layout_id == layout_id)
-    return list(conn.scalars(query))
+    return list(conn.scalars(query.order_by(layout_bases.c.base_model)))
 
 
 def body(conn: Connection, layout_id: str) -> dict[str, Any] | None:

@@ -185,10 +185,11 @@ class ImageBuilder:
         if not access.has_record:
             raise NotFound(f"no adapter {digest}", subject=digest)
         if not access.serves_base:
-            if not self._catalog.has_layout(layout_id):
+            names = self._catalog.layout_bases(layout_id)
+            if not names:
                 raise _no_layout(layout_id)
             raise IncompatibleAdapter(
-                f"{digest} is not registered for a base model of layout {layout_id}",
+                f"{digest} is not registered for base model {' or '.join(map(repr, names[:3]))}",
                 subject="base_model",
                 reason="WRONG_BASE",
             )

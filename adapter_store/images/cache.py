@@ -89,6 +89,11 @@ class ImageCache:
         return self._disk.counts
 
     @property
+    def places(self) -> tuple[Shares, Shares]:
+        """What the builds of images share: the workers, and places of those without memory."""
+        return self._workers.turns, self._waiting
+
+    @property
     def num_in_progress(self) -> int:
         """The number of images being built or written, or waiting for it."""
         return len(self._flights)

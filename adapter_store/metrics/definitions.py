@@ -76,6 +76,22 @@ IMAGES = (
     _OWN.gauge("volume_capacity_bytes", "Total bytes of the data folder's file system."),
 )
 
+PLACES = (
+    _OWN.gauge(
+        "place_used",
+        "Units in use of what tenants share (docs/security.md): bytes of the places that are named "
+        "so, else uploads, threads, images.",
+        "place",
+    ),
+    _OWN.gauge("place_capacity", "Units that there are.", "place"),
+    _OWN.gauge("place_waiting", "Calls, or images, that wait for their turn.", "place"),
+    _OWN.counter(
+        "place_refusals",
+        "Calls that were refused because the place was full, or their tenant had its share.",
+        "place",
+    ),
+)
+
 CATALOG = (
     _OWN.gauge("revision", "Newest catalog revision."),
     _OWN.gauge("adapters", "Number of names in the catalog."),
@@ -97,6 +113,7 @@ ABOUT = (
 SECTIONS = {
     "Calls": CALLS,
     "Images": IMAGES,
+    "Places": PLACES,
     "Catalog": CATALOG,
     "Process": ABOUT,
 }

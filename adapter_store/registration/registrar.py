@@ -94,6 +94,11 @@ class Registrar:
         self._fetches = fetches
         self._staged_bytes = staged_bytes
 
+    @property
+    def running_fetches(self) -> Shares:
+        """The place of connections to sources."""
+        return self._fetches.running
+
     def check(self, request: Registration) -> None:
         """Checks what can be checked before anything is fetched.
 

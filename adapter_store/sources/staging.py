@@ -132,8 +132,10 @@ class StagedFile:
     def close(self) -> None:
         """Makes the file durable."""
         with self._staging.local_work():
-            os.fsync(self._opened().fileno())
-            self.suspend()
+            try:
+                os.fsync(self._opened().fileno())
+            finally:
+                self.suspend()
         self._staging.add(SourceFile(self.name, self.size_bytes, self._sha256.hexdigest()))
 
     def _opened(self) -> FileIO:

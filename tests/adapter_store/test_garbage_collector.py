@@ -129,7 +129,7 @@ def test_images_of_forgotten_layouts_are_removed(parts):
     parts.register(A, ONE)
     parts.now += 5 * TTL
     parts.collector.collect()
-    assert not parts.catalog.has_layout(LAYOUT)
+    assert parts.catalog.layout_ids() == []
     assert parts.exists(ONE) == (True, True)
     assert parts.collector.drop_unused_layouts() == {LAYOUT}
     assert parts.exists(ONE) == (True, False)

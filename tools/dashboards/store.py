@@ -24,6 +24,7 @@ def build() -> Board:
             Row("Pulls", store_images.pulls()),
             Row("Images", store_images.images()),
             Row("Tiers", store_images.tiers()),
+            Row("Places that tenants share", store_images.places()),
             Row("Catalog and disk", store_images.catalog()),
             Row("Replicas", store_images.replicas()),
         ],

@@ -219,7 +219,8 @@ def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
     assert catalog.forget_unused_layouts() == ["unused"]
     assert catalog.layout_ids() == ["used"]
     assert list(states(names, "a")) == ["used"]
-    assert not catalog.has_layout("unused")
+    assert catalog.layout_bases("unused") == []
+    assert catalog.layout_bases("used") == sorted([BASE, "alias of used"])
     # What still goes on for it has no effect.
     assert not catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.READY))
     assert not catalog.use_layout("unused")

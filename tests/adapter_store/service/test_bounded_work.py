@@ -83,6 +83,9 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(store, tmp_path):
 
     store.run(upload())
     assert places.staged_bytes.used == 2
+    uses = {use.name: use for use in service.read_work().places}
+    assert uses["fetch_workers"].num_waiting > MAX_QUEUED  # to remove what was received
+    assert uses["fetch_workers"].num_refused == 1
     go_on.set()
     assert all(each.result(TIMEOUT_S) for each in waiting)
     until(lambda: places.staged_bytes.used == 0)

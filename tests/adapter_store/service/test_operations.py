@@ -85,6 +85,14 @@ def test_metrics(store, client, make_adapter, make_layout, refused):
     assert found["pull_wait_seconds_count",] == 2
     assert found["images_in_progress",] <= 1, "at most its successor's memory is being made ready"
     assert found["images_waiting_for_room",] == 0
+    places = {key[1] for key in found if key[0] == "place_capacity"}
+    assert places == {
+        *("calls", "fetch_workers", "fetches", "interrupts", "uploads", "watches"),
+        *("pulled_bytes", "staged_bytes", "compile_workers", "images_waiting_for_memory"),
+    }
+    for place in places:
+        assert found["place_used", place] <= found["place_capacity", place]
+        assert found["place_waiting", place] == found["place_refusals_total", place] == 0
     assert found["tier_evictions_total", "disk", "room"] == 0
     assert found["pulled_bytes_total",] == 2 * len(image.data)
     hits = found["tier_hits_total", "memory"] + found["tier_hits_total", "disk"]
