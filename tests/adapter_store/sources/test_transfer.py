@@ -17,7 +17,7 @@ from adapter_store.sources.transfer import (
     RetryPolicy,
     copy_all,
 )
-from servicekit.errors import Draining
+from servicekit.errors import Draining, ShareExceeded
 from servicekit.shares import Pace
 from tests.support.threads import no_more_threads
 from tests.support.wait import TIMEOUT_S, until
@@ -151,16 +151,19 @@ def test_what_files_take_is_local_work(staging, monkeypatch):
     assert staging.local_seconds >= STALL_S
 
 
-def test_a_source_that_sends_nothing_is_left(runner, staging):
+def test_fetches_that_were_left_count_until_they_end(runner, make_staging):
     over = threading.Event()
 
     def fetch() -> str:
         over.wait(TIMEOUT_S)
         return ""
 
-    with pytest.raises(SourceUnavailable) as raised:
-        runner.run("a", fetch, staging)
-    assert raised.value.reason == TOO_SLOW
+    for _ in range(2):
+        with pytest.raises(SourceUnavailable) as raised:
+            runner.run("a", fetch, make_staging())
+        assert raised.value.reason == TOO_SLOW
+    with pytest.raises(ShareExceeded, match="fetches: 2 of 2"):
+        runner.run("a", fetch, make_staging())
     over.set()
     until(lambda: runner.running.used == 0)
 
