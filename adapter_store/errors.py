@@ -61,6 +61,10 @@ class LimitExceeded(ResourceExhausted):
     reason = "LIMIT_EXCEEDED"
 
 
+def disk_full() -> LimitExceeded:
+    return LimitExceeded("this store's disk is full", reason="DISK_FULL")
+
+
 class Overloaded(LimitExceeded):
     reason = "OVERLOADED"
 

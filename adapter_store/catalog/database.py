@@ -28,7 +28,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from adapter_store.catalog.schema import history
-from adapter_store.errors import CatalogUnavailable, CorruptData, LimitExceeded
+from adapter_store.errors import CatalogUnavailable, CorruptData, disk_full
 from servicekit.errors import FailedPrecondition, ServiceError
 
 SQLITE_BUSY_SECONDS = 30
@@ -331,7 +331,7 @@ def _sqlite_error(error: OperationalError) -> ServiceError | None:
     """Returns None for a bug."""
     code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # without its details
     if code == sqlite3.SQLITE_FULL:
-        return LimitExceeded("this store's disk is full", reason="DISK_FULL")
+        return disk_full()
     return _unavailable(error) if code in _SQLITE_FAILS else None
 
 

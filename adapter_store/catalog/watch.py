@@ -1,8 +1,9 @@
 """Streams the catalog's history, as it grows, to any number of watchers.
 
 Nothing is queued per watcher: each has only a position, and reads on from the recent events in
-memory, or from the catalog when it has fallen behind. So a slow watcher costs nothing, and one that
-falls behind the retention gets RevisionTooOld and has to list again.
+memory, or from the catalog when it has fallen behind. So a slow watcher costs no more than the
+events that it is being sent, and one that falls behind the retention gets RevisionTooOld and has to
+list again.
 """
 
 from __future__ import annotations

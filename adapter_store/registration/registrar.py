@@ -26,7 +26,7 @@ from adapter_store.errors import (
     Conflict,
     CorruptData,
     InvalidAdapter,
-    LimitExceeded,
+    disk_full,
 )
 from adapter_store.metrics.metrics import Metrics
 from adapter_store.registration.signatures import Signature, check_signature, verify_signature
@@ -352,5 +352,5 @@ def _translate_disk_full() -> Iterator[None]:
         yield
     except OSError as exc:
         if exc.errno in _DISK_FULL:
-            raise LimitExceeded("this store's disk is full", reason="DISK_FULL") from exc
+            raise disk_full() from exc
         raise
