@@ -413,9 +413,9 @@ class StoreService:
 
     def _add_layout(self, layout: Layout, account: str) -> tuple[str, bool]:
         layouts.validate(layout)
-        layout_id = layouts.layout_id(layout)
+        body = layouts.to_text(layout)
+        layout_id = layouts.text_id(body)
         base_models = (layout.base_model, *layout.aliases)
-        body = layouts.to_json(layout)
         return layout_id, self._catalog.add_layout(layout_id, base_models, body, account)
 
     def _call(

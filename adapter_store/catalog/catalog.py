@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
@@ -258,7 +257,7 @@ class Catalog:
         self,
         layout_id: str,
         base_models: Sequence[str],
-        body: dict[str, Any],
+        body: str,
         account: str = "",
     ) -> bool:
         """See layouts.add."""
@@ -281,7 +280,7 @@ class Catalog:
         self._layout_uses[layout_id] = now
         return is_back
 
-    def layout_body(self, layout_id: str) -> dict[str, Any] | None:
+    def layout_body(self, layout_id: str) -> str | None:
         with self._database.read() as conn:
             return layouts.body(conn, layout_id)
 

@@ -6,12 +6,10 @@ comes back after a pause continues with them. Then they are forgotten.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
@@ -63,7 +61,7 @@ def add(
     conn: Connection,
     layout_id: str,
     base_models: Sequence[str],
-    body: dict[str, Any],
+    body: str,
     time: datetime,
     ttl: timedelta,
     account: str,
@@ -88,7 +86,7 @@ def add(
     conn.execute(
         insert(layouts).values(
             layout_id=layout_id,
-            body=json.dumps(body),
+            body=body,
             create_time=now,
             last_use_time=now,
             registered_by=account,
@@ -188,9 +186,8 @@ def bases(conn: Connection, layout_id: str) -> list[str]:
     return list(conn.scalars(query.order_by(layout_bases.c.base_model)))
 
 
-def body(conn: Connection, layout_id: str) -> dict[str, Any] | None:
-    found = conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
-    return None if found is None else json.loads(found)
+def body(conn: Connection, layout_id: str) -> str | None:
+    return conn.scalar(select(layouts.c.body).where(layouts.c.layout_id == layout_id))
 
 
 def live(conn: Connection, since: int) -> list[str]:

@@ -29,6 +29,9 @@ from adapter_store.checkpoint.tensors import TargetWeights
 from adapter_store.core import SegmentKind, TargetKind
 
 DEFAULT_ALPHA = 8
+_CANONICAL = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+)
 
 _ROLES = {
     (TargetKind.LINEAR, SegmentKind.A): "A",
@@ -78,9 +81,7 @@ def _maths(config: AdapterConfig, targets: Mapping[str, TargetWeights]) -> dict[
 
 def canonical_json(value: Any) -> str:
     """Returns the one spelling that identities are computed from."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
+    return _CANONICAL.encode(value)
 
 
 def sha256_text(text: str) -> str:

@@ -26,7 +26,7 @@ from adapter_store.errors import CorruptData, IncompatibleAdapter, InvalidAdapte
 from adapter_store.images.compile import Image, compile_parts
 from adapter_store.images.disk_tier import DiskTier, Removal
 from adapter_store.images.file import open_image, read_parts, write_image
-from adapter_store.images.layout import from_json
+from adapter_store.images.layout import from_text
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan, plan_image
 from adapter_store.images.shared_tier import Claim, SharedTier
@@ -127,7 +127,9 @@ class ImageBuilder:
         layout = self._layouts.get(key.layout_id)
         checkpoint = self._open(key)
         with self._record_incompatible(key, start_s):
-            plan = plan_image(checkpoint, layout, base_model=layout.base_model)
+            plan = plan_image(
+                checkpoint, layout, base_model=layout.base_model, identity=key.layout_id
+            )
         build = Build(key, layout, checkpoint, plan, precompile, start_s)
         if precompile:
             self._claim_precompile(build)
@@ -373,7 +375,7 @@ class _LayoutCache:
         body = self._catalog.layout_body(layout_id)
         if body is None:
             raise _no_layout(layout_id)
-        layout = from_json(body)
+        layout = from_text(body)
         with self._lock:
             self._put(layout_id, layout)
         return layout

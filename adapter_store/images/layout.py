@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,57 +17,83 @@ MAX_FEATURES = 1 << 28
 MAX_NAME_CHARS = 512
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
+_TARGETS = re.compile(r'"targets":\s*\[')  # in a string its quotes would be escaped
+_BETWEEN = re.compile(r"[\s,]*")
 _SHA256 = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
 def layout_id(layout: Layout) -> str:
     """Returns "sha256:<hex>" of the layout's canonical JSON: equal ids compute alike."""
-    return sha256_text(canonical_json(to_json(layout)))
+    return text_id(to_text(layout))
 
 
-def to_json(layout: Layout) -> dict[str, Any]:
-    """Returns the layout as plain JSON values. Absent slices and layers are null; aliases are
-    sorted."""
+def text_id(text: str) -> str:
+    """Returns the layout's id from what `to_text` returned."""
+    return sha256_text(text)
+
+
+def to_text(layout: Layout) -> str:
+    """Returns the layout's canonical JSON. Absent slices and layers are null; aliases are sorted.
+
+    It is written, and `from_text` reads it, one target at a time: a hundred thousand in one call
+    would stop all other threads of the process.
+    """
+    head = canonical_json(
+        {
+            "base_model": layout.base_model,
+            "aliases": sorted(set(layout.aliases)),
+            "config_sha256": layout.config_sha256,
+            "dtype": layout.dtype.value,
+            "image_format": layout.image_format,
+        }
+    )
+    targets = ",".join(canonical_json(_target_fields(target)) for target in layout.targets)
+    return f'{head[:-1]},"targets":[{targets}]}}'  # the last of the sorted keys
+
+
+def _target_fields(target: Target) -> dict[str, Any]:
     return {
-        "base_model": layout.base_model,
-        "aliases": sorted(set(layout.aliases)),
-        "config_sha256": layout.config_sha256,
-        "dtype": layout.dtype.value,
-        "image_format": layout.image_format,
-        "targets": [
-            {
-                "name": target.name,
-                "layer": target.layer,
-                "group": target.group,
-                "kind": target.kind.value,
-                "in_features": target.in_features,
-                "out_features": target.out_features,
-                "experts": target.experts,
-                "in_slice": target.in_slice and list(target.in_slice),
-                "out_slice": target.out_slice and list(target.out_slice),
-            }
-            for target in layout.targets
-        ],
+        "name": target.name,
+        "layer": target.layer,
+        "group": target.group,
+        "kind": target.kind.value,
+        "in_features": target.in_features,
+        "out_features": target.out_features,
+        "experts": target.experts,
+        "in_slice": target.in_slice and list(target.in_slice),
+        "out_slice": target.out_slice and list(target.out_slice),
     }
 
 
-def from_json(data: dict[str, Any]) -> Layout:
-    """Parses what `to_json` returned; the data is trusted."""
-    targets = []
-    for fields in data["targets"]:
-        slices = {
-            key: None if fields[key] is None else (int(fields[key][0]), int(fields[key][1]))
-            for key in ("in_slice", "out_slice")
-        }
-        targets.append(Target(**{**fields, **slices, "kind": TargetKind(fields["kind"])}))
+def from_text(text: str) -> Layout:
+    """Parses what `to_text` returned, or an earlier release wrote: the same with spaces, and
+    unsorted but for the targets, which come last. The text is trusted."""
+    start = _TARGETS.search(text)
+    assert start is not None
+    data = json.loads(text[: start.start()] + '"targets":[]}')
     return Layout(
         base_model=data["base_model"],
         aliases=tuple(data["aliases"]),
         config_sha256=data["config_sha256"],
         dtype=DataType(data["dtype"]),
         image_format=data["image_format"],
-        targets=tuple(targets),
+        targets=tuple(_read_targets(text, start.end())),
     )
+
+
+def _read_targets(text: str, position: int) -> Iterator[Target]:
+    decode = json.JSONDecoder().raw_decode
+    while True:
+        between = _BETWEEN.match(text, position)
+        assert between is not None
+        if text[between.end()] == "]":
+            return
+        fields, position = decode(text, between.end())
+        slices = {
+            key: None if fields[key] is None else (int(fields[key][0]), int(fields[key][1]))
+            for key in ("in_slice", "out_slice")
+        }
+        yield Target(**{**fields, **slices, "kind": TargetKind(fields["kind"])})
 
 
 def runs(layout: Layout) -> Iterator[tuple[int, int]]:

@@ -51,11 +51,12 @@ class ImagePlan:
 
 
 def plan_image(
-    checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None
+    checkpoint: Checkpoint, layout: Layout, *, base_model: str | None = None, identity: str = ""
 ) -> ImagePlan:
     """Plans the image of `checkpoint` under a valid `layout`.
 
     `base_model` is what the adapter was registered for; by default what its config names.
+    `identity` is the layout's id where it is known: that of a large layout takes long to compute.
 
     Raises IncompatibleAdapter, with the tensor, target or base model as subject: WRONG_BASE,
     FORMAT_UNKNOWN, TARGET_UNKNOWN, KIND_MISMATCH, SHAPE_MISMATCH or TARGET_MISSING; and
@@ -86,7 +87,7 @@ def plan_image(
                 end = align(end + length)
         if end > part_start:
             parts.append((part_start, end))
-    identity = layout_id(layout)
+    identity = identity or layout_id(layout)
     return ImagePlan(
         image_id=image_id(checkpoint.digest, identity, layout.image_format),
         digest=checkpoint.digest,

@@ -128,7 +128,7 @@ def fill(catalog, num_adapters: int) -> None:
 @pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_time_and_statements_do_not_grow_with_the_catalog(names, catalog, count):
     fill(catalog, count)
-    catalog.add_layout("L", ["org/tiny"], {})
+    catalog.add_layout("L", ["org/tiny"], "{}")
     statements: list[str] = []
     event.listen(
         catalog._database.engine, "before_cursor_execute", lambda *args: statements.append(args[2])

@@ -3,8 +3,10 @@ import json
 
 import pytest
 
+from adapter_store.checkpoint.digest import canonical_json
 from adapter_store.core import DataType, Target, TargetKind
-from adapter_store.images.layout import from_json, layout_id, runs, to_json, validate
+from adapter_store.images import layout as layout_module
+from adapter_store.images.layout import from_text, layout_id, runs, to_text, validate
 from servicekit.errors import InvalidArgument
 
 
@@ -16,15 +18,24 @@ def linear(name: str, layer: int | None, group: str = "", **fields) -> Target:
 def test_the_tiny_layout_is_valid_and_round_trips(make_layout):
     layout = make_layout()
     validate(layout)
-    data = json.loads(json.dumps(to_json(layout)))
-    assert from_json(data) == layout
-    assert layout_id(from_json(data)) == layout_id(layout)
+    text = to_text(layout)
+    assert from_text(text) == layout
+    assert layout_id(from_text(text)) == layout_id(layout)
+    assert text == canonical_json(json.loads(text))
+
+
+def test_what_earlier_releases_wrote_is_read(make_layout):
+    layout = dataclasses.replace(make_layout(), base_model='"targets": [', aliases=('"targets":[',))
+    data = json.loads(to_text(layout))
+    targets = data.pop("targets")
+    assert from_text(json.dumps({**data, "targets": targets})) == layout
+    assert from_text(json.dumps({**data, "targets": []})).targets == ()
 
 
 def test_slices_round_trip(make_layout):
     layout = make_layout(targets=(linear("a", 0, in_slice=(0, 4), out_slice=(4, 8)),))
     validate(layout)
-    assert from_json(json.loads(json.dumps(to_json(layout)))) == layout
+    assert from_text(to_text(layout)) == layout
 
 
 def test_runs_are_embedding_layers_head(make_layout):
@@ -111,3 +122,23 @@ def test_a_model_without_layers_is_one_run(make_layout):
     layout = make_layout(targets=(EMBEDDING, linear("head", None)))
     validate(layout)
     assert list(runs(layout)) == [(0, 2)]
+
+
+def test_a_large_layout_is_written_and_read_in_pieces(make_layout, monkeypatch):
+    """Other threads run in between, not within one call of the json module."""
+    lengths: list[int] = []
+
+    def loads(text: str):
+        lengths.append(len(text))
+        return json.JSONDecoder().decode(text)
+
+    def dumps(value) -> str:
+        lengths.append(len(canonical_json(value)))
+        return canonical_json(value)
+
+    monkeypatch.setattr(layout_module, "canonical_json", dumps)
+    monkeypatch.setattr(layout_module.json, "loads", loads)
+    layout = make_layout(targets=tuple(linear(f"model.layers.{i}.x", i) for i in range(1000)))
+    assert from_text(to_text(layout)) == layout
+    assert len(lengths) == 1 + 1000 + 1
+    assert max(lengths) < 1000
