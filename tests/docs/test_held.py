@@ -16,12 +16,24 @@ SERVICES = (
 OTHERS = {"Health.Check", "Health.Watch", "ServerReflection.ServerReflectionInfo"}
 
 
+def rows(heading: str) -> list[list[str]]:
+    """Returns the lines of the table under a heading, by columns."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    table = page.partition(f"{heading}\n")[2].partition("\n## ")[0]
+    found = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return found[1:]  # without its head
+
+
 def lines() -> dict[str, list[str]]:
     """Returns the columns of each RPC's line."""
-    page = (ROOT / "docs" / "security.md").read_text()
-    table = page.partition("### RPCs")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    return {row[0].strip("`"): row for row in rows}
+    return {row[0].strip("`"): row for row in rows("### RPCs") if row[0].startswith("`")}
+
+
+def all_tests() -> set[str]:
+    found: set[str] = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found.update(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+    return found
 
 
 def test_every_rpc_has_a_line() -> None:
@@ -30,10 +42,19 @@ def test_every_rpc_has_a_line() -> None:
 
 
 def test_every_line_names_its_bound_and_a_test() -> None:
-    tests = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        tests.update(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+    tests = all_tests()
     for rpc, row in lines().items():
         assert len(row) == 6, rpc
         assert all(row), rpc
         assert row[-1].strip("`") in tests, rpc
+
+
+def test_every_place_of_the_store_names_its_bound_and_tests() -> None:
+    places, tests = rows("## What holds what in the store"), all_tests()
+    assert len(places) > 10
+    for row in places:
+        assert len(row) == 6, row[0]
+        assert all(row), row[0]
+        named = re.findall(r"`(\w+)`", row[-1])
+        assert named, row[0]
+        assert tests.issuperset(named), row[0]
