@@ -307,7 +307,7 @@ class Catalog:
         now, num_ttls = self._clock(), layouts.FORGET_AFTER_TTLS
         before = layouts.live_since(now, self._layout_ttl, num_ttls)
         with self._database.write() as conn:
-            gone = layouts.forget_unused(conn, before)
+            gone = layouts.forget_unused(conn, before, self._layout_limits.max_in_all)
         for layout_id in gone:
             self._layout_uses.pop(layout_id, None)
         return gone

@@ -11,10 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from adapter_store.catalog.lookup import to_micros
-from adapter_store.catalog.schema import images, layout_bases, layouts
+from adapter_store.catalog.schema import images, layout_bases, layouts, versions
 from adapter_store.core import ImageState
 from adapter_store.errors import LimitExceeded
 from servicekit.shares import limit_of
@@ -28,8 +37,8 @@ USE_PRECISION = timedelta(hours=1)
 
 
 FORGET_AFTER_TTLS = 4
-"""A layout that was not used for so many times its time to live is forgotten. A server registers
-its layout whenever it connects."""
+"""A layout that was not used for so many times its time to live may be forgotten. A server
+registers its layout whenever it connects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +216,17 @@ def forget_unused_images(conn: Connection, since: int) -> int:
     return conn.execute(delete(images).where(*where)).rowcount
 
 
-def forget_unused(conn: Connection, before: int) -> list[str]:
-    """Deletes the layouts last used before this time, with all that is known of their images;
-    returns them. A server registers such a layout anew."""
-    query = select(layouts.c.layout_id).where(layouts.c.last_use_time < before)
-    gone = list(conn.scalars(query.limit(MAX_FORGOTTEN)))
+def forget_unused(conn: Connection, before: int, max_kept: int) -> list[str]:
+    """Deletes layouts last used before this time, with all that is known of their images; returns
+    them. Those of base models that have adapters are kept, the latest `max_kept` of them: a server
+    may be connected all the time, and load nothing. Else a server registers its layout anew."""
+    has_adapters = exists().where(
+        layout_bases.c.layout_id == layouts.c.layout_id,
+        versions.c.base_model == layout_bases.c.base_model,
+    )
+    old = select(layouts.c.layout_id).where(layouts.c.last_use_time < before).limit(MAX_FORGOTTEN)
+    surplus = old.order_by(layouts.c.last_use_time.desc(), layouts.c.layout_id).offset(max_kept)
+    gone = list(conn.scalars(old.where(~has_adapters))) or list(conn.scalars(surplus))
     for table in (images, layout_bases, layouts) if gone else ():
         conn.execute(delete(table).where(table.c.layout_id.in_(gone)))
     return gone

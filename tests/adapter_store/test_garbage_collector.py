@@ -126,7 +126,6 @@ def test_at_start_images_for_unused_layouts_go(parts):
 
 def test_images_of_forgotten_layouts_are_removed(parts):
     parts.keep(ONE)
-    parts.register(A, ONE)
     parts.now += 5 * TTL
     parts.collector.collect()
     assert parts.catalog.layout_ids() == []

@@ -208,8 +208,8 @@ def test_layouts_that_come_back_count_as_new_ones(limited, clock):
 
 
 def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
-    for layout_id in ("used", "unused"):
-        catalog.add_layout(layout_id, [BASE, f"alias of {layout_id}"], "{}")
+    for layout_id, base in (("used", "org/x"), ("unused", "org/y"), ("idle", BASE)):
+        catalog.add_layout(layout_id, [base, f"alias of {layout_id}"], "{}")
     names.register("a", "d1")
     catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.INCOMPATIBLE, "why"))
     clock.now += FORGET_AFTER_TTLS * TTL - SECOND
@@ -217,12 +217,25 @@ def test_layouts_that_nobody_uses_are_forgotten(names, catalog, clock):
     assert catalog.forget_unused_layouts() == []
     clock.now += 2 * SECOND
     assert catalog.forget_unused_layouts() == ["unused"]
-    assert catalog.layout_ids() == ["used"]
-    assert list(states(names, "a")) == ["used"]
+    assert catalog.forget_unused_layouts() == []
+    assert catalog.layout_ids() == ["idle", "used"]  # a server may load its first adapter yet
     assert catalog.layout_bases("unused") == []
-    assert catalog.layout_bases("used") == sorted([BASE, "alias of used"])
+    assert catalog.layout_bases("used") == ["alias of used", "org/x"]
     # What still goes on for it has no effect.
     assert not catalog.set_verdict("d1", LayoutVerdict("unused", ImageState.READY))
     assert not catalog.use_layout("unused")
     assert catalog.add_layout("unused", [BASE], "{}")
-    assert states(names, "a")["unused"] is ImageState.PENDING
+    assert states(names, "a") == dict.fromkeys(("idle", "unused"), ImageState.PENDING)
+
+
+def test_of_layouts_with_adapters_the_latest_are_kept(limited, clock):
+    names = Names(limited)
+    names.register("a", "d1")
+    for number in range(10):
+        clock.now += TTL
+        limited.add_layout(f"L{number}", [BASE], "{}")
+        limited.set_verdict("d1", LayoutVerdict(f"L{number}", ImageState.INCOMPATIBLE, "why"))
+    clock.now += FORGET_AFTER_TTLS * TTL
+    assert limited.forget_unused_layouts() == ["L3", "L2", "L1", "L0"]
+    assert len(limited.layout_ids()) == 6
+    assert len(states(names, "a")) == 6
