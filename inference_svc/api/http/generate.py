@@ -17,6 +17,7 @@ from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
+    MAX_VALUES,
     REQUEST_ID_HEADER,
     GenerationBody,
     admit,
@@ -83,8 +84,13 @@ class IncomingRequest(Generic[B]):
         return body_bytes(self._request)
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        body: B = await read_body(self._request, self._endpoint.body, parsers)
-        self._is_read.set()
+        body: B = await read_body(
+            self._request,
+            self._endpoint.body,
+            parsers,
+            max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
+            on_read=self._is_read.set,
+        )
         self.adapter = adapter_of(body.model, self._facts)
         body.check_streaming()
         self.options = AnswerOptions(
