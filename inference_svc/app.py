@@ -379,8 +379,10 @@ class InferenceServer:
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.api.http.app import make_app
 
+        memory, share = self._config.answer_memory, self._config.tenant_share
+        answers = Shares("answer_bytes", memory, share, setting="--answer-memory")
         app = make_app(
-            *(service, text, self._metrics, self._note_http_end, self._load),
+            *(service, text, self._metrics, self._note_http_end, self._load, answers),
             is_serving=lambda: self._is_serving,
             opens_metrics=self._config.http_open_metrics,
             tracing=self._tracing,
