@@ -177,10 +177,10 @@ class InferenceSettings(ServiceSettings):
     wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
     request. See --tenant-queue-share."""
 
-    answer_memory: Annotated[ByteSize, Field(ge=32 * MIB), SCHEDULING] = ByteSize(256 * MIB)
+    answer_memory: Annotated[ByteSize, Field(ge=64 * MIB), SCHEDULING] = ByteSize(256 * MIB)
     """Highest sum of the bytes of HTTP answers that are not streams, and of lists of models, until
-    their clients have read them; what would take more ends with 429. At least 32MiB, the largest
-    answer. See --tenant-queue-share."""
+    their clients have read them; what would take more ends with 429. At least 64MiB, twice the
+    largest answer. See --tenant-queue-share."""
 
     fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
     """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns
