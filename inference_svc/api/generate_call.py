@@ -20,8 +20,7 @@ MAX_DEADLINE_SECONDS = 1e6
 """Callers without a deadline may send centuries, longer than a clock can wait."""
 
 MAX_MESSAGES = 1 << 14
-"""Of a chat: more than a context of a hundred thousand tokens holds, and a twentieth of a second to
-convert."""
+"""Of a chat: more than fits into any model's context."""
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256

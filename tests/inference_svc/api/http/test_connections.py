@@ -176,7 +176,7 @@ def test_reader_that_is_too_slow_loses_its_answer(
 def test_unread_answers_of_one_tenant_leave_memory_to_others(
     serve_http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_svc.api.http.response.RESERVED_BYTES", 40 << 20)
+    monkeypatch.setattr("inference_svc.api.http.response.RESERVED_BYTES", 6 << 20)
     fields = LARGE | {"stream": False}
 
     async def body(front: Front) -> None:
@@ -198,7 +198,7 @@ def test_unread_answers_of_one_tenant_leave_memory_to_others(
 
         await until_async(is_free)
 
-    serve_http(body, answer_memory=64 << 20)
+    serve_http(body, answer_memory=8 << 20)
 
 
 def only_connection(front: Front) -> Any:
