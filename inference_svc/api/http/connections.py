@@ -35,10 +35,11 @@ MAX_CONNECTIONS = 4096
 """Each costs some 10 KB here, and the kernel's buffers. Requests that run or wait are far fewer."""
 STRANGERS = 0.25
 """The part of the connections that is left to those without an authenticated request."""
-MAX_STRANGER_BYTES = 16 << 20
+MAX_STRANGER_BYTES = 20 << 20
 """Held of all requests whose callers are not known yet, and of their TLS."""
-TLS_BYTES, TLS_READ_BYTES = 48 << 10, 16 << 10
-"""What TLS holds of a connection; of it what is read at once, a record."""
+TLS_BYTES, TLS_READ_BYTES = 70 << 10, 16 << 10
+"""What TLS holds of a connection, as measured during a handshake (afterwards it is 44 KiB); of it
+what is read at once, a record."""
 UNREAD_BYTES, READ_BYTES = 8 << 10, 256 << 10
 """Read from a socket at once: while thousands may send at the same moment; and of a body that is
 wanted, whose memory is reserved."""
