@@ -78,9 +78,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 SERVICE_NAME = "loadout-inference"
+"""Names this service in traces."""
 MIN_END_S = 2.0
 """The part of the grace in which calls are answered and the engine ends."""
-"""Names this service in traces."""
 PACKAGES = ("loadout", "torch", "transformers", "grpcio")
 
 
@@ -245,6 +245,7 @@ class InferenceServer:
         self._is_serving = False
         self._end_s: float | None = None
         """When the grace ends, once it has begun."""
+        self._engine_answers = True
         self._async_engine: AsyncEngine | None = None
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
@@ -309,8 +310,8 @@ class InferenceServer:
             logger.info("draining", extra={"grace_seconds": grace_seconds})
             start = time.monotonic()
             self._end_s = start + grace_seconds
-            answers = await self._async_engine.drain(grace_seconds)
-            if not answers:
+            self._engine_answers = await self._async_engine.drain(grace_seconds)
+            if not self._engine_answers:
                 logger.error("the engine does not answer: ending without it")
                 self._end_s = time.monotonic()
             # In addition to requests: operators' calls, and calls whose adapter is being resolved.
@@ -325,23 +326,29 @@ class InferenceServer:
 
     async def close(self) -> None:
         """Frees everything, in the reverse order of use. Also after a start that failed."""
+        fronts = [self._grpc.close()]
         if self._http is not None:
-            await self._http.close()
-        await self._grpc.close()
+            fronts.append(self._http.close())
+        await asyncio.gather(*fronts)
         self._snapshots.detach()
         if self._store is not None:
             await self._store.close()
         if self._engine is not None:
-            left_seconds = END_S
-            if self._end_s is not None:
-                left_seconds = max(MIN_END_S, self._end_s - time.monotonic() - MIN_END_S)
-            await asyncio.to_thread(self._engine.stop, left_seconds)
+            await asyncio.to_thread(self._engine.stop, self._engine_seconds())
         if self._prompts is not None:
             self._prompts.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+    def _engine_seconds(self) -> float:
+        """Returns how long the engine may take to end."""
+        if not self._engine_answers:
+            return 0.0
+        if self._end_s is None:
+            return END_S
+        return max(MIN_END_S, self._end_s - time.monotonic() - MIN_END_S)
 
     def _load(self) -> str:
         """Returns the load report that is sent with every answer."""
@@ -372,8 +379,10 @@ class InferenceServer:
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.api.http.app import make_app
 
+        memory, share = self._config.answer_memory, self._config.tenant_share
+        answers = Shares("answer_bytes", memory, share, setting="--answer-memory")
         app = make_app(
-            *(service, text, self._metrics, self._note_http_end, self._load),
+            *(service, text, self._metrics, self._note_http_end, self._load, answers),
             is_serving=lambda: self._is_serving,
             opens_metrics=self._config.http_open_metrics,
             tracing=self._tracing,

@@ -23,7 +23,7 @@ from inference_svc.store.types import AdapterPage, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
-from servicekit.errors import InvalidArgument, ShareExceeded, Unauthenticated
+from servicekit.errors import InvalidArgument, ServiceError, ShareExceeded
 from servicekit.refs import parse_ref
 from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
@@ -137,14 +137,19 @@ class Service:
         """Authorises calls that show every tenant's requests."""
         self.authorize(caller, Action.INSPECT).require_all_tenants()
 
-    def authenticate(self, caller: Caller, method: str) -> Principal:
-        """Raises Unauthenticated, and audits it if `method` is audited. For calls that are
-        authorised once more of them is read."""
+    def authorize_change(self, caller: Caller, method: str) -> Principal:
+        """Authorises an operator's call before it is read, and audits it if that fails. Raises
+        Unauthenticated or PermissionDenied."""
+        entry = self._audit.entry(method, peer=caller.peer)
         try:
-            return self._authenticator.authenticate(caller.metadata)
-        except Unauthenticated as error:
-            self._audit.refuse(method, caller.peer, error)
+            principal = self._authenticator.authenticate(caller.metadata)
+            entry.set_caller(principal)
+            principal.require(Action.OPERATE)
+        except ServiceError as error:
+            entry.set_result(error)
+            self._audit.write(entry)
             raise
+        return principal
 
     # --- generating -----------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ TEMPLATE_CHARS = 20
 NUM_THREADS = 2
 INLINE_SECONDS, TEMPLATE_SECONDS = 0.05, 2.0
 """How long a chat template may take on the event loop, and in a thread."""
+INLINE_RETRY_SECONDS = 60.0
+"""How long all chats are rendered in a thread after one took too long on the event loop."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._max_chars = max_model_len * encoder.max_chars_per_token
         self._vocab_size = vocab_size
-        self._renders_inline = True
+        self._inline_from_s = 0.0
         self._threads = FairExecutor(NUM_THREADS, "prompts", share)
 
     def close(self) -> None:
@@ -90,11 +96,13 @@ class PromptEncoder:
         num_chars = _num_chars(prompt)
         if num_chars > INLINE_CHARS:
             self._check_fits(prompt)
-        elif isinstance(prompt, str) or self._renders_inline:
+        elif isinstance(prompt, str) or time.monotonic() >= self._inline_from_s:
             try:
                 return self._encode(prompt, INLINE_SECONDS)
-            except TemplateTimeout:
-                self._renders_inline = False  # nor any other chat: they would hold up the loop
+            except TemplateTimeout as error:
+                # Nor is any other chat rendered here for a while: they would hold up the loop.
+                self._inline_from_s = time.monotonic() + INLINE_RETRY_SECONDS
+                logger.warning("chats are rendered in a thread", extra={"why": error.message})
         encoding = self._threads.submit(account, self._encode, prompt, TEMPLATE_SECONDS)
         return await asyncio.wrap_future(encoding)
 

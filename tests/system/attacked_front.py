@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -26,11 +27,18 @@ ATTACKER, VICTIM = "attacker", "victim"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-class Attacked:
-    """The service, of the base model alone, on free ports. `num_files` is its limit of open
-    files."""
+class AttackedFront:
+    """The service, of the base model alone, on free ports. `num_files` is its limit of open files,
+    `context` a client's if it has TLS."""
 
-    def __init__(self, zoo: Zoo, folder: Path, *flags: str, num_files: int = 1024) -> None:
+    def __init__(
+        self,
+        zoo: Zoo,
+        folder: Path,
+        *flags: str,
+        num_files: int = 1024,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         policy = write_policy(
             folder,
             token_lines(ATTACKER, ["caller"], ["team-a"]),
@@ -44,7 +52,8 @@ class Attacked:
             *("--kv-memory", "8MiB", "--adapter-memory", "1MiB", "--policy-file", str(policy)),
             *("--ready-file", str(ready), *flags),
         ]
-        with _open_files(num_files):
+        self._context = context
+        with open_files(num_files):
             self.process = Process("inference", command, folder, ready)
         found = self.process.wait_ready(READY_S)
         self.grpc = found["grpc"]
@@ -79,6 +88,15 @@ class Attacked:
                 os.kill(pid, signal.SIGCONT)
 
     def connect(self, stack: ExitStack) -> socket.socket:
+        connection = self.connect_plain(stack)
+        if self._context is None:
+            return connection
+        return stack.enter_context(
+            self._context.wrap_socket(connection, server_hostname="localhost")
+        )
+
+    def connect_plain(self, stack: ExitStack) -> socket.socket:
+        """Returns a connection whose TLS, if there is any, has not begun."""
         return stack.enter_context(socket.create_connection(self.http, timeout=ANSWER_S))
 
     def post(
@@ -112,7 +130,7 @@ def _is_engine(pid: int) -> bool:
 
 
 @contextmanager
-def _open_files(soft: int) -> Iterator[None]:
+def open_files(soft: int) -> Iterator[None]:
     """Sets this process's limit of open files, which its children have."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from inference_svc.api.generate_call import MAX_STOP_TOKEN_IDS, MAX_STOPS
+from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
 MAX_GENERATE_BYTES = 4 << 20
 """Holds a million tokens, as ids or as text, and what each message of a chat adds."""
-MAX_CHAT_MESSAGES = 16_384
 
 
 def request_bounds(max_model_len: int) -> RequestTable:
@@ -19,7 +18,7 @@ def request_bounds(max_model_len: int) -> RequestTable:
         MAX_GENERATE_BYTES,
         max_items={
             "token_ids.ids": 2 * max_model_len,
-            "chat.messages": MAX_CHAT_MESSAGES,
+            "chat.messages": MAX_MESSAGES,
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
         },

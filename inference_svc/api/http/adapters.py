@@ -60,7 +60,7 @@ class Adapters:
     async def load(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            admit(request, self._service.authenticate(caller, "LoadAdapter"))
+            admit(request, self._service.authorize_change(caller, "LoadAdapter"))
         body = await read_body(request, LoadBody)
         await cancel_on_disconnect(
             request.receive,
@@ -77,7 +77,7 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         set_names(request, _NAMES)
         with authenticated(request) as caller:
-            admit(request, self._service.authenticate(caller, "UnloadAdapter"))
+            admit(request, self._service.authorize_change(caller, "UnloadAdapter"))
         body = await read_body(request, UnloadBody)
         await cancel_on_disconnect(
             request.receive,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -24,8 +25,12 @@ from inference_svc.core import Action
 from inference_svc.metrics.metrics import Metrics
 from inference_svc.text.pieces import Pieces, Vocabulary
 from servicekit.errors import ServiceError
+from servicekit.shares import Shares
 from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.tracing import Tracing
+
+CURRENT_SECONDS = 0.05
+"""How long metrics are current: as often as gateways scrape them."""
 
 
 class Operations:
@@ -40,6 +45,7 @@ class Operations:
     ) -> None:
         self._service = service
         self._metrics = metrics
+        self._gateways = SharedExposition(metrics.gateway_exposition)
         self._is_serving = is_serving
         self._opens_metrics = opens_metrics
 
@@ -49,16 +55,34 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """Requires an operator of all tenants, whose adapters' names the metrics contain."""
-        expose = self._metrics.exposition
         if self._opens_metrics and "authorization" not in request.headers:
-            expose = self._metrics.gateway_exposition  # gateways have no token
+            text, media_type = await self._gateways.get()  # gateways have no token
         else:
             with authenticated(request) as caller:
                 principal = self._service.authorize(caller, Action.OPERATE)
                 admit(request, principal)
             principal.require_all_tenants()
-        text, media_type = await asyncio.to_thread(expose)
+            text, media_type = await asyncio.to_thread(self._metrics.exposition)
         return Response(text, headers={"content-type": media_type})
+
+
+class SharedExposition:
+    """Metrics for callers without a token: however many ask, one thread renders, and each text is
+    for all that ask while it is current."""
+
+    def __init__(self, expose: Callable[[], tuple[bytes, str]]) -> None:
+        self._expose = expose
+        self._rendering: asyncio.Task[tuple[bytes, str]] | None = None
+        self._end_s = 0.0
+
+    async def get(self) -> tuple[bytes, str]:
+        """Returns the text and its media type."""
+        now_s = time.monotonic()
+        rendering = self._rendering
+        if rendering is None or (rendering.done() and now_s >= self._end_s):
+            rendering = asyncio.create_task(asyncio.to_thread(self._expose))
+            self._rendering, self._end_s = rendering, now_s + CURRENT_SECONDS
+        return await asyncio.shield(rendering)
 
 
 def make_app(
@@ -67,18 +91,22 @@ def make_app(
     metrics: Metrics,
     on_end: Callable[[CallEnd], None],
     load: Callable[[], str],
+    answers: Shares,
     *,
     is_serving: Callable[[], bool],
     opens_metrics: bool = False,
     tracing: Tracing | None = None,
 ) -> RequestMiddleware:
     """Returns the application, for the event loop of `service`. See RequestMiddleware for `on_end`
-    and `load`. `opens_metrics`: callers without a token get the metrics that gateways route by."""
+    and `load`, AnswerMemory for `answers`. `opens_metrics`: callers without a token get the metrics
+    that gateways route by."""
     pieces = Pieces(vocabulary)
-    models, adapters = Models(service), Adapters(service)
+    models, adapters = Models(service, answers), Adapters(service)
     operations = Operations(service, metrics, is_serving, opens_metrics)
-    chat: GenerateRoute[ChatBody] = GenerateRoute(service, pieces, ChatCompletions())
-    completions: GenerateRoute[CompletionBody] = GenerateRoute(service, pieces, Completions())
+    chat: GenerateRoute[ChatBody] = GenerateRoute(service, pieces, ChatCompletions(), answers)
+    completions: GenerateRoute[CompletionBody] = GenerateRoute(
+        service, pieces, Completions(), answers
+    )
     routes = [
         Route("/v1/chat/completions", chat.handle, methods=["POST"]),
         Route("/v1/completions", completions.handle, methods=["POST"]),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from inference_svc.api.generate_call import MAX_LOGPROBS
+from inference_svc.api.generate_call import MAX_LOGPROBS, MAX_MESSAGES
 from inference_svc.api.http.errors import Names
 from inference_svc.api.http.request import Body, GenerationBody
 from inference_svc.api.http.response import FINISH_REASONS, Choice
@@ -63,7 +63,11 @@ class ResponseFormat(Body):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(fail_fast=True), Field(min_length=1)]
+    messages: Annotated[
+        list[Message],
+        Field(fail_fast=True),
+        Field(min_length=1, max_length=MAX_MESSAGES),
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

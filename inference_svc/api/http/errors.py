@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from inference_svc.api.http.connections import Connection
 from inference_svc.errors import (
     AdapterNotFound,
     AdapterUnavailable,
@@ -47,8 +49,6 @@ class ErrorStatus(NamedTuple):
 LINGER_BYTES = 8 << 20
 LINGER_SECONDS = 1.0
 """How much of an unread body is discarded, and for how long, before its connection closes."""
-MAX_LINGERING = 64
-"""More at once are closed without waiting: callers without a token could hold thousands."""
 
 _INVALID = "invalid_request_error"
 INTERNAL = ErrorStatus(500, "server_error", "internal_error")
@@ -146,6 +146,24 @@ def error_of(scope: Scope) -> Exception | None:
     return error
 
 
+def forget_error(scope: Scope) -> None:
+    """Lets go of a request's error once it is counted: what has the scope would keep it."""
+    error = scope.get("state", {}).pop("error", None)
+    if isinstance(error, errors.ServiceError):
+        _release_frames(error)
+
+
+def _release_frames(error: BaseException) -> None:
+    """Lets go of the frames that the error came through, and those of its causes: they hold the
+    request's body, and tasks that raised the error in turn hold it, until a collection of cycles.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        next_link = link.__context__
+        link.__traceback__ = link.__context__ = link.__cause__ = None
+        link = next_link
+
+
 def set_disconnected(scope: Scope) -> None:
     """Records that the client disconnected before the end of the response."""
     scope.setdefault("state", {})["is_disconnected"] = True
@@ -164,7 +182,10 @@ def status_of(scope: Scope, sent: int | None) -> int:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Responds to any error that is raised before a response has begun."""
+    """Responds to any error that is raised before a response has begun. Only bugs keep where they
+    were raised, for the log."""
+    if isinstance(error, (ClientDisconnect, HTTPException, errors.ServiceError)):
+        _release_frames(error)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if isinstance(error, HTTPException):
@@ -198,22 +219,17 @@ class UnreadBodyResponse(JSONResponse):
     discarded for a while: closing at once would reset the connection, and the client might never
     see the response."""
 
-    num_lingering: ClassVar[int] = 0
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers["connection"] = "close"
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        if UnreadBodyResponse.num_lingering < MAX_LINGERING:
-            UnreadBodyResponse.num_lingering += 1
-            try:
+        connection: Connection = scope["state"]["connection"]
+        place = connection.linger(is_authenticated(scope))
+        if place is not None:
+            with place, contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
                     await _discard(receive)
-            except TimeoutError:
-                pass
-            finally:
-                UnreadBodyResponse.num_lingering -= 1
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

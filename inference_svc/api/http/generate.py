@@ -17,6 +17,7 @@ from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import Names, set_names
 from inference_svc.api.http.models import adapter_of, label_of
 from inference_svc.api.http.request import (
+    MAX_VALUES,
     REQUEST_ID_HEADER,
     GenerationBody,
     admit,
@@ -27,6 +28,7 @@ from inference_svc.api.http.request import (
     request_id_of,
 )
 from inference_svc.api.http.response import (
+    AnswerMemory,
     ChoiceFormatter,
     FullResponse,
     encode_events,
@@ -37,6 +39,7 @@ from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Principal, SamplingParams
 from inference_svc.text.pieces import Pieces
 from inference_svc.text.prompt import Prompt
+from servicekit.shares import Shares
 
 B = TypeVar("B", bound=GenerationBody)
 B_contra = TypeVar("B_contra", bound=GenerationBody, contravariant=True)
@@ -83,8 +86,13 @@ class IncomingRequest(Generic[B]):
         return body_bytes(self._request)
 
     async def read(self, parsers: Executor) -> GenerateCall:
-        body: B = await read_body(self._request, self._endpoint.body, parsers)
-        self._is_read.set()
+        body: B = await read_body(
+            self._request,
+            self._endpoint.body,
+            parsers,
+            max_values=max(MAX_VALUES, 2 * self._facts.max_model_len),
+            on_read=self._is_read.set,
+        )
         self.adapter = adapter_of(body.model, self._facts)
         body.check_streaming()
         self.options = AnswerOptions(
@@ -102,10 +110,13 @@ class IncomingRequest(Generic[B]):
 
 
 class GenerateRoute(Generic[B]):
-    def __init__(self, service: Service, pieces: Pieces, endpoint: Endpoint[B]) -> None:
+    def __init__(
+        self, service: Service, pieces: Pieces, endpoint: Endpoint[B], answers: Shares
+    ) -> None:
         self._service = service
         self._pieces = pieces
         self._endpoint = endpoint
+        self._answers = answers
 
     async def handle(self, request: Request) -> Response:
         set_names(request, self._endpoint.names)
@@ -125,8 +136,14 @@ class GenerateRoute(Generic[B]):
             events = encode_events(stream, formatters, head, options.includes_usage)
             return EventStream(events, self._endpoint.names, headers)
         head = self._head(stream, self._endpoint.object)
-        parts = await cancel_on_disconnect(request.receive, encode_full(stream, formatters, head))
-        return FullResponse(parts, headers)
+        memory = AnswerMemory(self._answers, stream.principal.account)
+        try:
+            encoding = encode_full(stream, formatters, head, memory)
+            parts = await cancel_on_disconnect(request.receive, encoding)
+        except BaseException:
+            memory.release()
+            raise
+        return FullResponse(parts, headers, memory)
 
     def _head(self, stream: GenerateStream, object_type: str) -> dict[str, Any]:
         """Returns what every object of the response begins with."""

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference_svc.api.http.errors import (
     CLIENT_CLOSED_REQUEST,
     error_of,
+    forget_error,
     is_authenticated,
     status_of,
 )
@@ -88,6 +89,7 @@ class RequestMiddleware:
                 private_subjects=PROMPT_SUBJECTS,
             )
             self._on_end(end)
+            forget_error(scope)
             if span is not None and is_authenticated(scope):
                 _end(span, status, sent, end.reason)
 

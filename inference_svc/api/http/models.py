@@ -14,12 +14,15 @@ from starlette.responses import JSONResponse, Response
 from inference_svc.api.http.disconnect import cancel_on_disconnect
 from inference_svc.api.http.errors import set_names
 from inference_svc.api.http.request import admit, authenticated
+from inference_svc.api.http.response import AnswerMemory, FullResponse
+from inference_svc.api.http.sse import to_json
 from inference_svc.api.service import ServerFacts, Service
 from inference_svc.core import Action, Principal
 from inference_svc.errors import StoreUnavailable
 from inference_svc.store.directory import Binding
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import short_name
+from servicekit.shares import Shares
 
 Card: TypeAlias = dict[str, Any]
 
@@ -42,8 +45,9 @@ def label_of(binding: Binding | None, principal: Principal, facts: ServerFacts) 
 
 
 class Models:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, answers: Shares) -> None:
         self._service = service
+        self._answers = answers
         self._start_time_s = int(time.time())
 
     async def list(self, request: Request) -> Response:
@@ -63,13 +67,13 @@ class Models:
             resident = await cancel_on_disconnect(
                 request.receive, self._resident(principal, page_size)
             )
-            return _list_response([self._base(), *resident], incomplete=True)
+            return self._list_response(principal, [self._base(), *resident], incomplete=True)
         cards = [] if token else [self._base()]
         for record in page.records:
             name = short_name(record.name, principal.home_tenant)
             cards.append(self._adapter(name, record.digest, record.create_time_s))
         more = {"next_page_token": page.next_token} if page.next_token else {}
-        return _list_response(cards, has_more=bool(page.next_token), **more)
+        return self._list_response(principal, cards, has_more=bool(page.next_token), **more)
 
     async def _resident(self, principal: Principal, limit: int) -> Sequence[Card]:
         """Returns the resident adapters that the caller can use while the store is unreachable: by
@@ -108,6 +112,16 @@ class Models:
             return JSONResponse(self._base())
         return JSONResponse(self._adapter(model, binding.digest, binding.create_time_s))
 
+    def _list_response(
+        self, principal: Principal, cards: Sequence[Card], *, has_more: bool = False, **more: Any
+    ) -> Response:
+        """Raises ShareExceeded if too much of the caller's is not read yet."""
+        listed = {"object": "list", "data": cards, "has_more": has_more, **more}
+        body = to_json(listed).encode()
+        memory = AnswerMemory(self._answers, principal.account)
+        memory.add(len(body))
+        return FullResponse([body], {}, memory)
+
     def _base(self) -> Card:
         name = self._service.facts.base_model
         return _card(name, self._start_time_s, root=name, parent=None)
@@ -116,10 +130,6 @@ class Models:
         """Its root is its digest, which is a valid model name as well."""
         parent = self._service.facts.base_model
         return _card(name, int(create_time_s), root=digest, parent=parent)
-
-
-def _list_response(cards: list[Card], *, has_more: bool = False, **more: Any) -> Response:
-    return JSONResponse({"object": "list", "data": cards, "has_more": has_more, **more})
 
 
 def _card(name: str, created: int, root: str, parent: str | None) -> Card:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,6 +19,7 @@ from starlette.requests import Request
 
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
+    MAX_MESSAGES,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
@@ -38,11 +41,13 @@ BODY_GRACE_SECONDS, MIN_BODY_BYTES_PER_S = 10.0, 64 << 10
 """A body arrives within the grace, and at this rate from then on: a slower client would hold memory
 for nothing."""
 INLINE_BODY_BYTES = 64 << 10
-"""Longer bodies are parsed off the event loop: parsing one takes a tenth of a second at most."""
-MAX_CONTAINERS = MAX_KEYS = 1 << 15
-MAX_VALUES = 1 << 20
-MAX_STRINGS = 1 << 17
-"""Of a body. Each empty object takes a hundred times its bytes."""
+"""Longer bodies are parsed off the event loop."""
+MAX_VALUES = 1 << 18
+"""Of a body, where the context is not longer: the token ids of its prompts, and little else. The
+parser lets no other thread run, and takes a twentieth of a second for as many."""
+MAX_CONTAINERS, MAX_STRINGS = 2 * MAX_MESSAGES, 8 * MAX_MESSAGES
+MAX_KEYS, MAX_KEYS_PER_CONTAINER = 128, 4
+"""Of a body, and in addition for each object and list: an unknown key costs as much as an error."""
 REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -77,8 +82,12 @@ def authenticated(request: Request) -> Iterator[Caller]:
 
 def admit(request: Request, caller: Principal) -> None:
     """Counts the request's connection against the caller's share. Raises ShareExceeded."""
-    connection: Connection = request.state.connection
-    connection.admit(caller.account)
+    connection_of(request).admit(caller.account)
+
+
+def connection_of(request: Request) -> Connection:
+    found: Connection = request.state.connection
+    return found
 
 
 def request_id_of(request: Request) -> str:
@@ -108,9 +117,16 @@ def body_bytes(request: Request) -> int:
     return int(length)
 
 
-async def read_body(request: Request, kind: type[B], parsers: Executor | None = None) -> B:
-    """Long bodies are parsed by one of the `parsers`; without them there are none. Raises
-    InvalidArgument naming the field, HTTPException, and ClientDisconnect."""
+async def read_body(
+    request: Request,
+    kind: type[B],
+    parsers: Executor | None = None,
+    max_values: int = MAX_VALUES,
+    on_read: Callable[[], None] = lambda: None,
+) -> B:
+    """Long bodies are parsed by one of the `parsers`; without them there are none. `on_read` is
+    called in between. Raises InvalidArgument naming the field, HTTPException, and
+    ClientDisconnect."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A browser sends this type to other origins only after a preflight request.
     if media_type != "application/json":
@@ -118,40 +134,72 @@ async def read_body(request: Request, kind: type[B], parsers: Executor | None = 
     max_bytes = INLINE_BODY_BYTES if parsers is None else MAX_BODY_BYTES
     if body_bytes(request) > max_bytes and "content-length" in request.headers:
         raise _too_large(max_bytes)
-    data = await _read(request, max_bytes)
+    with connection_of(request).reading_body():
+        data = await _read(request, max_bytes)
     set_read(request)
+    on_read()
     if parsers is None or len(data) <= INLINE_BODY_BYTES:
-        return parse_body(data, kind)
-    parsing = asyncio.wrap_future(parsers.submit(parse_body, data, kind))
+        return parse_body(data, kind, max_values)
+    parsing = asyncio.wrap_future(parsers.submit(_parse_in_turn, data, kind, max_values))
     del data  # the parser alone holds it
     return await parsing
 
 
-def parse_body(data: bytes | bytearray, kind: type[B]) -> B:
+def _parse_in_turn(data: bytearray, kind: type[B], max_values: int) -> B:
+    with _PARSING.turn():
+        return parse_body(data, kind, max_values)
+
+
+class Turns:
+    """Turns of work that lets no other thread of the interpreter run: one at a time, and after each
+    the others have as much time as it took. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        with self._lock:
+            time.sleep(max(0.0, self._next_s - time.monotonic()))
+            start_s = time.thread_time()
+            try:
+                yield
+            finally:
+                self._next_s = time.monotonic() + time.thread_time() - start_s
+
+
+_PARSING = Turns()
+"""All of the process, as its interpreter is."""
+
+
+def parse_body(data: bytes | bytearray, kind: type[B], max_values: int = MAX_VALUES) -> B:
     """Raises InvalidArgument naming the field."""
-    _check_structure(data)
+    _check_structure(data, max_values)
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         raise _to_invalid_request(error) from None
 
 
-def _check_structure(data: bytes | bytearray) -> None:
+def _check_structure(data: bytes | bytearray, max_values: int) -> None:
     """Raises InvalidArgument for a body of too many parts, which would take far more memory than
     its text and, in one call of the parser, stop every other thread."""
     if (
         _num_containers(data) <= MAX_CONTAINERS
         and data.count(b":") <= MAX_KEYS
-        and data.count(b",") <= MAX_VALUES
+        and data.count(b",") <= max_values
         and data.count(b'"') <= 2 * MAX_STRINGS
     ):
         return  # few with what is in strings, and so without
     data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     _check_count(data.count(b'"') // 2, MAX_STRINGS, "strings")
     data = b"".join(data.split(b'"')[::2])  # what is outside of strings
-    _check_count(_num_containers(data), MAX_CONTAINERS, "objects and lists")
-    _check_count(data.count(b":"), MAX_KEYS, "keys")
-    _check_count(data.count(b","), MAX_VALUES, "values")
+    num_containers = _num_containers(data)
+    _check_count(num_containers, MAX_CONTAINERS, "objects and lists")
+    max_keys = MAX_KEYS + MAX_KEYS_PER_CONTAINER * num_containers
+    _check_count(data.count(b":"), max_keys, "keys")
+    _check_count(data.count(b","), max_values, "values")
 
 
 def _num_containers(data: bytes | bytearray) -> int:

@@ -20,6 +20,7 @@ from inference_svc.api.http.sse import DONE, to_event, to_json
 from inference_svc.core import FinishReason, TokenLogprobs
 from inference_svc.engine.messages import Usage
 from inference_svc.frontend.output_stream import Delta
+from servicekit.shares import Reservation, Shares
 
 PART_BYTES = 64 << 10
 """Sent before other requests may run."""
@@ -29,6 +30,9 @@ FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORTED: "abort",
 }
+
+RESERVED_BYTES, ID_BYTES = 16 << 10, 8
+"""Reserved for an answer at once; and what a token's id takes."""
 
 SLICE_TOKENS = 32
 """Tokens with logprobs that are formatted before other requests may run."""
@@ -53,6 +57,34 @@ class ChoiceFormatter(Protocol):
         ...
 
 
+class AnswerMemory:
+    """What an answer holds until its client has read it, of its account's share of `answers`, in
+    bytes."""
+
+    def __init__(self, answers: Shares, account: str) -> None:
+        self._answers = answers
+        self._account = account
+        self._place: Reservation | None = None
+        self._num_bytes = self._num_reserved = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises ShareExceeded."""
+        self._num_bytes += num_bytes
+        missing = self._num_bytes - self._num_reserved
+        if missing <= 0:
+            return
+        missing = max(missing, RESERVED_BYTES)
+        if self._place is None:
+            self._place = self._answers.reserve(self._account, missing)
+        else:
+            self._place.grow(missing)
+        self._num_reserved += missing
+
+    def release(self) -> None:
+        if self._place is not None:
+            self._place.release()
+
+
 class Choice:
     """One choice's deltas joined, logprobs already encoded."""
 
@@ -68,14 +100,19 @@ class Choice:
     def text(self) -> str:
         return "".join(self._texts)
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> int:
+        """Returns about how many bytes that adds to the answer."""
+        num_bytes = len(delta.text) + ID_BYTES * len(delta.token_ids)
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
         self.usage = delta.usage or self.usage
         if delta.logprobs:
             for name, entries in self._formatter.logprobs(delta.logprobs).items():
-                self._logprobs.setdefault(name, []).append(to_json(entries)[1:-1].encode())
+                encoded = to_json(entries)[1:-1].encode()
+                self._logprobs.setdefault(name, []).append(encoded)
+                num_bytes += len(encoded)
+        return num_bytes
 
     def to_json(self) -> bytes:
         lists = [
@@ -88,13 +125,17 @@ class Choice:
 
 
 async def encode_full(
-    stream: GenerateStream, formatters: Sequence[ChoiceFormatter], head: Mapping[str, Any]
+    stream: GenerateStream,
+    formatters: Sequence[ChoiceFormatter],
+    head: Mapping[str, Any],
+    memory: AnswerMemory,
 ) -> list[bytes]:
-    """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter."""
+    """Returns one JSON object in parts: `head`, the usage, and a choice for each formatter. Raises
+    ShareExceeded, and like GenerateStream.deltas."""
     choices = [Choice(formatter) for formatter in formatters]
     async with stream.deltas() as deltas, aclosing(in_slices(deltas)) as slices:
         async for index, delta in slices:
-            choices[index].add(delta)
+            memory.add(choices[index].add(delta))
     usage = to_usage([choice.usage for choice in choices], stream.call.num_choices)
     parts = [to_json({**head, "usage": usage})[:-1].encode() + b',"choices":[']
     for choice in choices:
@@ -169,17 +210,26 @@ def _slices(delta: Delta) -> Iterator[Delta]:
 
 
 class FullResponse(Response):
-    """A JSON response made of parts."""
+    """A JSON response made of parts, whose `memory` is released once they are sent."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, parts: Sequence[bytes], headers: Mapping[str, str], memory: AnswerMemory
+    ) -> None:
         self._parts = parts
+        self._memory = memory
         self.status_code = 200
         self.background = None
         self.init_headers({**headers, "content-length": str(sum(map(len, parts)))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send(send)
+        finally:
+            self._memory.release()
+
+    async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         num_bytes = 0

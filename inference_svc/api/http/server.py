@@ -9,13 +9,14 @@ import socket
 import ssl
 from collections.abc import Generator
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 
 from inference_svc.api.http.connections import (
     Connection,
     ConnectionLimit,
+    TlsProtocol,
     max_connections,
     set_socket_options,
 )
@@ -102,6 +103,7 @@ class HttpServer:
         if self._server is not None and self._task is not None:
             self._server.end()
             await self._task
+        self._limit.close_all()  # also those whose handshakes have not ended
         self._socket.close()
 
 
@@ -111,12 +113,11 @@ def _config(
     return uvicorn.Config(
         app,
         # The one of uvicorn's parsers that bounds headers.
-        http=cast("type[asyncio.Protocol]", partial(Connection, limit)),
+        http=cast("type[asyncio.Protocol]", partial(_make_protocol, limit, context)),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         interface="asgi3",
-        ssl_context_factory=None if context is None else lambda config, default: context,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=ANSWER_SECONDS,
         # The peer that is audited is the one that connected, whatever a header says.
@@ -127,3 +128,12 @@ def _config(
         log_level="error",
         access_log=False,
     )
+
+
+def _make_protocol(
+    limit: ConnectionLimit, context: ssl.SSLContext | None, **uvicorn: Any
+) -> asyncio.BaseProtocol:
+    """Returns what an accepted socket gets. (asyncio's own TLS tells of a connection only once its
+    handshake has ended.)"""
+    connection = Connection(limit, **uvicorn)
+    return connection if context is None else TlsProtocol(connection, context)

@@ -84,7 +84,9 @@ def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         assert encode(prompt, max_model_len=10_100)[1].thread is not None
 
 
-def test_tenants_take_turns() -> None:
+@pytest.mark.parametrize("are_bodies", [False, True])
+def test_tenants_take_turns(are_bodies: bool) -> None:
+    """In the threads for prompts, and for what their transports parse."""
     is_served = threading.Event()
 
     class Held(Recording):
@@ -98,6 +100,12 @@ def test_tenants_take_turns() -> None:
     async def body() -> list[tuple[int, ...]]:
         prompts = PromptEncoder(Held(), 10**6, vocab_size=128, share=0.5)
         try:
+            if are_bodies:
+                parsing = [
+                    prompts.threads_of(f"tenant {name}").submit(Held().encode, name)
+                    for name in "a" * 20 + "bc"
+                ]
+                return [tuple(await asyncio.wrap_future(each)) for each in parsing]
             return await asyncio.gather(
                 *(prompts.encode(name * 3000, f"tenant {name}") for name in "a" * 20 + "bc")
             )
@@ -107,7 +115,12 @@ def test_tenants_take_turns() -> None:
     assert asyncio.run(body()) == [(1,)] * 22
 
 
-def test_slow_template_leaves_the_event_loop() -> None:
+@pytest.mark.parametrize("retry_s", [60.0, 0.0])
+def test_slow_template_leaves_the_event_loop(
+    retry_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("inference_svc.text.prompt.INLINE_RETRY_SECONDS", retry_s)
+
     class Slow(Recording):
         def encode_chat(
             self, messages: Sequence[ChatMessage], max_chars: int, max_seconds: float
@@ -129,4 +142,10 @@ def test_slow_template_leaves_the_event_loop() -> None:
     threads: list[threading.Thread | None] = []
     asyncio.run(body())
     is_main = [thread is threading.main_thread() for thread in threads]
-    assert is_main == [True, False, False], "only the first is tried on the loop"
+    if retry_s:
+        assert is_main == [True, False, False], "for a while none is tried on the loop"
+    else:
+        assert is_main == [True, False, True, False]
+    assert [record.message for record in caplog.records] == [
+        "chats are rendered in a thread"
+    ] * sum(is_main)

@@ -7,7 +7,6 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +151,149 @@ def test_client_that_stops_reading_loses_its_requests(serve_http, stream: bool) 
 
 
 @pytest.mark.usefixtures("small_buffers")
+def test_reader_that_is_too_slow_loses_its_answer(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads again and again, but less than it must."""
+    monkeypatch.setattr(connections, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "MIN_WRITE_BYTES_PER_S", 1 << 30)
+
+    async def body(front: Front) -> None:
+        async with connected(front, receive_bytes=32 << 10) as client:
+            await client.post(CHAT, LARGE | {"stream": False})
+            data = bytearray()
+            while part := await client.read(32 << 10):
+                data += part
+                await asyncio.sleep(0.05)
+        head, _, rest = data.partition(b"\r\n\r\n")
+        (length,) = (line for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
+        assert 0 < len(rest) < int(length.split()[1])
+
+    serve_http(body)
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_unread_answers_of_one_tenant_leave_memory_to_others(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference_svc.api.http.response.RESERVED_BYTES", 6 << 20)
+    fields = LARGE | {"stream": False}
+
+    async def body(front: Front) -> None:
+        async with connected(front, receive_bytes=4096) as client:
+            await client.post(CHAT, fields)
+            await client.read(1)
+            refused = await front.post(CHAT, fields)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                429,
+                "rate_limit_exceeded",
+            )
+            assert "answer_bytes" in refused.json()["error"]["message"]
+            assert "--answer-memory" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"] == "1"
+            await until_async(lambda: front.engine.num_running == 0)
+
+        async def is_free() -> bool:
+            return (await front.post(CHAT, fields)).status_code == 200
+
+        await until_async(is_free)
+
+    serve_http(body, answer_memory=8 << 20)
+
+
+def only_connection(front: Front) -> Any:
+    """The server's end of the only connection."""
+    (found,) = front.running.server._http._limit._open
+    return found
+
+
+def request_of(body: bytes, path: str = CHAT, length: int | None = None) -> bytes:
+    length = len(body) if length is None else length
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode() + body
+
+
+def test_pipelined_requests_are_answered_one_after_the_other(serve_http) -> None:
+    """While one is answered, not much more than one read of the others lies here."""
+    num_pipelined = 1000
+    first = json.dumps({"model": "base", "prompt": "abc", "max_tokens": 1}).encode()
+
+    async def body(front: Front) -> None:
+        front.engine.hold.set()
+        async with connected(front) as client:
+            requests = request_of(first, "/v1/completions") + HEALTH * num_pipelined
+            sending = asyncio.create_task(client.send(requests))
+            await until_async(lambda: front.engine.num_running == 1)
+            connection = only_connection(front)
+            await until_async(lambda: not connection.transport.is_reading())
+            assert 0 < len(connection.conn.trailing_data[0]) <= 16 << 10
+            front.engine.hold.clear()
+            data = bytearray()
+            while data.count(b"HTTP/1.1 200 ") <= num_pipelined:
+                data += await client.read()
+            await sending
+            assert data.startswith(b"HTTP/1.1 200 ")
+            assert b'"text_completion"' in data.split(b"HTTP/1.1 200 ")[1]
+            assert data.count(b"HTTP/1.1 ") == 1 + num_pipelined
+            await client.send(HEALTH)
+            assert b" 200 " in await client.read(), "it goes on"
+
+    serve_http(body)
+
+
+def test_body_is_read_once_it_has_a_place(serve_http) -> None:
+    whole = 4 << 20
+
+    async def body(front: Front) -> None:
+        async with connected(front) as first:
+            await first.send(request_of(b"{", length=whole))
+            await until_async(lambda: front.running.server._http._limit.busy.used == 1)
+            await until_async(lambda: only_connection(front)._reads_body)
+            async with connected(front) as second:
+                sending = asyncio.create_task(second.send(request_of(b" " * whole)))
+
+                def held() -> list[int]:
+                    """The bytes of the second, once no more of it is read."""
+                    each = front.running.server._http._limit._open
+                    return [len(it.cycle.body) for it in each if it.flow.read_paused]
+
+                await until_async(lambda: len(held()) == 1)
+                assert 0 < held()[0] <= 16 << 10
+                sending.cancel()
+
+    serve_http(body, request_memory=whole)
+
+
+def test_connection_keeps_nothing_of_a_request_that_is_answered(serve_http) -> None:
+    async def body(front: Front) -> None:
+        async with connected(front) as client:
+            await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * 8000 + b"\r\n\r\n")
+            assert b" 200 " in await client.read()
+            connection = only_connection(front)
+            assert (connection.scope, connection.headers) == (None, None)
+            assert (connection.cycle.scope, connection.cycle.body) == ({}, b"")
+            assert connection.stranger_bytes == 0
+
+    serve_http(body)
+
+
+def test_body_that_nobody_reads_ends_the_connection(serve_http) -> None:
+    """It would be read, and thrown away, for as long as it comes."""
+
+    async def body(front: Front) -> None:
+        async with connected(front) as client:
+            await client.send(
+                b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+            )
+            assert b" 200 " in await client.read()
+            assert await client.ends()
+
+    serve_http(body)
+
+
+@pytest.mark.usefixtures("small_buffers")
 def test_slow_reader_gets_larger_chunks(serve_http) -> None:
     async def body(front: Front) -> None:
         async with connected(front, receive_bytes=4096) as client:
@@ -240,38 +382,87 @@ def test_longest_idle_connection_is_closed_when_all_are_taken(
 class Peer:
     """A connection as its limit knows it."""
 
-    def __init__(self, peer: str, closed: list[Any]) -> None:
-        self.peer, self.stranger_bytes = peer, 0
-        self.transport = SimpleNamespace(abort=lambda: closed.append(self))
+    def __init__(self, peer: str, closed: list[Any], tls_bytes: int = 0) -> None:
+        self.peer, self.account = peer, ""
+        self.stranger_bytes, self.tls_bytes = 0, tls_bytes
+        self.abort = lambda: closed.append(self)
+
+
+def opened(limit: Any, *peers: Peer) -> None:
+    for each in peers:
+        assert limit.open(each)
 
 
 def test_peer_with_the_most_strangers_makes_place() -> None:
     closed: list[Any] = []
-    limit = connections.ConnectionLimit(4)
+    limit: Any = connections.ConnectionLimit(4)
     many = [Peer("many", closed) for _ in range(3)]
-    one = Peer("one", closed)
-    for index, each in enumerate((one, *many)):
-        assert limit.make_place(index)
-        limit.add_stranger(each)
-    limit.renew_stranger(many[0])
-    assert limit.make_place(4)
+    opened(limit, Peer("one", closed), *many)
+    limit.set_stranger(many[0])
+    opened(limit, Peer("new", closed))
     assert closed == [many[1]]
 
 
-def test_bytes_of_strangers_are_bounded() -> None:
+def test_account_with_the_most_idle_connections_makes_place() -> None:
     closed: list[Any] = []
-    limit = connections.ConnectionLimit(4)
-    first, second, known = (Peer("many", closed) for _ in range(3))
-    for each in (first, second, known):
-        limit.add_stranger(each)
-    limit.remove(known)
+    limit: Any = connections.ConnectionLimit(4)
+    each = [Peer("proxy", closed) for _ in range(4)]
+    opened(limit, *each)
+    for connection, account in zip(each, ("one", "many", "many", "many"), strict=True):
+        limit.set_busy(connection, account).release()
+        limit.set_idle(connection, account)
+    opened(limit, Peer("new", closed))
+    assert closed == [each[1]]
+    limit.begin_request(each[2])
+    assert (limit._num_strangers, len(limit._idle["many"])) == (2, 1)
+
+
+def test_bytes_of_strangers_are_bounded() -> None:
+    """Who sends too much is closed, not who has waited longest."""
+    closed: list[Any] = []
+    limit: Any = connections.ConnectionLimit(4096)
+    victims = [Peer("proxy", closed) for _ in range(5)]
+    known, small, large = (Peer("attacker", closed) for _ in range(3))
+    opened(limit, *victims, known, small, large)
+    for each in victims:
+        limit.hold(each, 1000)
+    place = limit.set_busy(known, "tenant")
     limit.hold(known, 2 * connections.MAX_STRANGER_BYTES)
-    limit.hold(first, connections.MAX_STRANGER_BYTES)
+    limit.hold(small, 1000)
+    limit.hold(large, connections.MAX_STRANGER_BYTES - 6000)
     assert closed == []
-    limit.hold(second, 1)
-    assert closed == [first]
-    limit.hold(second, connections.MAX_STRANGER_BYTES - 1)
-    assert closed == [first], "what the other held is free again"
+    limit.hold(large, connections.MAX_STRANGER_BYTES - 5999)
+    assert closed == [large]
+    limit.hold(small, connections.MAX_STRANGER_BYTES - 5000)
+    assert closed == [large], "what the other held is free again"
+    limit.set_stranger(small)
+    limit.hold(victims[0], connections.MAX_STRANGER_BYTES - 4000)
+    assert closed == [large], "its response is complete: it holds nothing"
+    place.release()
+
+
+def test_handshakes_count_as_bytes_of_strangers() -> None:
+    closed: list[Any] = []
+    limit: Any = connections.ConnectionLimit(4096)
+    num_fitting = connections.MAX_STRANGER_BYTES // connections.TLS_BYTES
+    victim = Peer("victim", closed, connections.TLS_BYTES)
+    silent = [Peer("attacker", closed, connections.TLS_BYTES) for _ in range(num_fitting + 10)]
+    opened(limit, victim, *silent)
+    assert closed == silent[: len(closed)]
+    assert 10 <= len(closed) <= 12
+
+
+def test_places_to_linger_are_shared_by_peers() -> None:
+    limit: Any = connections.ConnectionLimit(4)
+    attacker, victim = Peer("attacker", []), Peer("victim", [])
+    held = [limit.linger(attacker, False) for _ in range(connections.MAX_LINGERING)]
+    places = [place for place in held if place is not None]
+    assert len(places) == connections.MAX_LINGERING * connections.PEER_SHARE
+    assert limit.linger(victim, False) is not None
+    assert limit.linger(attacker, True) is not None, "known callers have their own"
+    for place in places[:2]:
+        place.release()
+    assert limit.linger(attacker, False) is not None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
+import time
+import weakref
 from typing import Any
 
 import openai
@@ -11,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from inference_svc import errors
+from inference_svc.api.generate_call import MAX_MESSAGES
 from inference_svc.api.http.chat import ChatBody
 from inference_svc.api.http.completions import CompletionBody
 from inference_svc.api.http.errors import ERROR_STATUSES, error_object
@@ -21,6 +26,7 @@ from inference_svc.api.http.request import (
     MAX_STRINGS,
     MAX_VALUES,
     Body,
+    Turns,
     parse_body,
 )
 from servicekit.errors import InvalidArgument, PermissionDenied, Unauthenticated
@@ -245,7 +251,7 @@ def many(unit: str, count: int) -> str:
     ("metadata", "parts"),
     [
         (f"[{many('[]', MAX_CONTAINERS)}]", f"{MAX_CONTAINERS} objects and lists"),
-        (f"{{{many(chr(34) * 2 + ':1', MAX_KEYS + 1)}}}", f"{MAX_KEYS} keys"),
+        (f"{{{many(chr(34) * 2 + ':1', MAX_KEYS + 10)}}}", f"{MAX_KEYS + 8} keys"),
         (f"[{many('1', MAX_VALUES + 2)}]", f"{MAX_VALUES} values"),
         (f"[{many(chr(34) * 2, MAX_STRINGS)}]", f"{MAX_STRINGS} strings"),
     ],
@@ -263,6 +269,82 @@ def test_parts_in_strings_do_not_count() -> None:
     ids = [9] * MAX_VALUES
     data = json.dumps({"model": "base", "prompt": ids}, separators=(",", ":")).encode()
     assert parse_body(data, CompletionBody).prompt == (tuple(ids),)
+
+
+def test_others_have_as_much_time_as_parsing_takes() -> None:
+    turns, starts_s, ends_s = Turns(), [], []
+    for _ in range(2):
+        with turns.turn():
+            starts_s.append(time.monotonic())
+            end_s = time.thread_time() + 0.02
+            while time.thread_time() < end_s:
+                pass
+            ends_s.append(time.monotonic())
+    assert starts_s[1] - ends_s[0] >= 0.02
+
+
+def test_a_long_context_has_more_values() -> None:
+    ids = [9] * (MAX_VALUES + 10)
+    data = json.dumps({"model": "base", "prompt": ids}).encode()
+    assert parse_body(data, CompletionBody, MAX_VALUES + 20).prompt == (tuple(ids),)
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_VALUES} values"):
+        parse_body(data, CompletionBody)
+
+
+def test_chats_have_as_many_messages_as_over_grpc() -> None:
+    messages = [{"role": "user", "content": "x"}] * MAX_MESSAGES
+    data = json.dumps({"model": "base", "messages": messages}).encode()
+    assert len(parse_body(data, ChatBody).messages) == MAX_MESSAGES
+    data = json.dumps({"model": "base", "messages": [*messages, messages[0]]}).encode()
+    with pytest.raises(InvalidArgument, match=f"at most {MAX_MESSAGES} items"):
+        parse_body(data, ChatBody)
+
+
+class Held(bytearray):
+    """Can be referred to weakly."""
+
+
+def test_refused_request_leaves_nothing_on_its_connection(
+    serve_http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies: list[weakref.ref[Held]] = []
+
+    def refuse(data: bytes, *options: Any) -> Any:
+        held = Held(data)
+        bodies.append(weakref.ref(held))
+        try:
+            raise ValueError("the parser's own")
+        except ValueError:
+            raise InvalidArgument("refused") from None
+
+    monkeypatch.setattr("inference_svc.api.http.request.parse_body", refuse)
+
+    async def body(front: Front) -> None:
+        gc.disable()
+        try:
+            answer = await front.raw.post(CHAT, json=VALID)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, "refused")
+            await until_async(lambda: bodies[0]() is None)
+        finally:
+            gc.enable()
+        assert front.running.server._http._limit._open, "the connection is kept"  # type: ignore[union-attr]
+
+    serve_http(body)
+
+
+def test_disconnect_while_the_body_is_parsed(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    monkeypatch.setattr("inference_svc.api.http.request.INLINE_BODY_BYTES", 0)
+    monkeypatch.setattr("inference_svc.api.http.request.parse_body", lambda *call: ends.wait(60))
+
+    async def body(front: Front) -> None:
+        asking = asyncio.create_task(front.chat())
+        await until_async(lambda: bool(front.running.server._prompts._threads.shares.used))  # type: ignore[union-attr]
+        asking.cancel()
+        await front.until_metric(f'http_requests_total{{route="{CHAT}",status="499"}} 1.0')
+        ends.set()
+
+    serve_http(body)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ import grpc
 import openai
 import pytest
 
+from inference_svc.api.http import connections
+from inference_svc.api.http.models import MAX_PAGE_SIZE
+from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.api.http.test_connections import connected
 from tests.inference_svc.serving import NameStore, digest_of
 from tests.support.wait import until_async
 
@@ -57,5 +61,36 @@ def test_resident_adapters_are_listed_without_the_store(
         with pytest.raises(openai.InternalServerError) as caught:
             await front.client.models.list(extra_query={"page_token": "x"})
         assert caught.value.code == "store_unavailable"
+
+    serve_http(body, store=True)
+
+
+def test_pages_are_bounded_and_must_be_read(serve_http, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def list_all(store: Any, request: Any, context: Any) -> Any:
+        adapters = [
+            store_pb.Adapter(
+                name=f"default/{index:0100}",
+                version=1,
+                digest=digest_of(str(index)),
+                rank=8,
+                base_model="base",
+            )
+            for index in range(request.page_size)
+        ]
+        return store_pb.ListAdaptersResponse(adapters=adapters)
+
+    monkeypatch.setattr(NameStore, "ListAdapters", list_all)
+    monkeypatch.setattr(connections, "SEND_BUFFER_BYTES", 4096)
+
+    async def body(front: Front) -> None:
+        assert (await front.raw.get("/v1/models?limit=1001")).status_code == 400
+        answer = await front.raw.get("/v1/models")
+        assert len(answer.json()["data"]) == 1 + MAX_PAGE_SIZE
+        monkeypatch.setattr(connections, "WRITE_SECONDS", 0.2)
+        async with connected(front, receive_bytes=4096) as client:
+            await client.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await client.read(1), "it is answered"
+            limit = front.running.server._http._limit  # type: ignore[union-attr]
+            await until_async(lambda: len(limit._open) == 1)  # the other client's
 
     serve_http(body, store=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx2
 import openai
 import pytest
 
+from inference_svc.api.http.app import CURRENT_SECONDS, SharedExposition
 from inference_svc.api.http.server import HttpServer
 from inference_svc.api.load_report import LOAD_HEADER
 from inference_svc.config import InferenceSettings
@@ -18,6 +20,7 @@ from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.tls import CertificateFiles
 from tests.adapter_store.service.guarded import token_lines, token_of, write_policy
 from tests.inference_svc.api.http.conftest import Front
+from tests.inference_svc.api.http.test_connections import connected
 from tests.inference_svc.serving import NOT_SERVING, digest_of
 from tests.support.wait import until_async
 
@@ -176,6 +179,53 @@ def test_unauthenticated_bodies_are_not_read(serve_http, tmp_path: Path) -> None
 
     policy = write_policy(tmp_path, *TOKENS)
     serve_http(body, policy_file=policy, audit_file=audit)
+
+
+def test_bodies_of_callers_that_may_not_load_are_not_read(serve_http, tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+    head = (
+        "POST /v1/{}_lora_adapter HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {token_of('caller')}\r\ncontent-length: 1000\r\n\r\n"
+    )
+
+    async def body(front: Front) -> None:
+        for action in ("load", "unload"):
+            async with connected(front) as client:
+                await client.send(head.format(action).encode() + b"{")
+                assert b" 403 " in await client.read()
+        lines = [json.loads(line) for line in audit.read_text().splitlines()]
+        assert [(line["what"], line["who"], line["reason"]) for line in lines] == [
+            ("LoadAdapter", "caller", "PERMISSION_DENIED"),
+            ("UnloadAdapter", "caller", "PERMISSION_DENIED"),
+        ]
+
+    policy = write_policy(tmp_path, *TOKENS)
+    serve_http(body, policy_file=policy, audit_file=audit)
+
+
+def test_one_thread_renders_open_metrics() -> None:
+    renders = threading.Semaphore(0)
+    num_rendered = 0
+
+    def expose() -> tuple[bytes, str]:
+        nonlocal num_rendered
+        assert renders.acquire(timeout=60)
+        num_rendered += 1
+        return f"number {num_rendered}".encode(), "text/plain"
+
+    async def body() -> None:
+        shared = SharedExposition(expose)
+        asking = [asyncio.create_task(shared.get()) for _ in range(20)]
+        await asyncio.sleep(2 * CURRENT_SECONDS)
+        asking += [asyncio.create_task(shared.get()) for _ in range(20)]
+        await asyncio.sleep(0)
+        asking.pop().cancel()
+        renders.release()
+        assert set(await asyncio.gather(*asking)) == {(b"number 1", "text/plain")}
+        renders.release()
+        assert await shared.get() == (b"number 2", "text/plain"), "it was too old"
+
+    asyncio.run(body())
 
 
 # --- operators ----------------------------------------------------------------------------------
