@@ -67,6 +67,7 @@ from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
+from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.server import (
     Reload,
     RpcServer,
@@ -257,9 +258,18 @@ def _helpers(stack: AsyncExitStack) -> Executor:
     return helpers
 
 
+def _call_places(settings: StoreSettings) -> CallPlaces:
+    share = settings.share
+    return CallPlaces(
+        Shares("request_bytes", settings.request_memory, share, setting="request_memory"),
+        Shares("answer_bytes", settings.answer_memory, share, setting="answer_memory"),
+        share,
+        Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
+    )
+
+
 def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
-    # Without a policy all callers are one tenant.
-    share = 1.0 if settings.policy_file is None else settings.tenant_share
+    share = settings.share
     calls = FairExecutor(CALL_THREADS, "calls", share)
     stack.callback(calls.close)
     fetches = FairExecutor(settings.fetch_workers, "fetches", share)
@@ -373,7 +383,9 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             store.metrics.count_call(end.method, end.code, end.reason, end.seconds)
             errors.add(end)
 
-        calls = CallInterceptor(CALL_RULES, note_end, tracing)
+        places = _call_places(settings)
+        stack.callback(places.close)
+        calls = CallInterceptor(CALL_RULES, places, note_end, tracing)
         authenticator = Authenticator[Action](store.policies)
         tokens = TokenInterceptor(authenticator, CALL_RULES.domain, audit.refuse)
         server = RpcServer(
@@ -382,9 +394,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         )
         debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            *(store.service, authenticator, audit),
-            Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
-            debug,
+            *(store.service, authenticator, audit, places.parsers, debug)
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         server.set_serving(True)

@@ -169,13 +169,18 @@ class InferenceSettings(ServiceSettings):
 
     tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
     """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
-    tells tenants apart; and of --request-memory, of the HTTP connections and of the threads that
-    tokenise, in each case of what other tenants leave."""
+    tells tenants apart; and of --request-memory, of --answer-memory, of the HTTP connections and of
+    the threads that parse and tokenise, in each case of what other tenants leave."""
 
     request_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
     """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
     wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 4MiB, the largest
     request. See --tenant-queue-share."""
+
+    answer_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(256 * MIB)
+    """Highest sum of the bytes of answers that nobody has read yet, each at least 16KiB: a request
+    whose answer finds no place, or no more of it, ends with RESOURCE_EXHAUSTED. See
+    --tenant-queue-share."""
 
     fair_quantum_tokens: Annotated[Count, SCHEDULING] = 1024
     """Number of tokens in a turn of a tenant, and of an adapter within its tenant. More makes turns

@@ -19,8 +19,8 @@ MAX_ID_CHARS = 256
 MAX_DEADLINE_SECONDS = 1e6
 """Callers without a deadline may send centuries, longer than a clock can wait."""
 
-MAX_PROMPT_IDS, MAX_MESSAGES = 1 << 20, 1 << 15
-"""More than fits into any model's context, and a tenth of a second to convert."""
+MAX_MESSAGES = 1 << 14
+"""Of a chat: more than fits into any model's context."""
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256

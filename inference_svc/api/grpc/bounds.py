@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from inference_svc.api.generate_call import MAX_STOP_TOKEN_IDS, MAX_STOPS
+from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from inference_svc.api.service import TRACE_CHUNK_BYTES
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
 MAX_GENERATE_BYTES = 4 << 20
 """Holds a million tokens, as ids or as text, and what each message of a chat adds."""
-MAX_CHAT_MESSAGES = 16_384
+DEBUG_BYTES = 2 << 20
+"""The largest part of a debug bundle has a thousand rows."""
+
+
+RESIDENTS_BYTES = 1 << 20
+"""A thousand adapters with five names each, sent and copied."""
 
 
 def request_bounds(max_model_len: int) -> RequestTable:
@@ -19,19 +25,21 @@ def request_bounds(max_model_len: int) -> RequestTable:
         MAX_GENERATE_BYTES,
         max_items={
             "token_ids.ids": 2 * max_model_len,
-            "chat.messages": MAX_CHAT_MESSAGES,
+            "chat.messages": MAX_MESSAGES,
             "sampling.stop": MAX_STOPS,
             "sampling.stop_token_ids": MAX_STOP_TOKEN_IDS,
         },
     )
     return {
         "Generate": generate,
-        "ListResidentAdapters": RequestBounds(pb.ListResidentAdaptersRequest),
+        "ListResidentAdapters": RequestBounds(
+            pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES
+        ),
         "LoadAdapter": RequestBounds(pb.LoadAdapterRequest),
         "UnloadAdapter": RequestBounds(pb.UnloadAdapterRequest),
         "PinAdapter": RequestBounds(pb.PinAdapterRequest),
         "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest),
         "GetServerInfo": RequestBounds(pb.GetServerInfoRequest),
-        "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest),
-        "ProfileSteps": RequestBounds(pb.ProfileStepsRequest),
+        "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest, answer_bytes=DEBUG_BYTES),
+        "ProfileSteps": RequestBounds(pb.ProfileStepsRequest, answer_bytes=2 * TRACE_CHUNK_BYTES),
     }

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
 from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
-    MAX_MESSAGES,
-    MAX_PROMPT_IDS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
     GenerateCall,
     checked_sampling,
-    deadline_after,
     random_seed,
 )
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
@@ -40,9 +35,10 @@ _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
 def from_generate_request(
-    request: pb.GenerateRequest, vocab_size: int, remaining_s: float | None = None
+    request: pb.GenerateRequest, vocab_size: int, deadline_s: float | None = None
 ) -> GenerateCall:
-    """`remaining_s` is left of the caller's deadline. Raises InvalidArgument, naming the field."""
+    """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
+    InvalidArgument, naming the field."""
     _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     return GenerateCall(
@@ -53,7 +49,7 @@ def from_generate_request(
         min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        deadline_s=deadline_after(remaining_s),
+        deadline_s=deadline_s,
     )
 
 
@@ -62,22 +58,18 @@ def _from_prompt(request: pb.GenerateRequest, vocab_size: int) -> Prompt:
     if kind == "text":
         return request.text
     if kind == "token_ids":
-        _check_count(request.token_ids.ids, MAX_PROMPT_IDS, "token_ids")
         ids = tuple(request.token_ids.ids)
         largest = max(ids, default=0)
         _check(largest < vocab_size, "token_ids", f"below {vocab_size}; {largest} is no token")
         return ids
     if kind == "chat":
         _check(bool(request.chat.messages), "chat", "at least one message")
-        _check_count(request.chat.messages, MAX_MESSAGES, "chat")
         return tuple(ChatMessage(m.role, m.content) for m in request.chat.messages)
     raise InvalidArgument("prompt is missing: one of text, token_ids, chat", subject="prompt")
 
 
 def from_sampling(message: pb.SamplingParams, vocab_size: int) -> SamplingParams:
     """Returns the parameters with defaults filled in. Raises InvalidArgument."""
-    _check_count(message.stop, MAX_STOPS, "sampling.stop")
-    _check_count(message.stop_token_ids, MAX_STOP_TOKEN_IDS, "sampling.stop_token_ids")
     defaults = SamplingParams()
     params = SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else defaults.max_tokens,
@@ -102,11 +94,6 @@ def from_sampling(message: pb.SamplingParams, vocab_size: int) -> SamplingParams
         logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
     return checked_sampling(params, vocab_size, "sampling.")
-
-
-def _check_count(items: Sized, limit: int, field: str) -> None:
-    """Checks how many there are, which is known before they are converted."""
-    _check(len(items) <= limit, field, f"at most {limit}, not {len(items)}")
 
 
 def _check(holds: bool, field: str, requirement: str) -> None:

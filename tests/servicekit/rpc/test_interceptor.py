@@ -21,11 +21,13 @@ from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile
 from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
-from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
+from servicekit.rpc.call import Trailers
+from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor
 from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
 from tests.servicekit.error_kinds import GENERAL, kinds_of
+from tests.servicekit.rpc.served import call_places
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
 """Kinds of methods; `writing` is a unary_stream whose handler writes its responses itself."""
@@ -78,7 +80,7 @@ def call(
     handlers = {"writing": write, "unary_stream": many, "stream_stream": many}
 
     async def main() -> tuple[object, list[CallEnd], Any]:
-        interceptor = CallInterceptor(RULES, ends.append)
+        interceptor = CallInterceptor(RULES, call_places(), ends.append)
         if drain:
             await interceptor.drain(0)
         server = grpc.aio.server(interceptors=[interceptor])
@@ -236,7 +238,9 @@ def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixtu
             RULES.domain,
             lambda method, peer, error: refusals.append((method, peer, error.reason)),
         )
-        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, ends.append), tokens])
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(RULES, call_places(), ends.append), tokens]
+        )
         handlers = {"Elsewhere": grpc.unary_unary_rpc_method_handler(handler)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Service", handlers),)
@@ -269,7 +273,9 @@ def test_a_handler_can_let_go_of_its_request() -> None:
         return BytesValue()
 
     async def main() -> None:
-        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, lambda end: None)])
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(RULES, call_places(), lambda end: None)]
+        )
         handlers = {"Do": grpc.unary_unary_rpc_method_handler(handler, BytesValue.FromString)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Service", handlers),)
