@@ -36,6 +36,7 @@ class Call:
     def __init__(
         self, context: grpc.aio.ServicerContext, serialize: Serialize | None, pace: Pace
     ) -> None:
+        self.turn: Reservation | None = None
         self.request_place: Reservation | None = None
         self.answer_place: Reservation | None = None
         self._context = context
@@ -56,10 +57,20 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
+    async def read(self) -> Any:
+        """Returns the bytes of the next message, or grpc.aio.EOF."""
+        return await self._context.read()
+
     def release_request(self) -> None:
         """Gives the request's place back: the handler has let go of it."""
         if self.request_place is not None:
             self.request_place.release()
+
+    def leave(self) -> None:
+        """Gives back all but the answer's place: the handler has ended."""
+        self.release_request()
+        if self.turn is not None:
+            self.turn.release()
 
     def serialized(self, message: Any) -> bytes:
         """Returns a message of the answer as bytes, which it may be already."""
@@ -139,9 +150,9 @@ class Call:
     def _release(self, task: asyncio.Task[Any]) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for place in (self.request_place, self.answer_place):
-            if place is not None:
-                place.release()
+        self.leave()
+        if self.answer_place is not None:
+            self.answer_place.release()
 
 
 async def abort(

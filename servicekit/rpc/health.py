@@ -79,7 +79,7 @@ class Health:
 
     async def _check(self, requests: AsyncIterator[bytes], context: Context) -> HealthCheckResponse:
         context.set_trailing_metadata(self._trailers())
-        if await self._read(requests, context) not in self._services:
+        if await self._read(context) not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return HealthCheckResponse(status=self._status)
 
@@ -94,7 +94,7 @@ class Health:
                 f"too many watches: at most {MAX_WATCHES}, {MAX_WATCHES_OF_PEER} of one address",
             )
         with self._counted(peer):
-            is_known = await self._read(requests, context) in self._services
+            is_known = await self._read(context) in self._services
             last: Status | None = None
             while True:
                 changed = self._changed
@@ -113,16 +113,18 @@ class Health:
             self._watches[peer] -= 1
             self._watches += Counter()  # forgets addresses that have none
 
-    async def _read(self, requests: AsyncIterator[bytes], context: Context) -> str:
+    async def _read(self, context: Context) -> str:
         """Returns the service that is asked for, "" unread while too many requests are arriving.
         Ends the call if there is no such message."""
         if self._arriving.locked():
             return ""
         try:
             async with asyncio.timeout(ARRIVAL_SECONDS), self._arriving:
-                raw = await anext(aiter(requests), b"")
+                raw = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request has not arrived")
+        if raw is grpc.aio.EOF:
+            raw = b""
         if len(raw) > MAX_REQUEST_BYTES:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the request is too large")
         try:

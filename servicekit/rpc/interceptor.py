@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -146,9 +146,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _wrap_unary(self, method: _Served) -> Handler:
         async def answer(requests: Any, context: grpc.aio.ServicerContext) -> bytes:
             raw = b""
-            async with self._observed(method, context) as call, self._places_of(method, call):
+            async with self._observed(method, context) as call:
+                await self._enter(method, call)
                 # The handler alone holds what was read, so that it can let go of it.
-                response = await method.behaviour(await self._read(method, requests, call), call)
+                response = await method.behaviour(await self._read(method, call), call)
                 raw = call.last(response)
             await call.end()
             return raw
@@ -157,11 +158,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap_stream(self, method: _Served) -> Handler:
         async def answer(requests: Any, context: grpc.aio.ServicerContext) -> None:
-            async with self._observed(method, context) as call, self._places_of(method, call):
+            async with self._observed(method, context) as call:
+                await self._enter(method, call)
                 if inspect.iscoroutinefunction(method.behaviour):  # it writes its responses
-                    await method.behaviour(await self._read(method, requests, call), call)
+                    await method.behaviour(await self._read(method, call), call)
                 else:
-                    request = await self._read(method, requests, call)
+                    request = await self._read(method, call)
                     async with aclosing(method.behaviour(request, call)) as responses:
                         del request
                         async for response in responses:
@@ -178,7 +180,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             call = Call(context, handler.response_serializer, self._places.pace)
             try:
                 with await self._places.turn("reflection", REFLECTION.max_running):
-                    read = self._requests.read_stream(requests, REFLECTION)
+                    read = self._requests.read_stream(call, REFLECTION)
                     async with aclosing(handler.stream_stream(read, call)) as responses:
                         async for response in responses:
                             await call.write(response)
@@ -188,28 +190,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
-    async def _read(self, method: _Served, requests: AsyncIterator[bytes], call: Call) -> Any:
+    async def _read(self, method: _Served, call: Call) -> Any:
         """Returns what the method's handler takes: the message of the call, or a stream of them."""
         if method.takes_stream:
-            return self._requests.read_stream(requests, method.bounds)
+            return self._requests.read_stream(call, method.bounds)
         call.request_place = await self._requests.place()
-        request = await self._requests.read(requests, method.bounds, call.request_place)
+        request = await self._requests.read(call, method.bounds, call.request_place)
         call_context.note(request_id=getattr(request, "request_id", ""))
         return request
 
-    @asynccontextmanager
-    async def _places_of(self, method: _Served, call: Call) -> AsyncIterator[None]:
+    async def _enter(self, method: _Served, call: Call) -> None:
         """Takes the places that a call of this method needs before it is read. Raises Draining,
         ShareExceeded."""
         if self._is_draining and self._rules.refuse_when_draining:
             raise Draining("the service is shutting down")
         bounds = method.bounds
-        async with AsyncExitStack() as stack:
-            if bounds.max_running:
-                turn = await self._places.turn(_method(method.path), bounds.max_running)
-                stack.enter_context(turn)
-            call.answer_place = await wait_for(self._places.answer_bytes, bounds.answer_bytes)
-            yield
+        if bounds.max_running:
+            call.turn = await self._places.turn(_method(method.path), bounds.max_running)
+        call.answer_place = await wait_for(self._places.answer_bytes, bounds.answer_bytes)
 
     @asynccontextmanager
     async def _observed(
@@ -248,7 +246,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 logger.exception("call failed", extra={"method": _method(path)})
             call.refuse(to_status(error, self._rules.domain), self._rules.trailers(error))
         finally:
-            call.release_request()
+            call.leave()
             self._running -= 1
             self._last_end = time.monotonic()
             seconds = self._last_end - start
@@ -261,6 +259,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if span is not None:
                 span.set_attributes(**{key: facts.get(key, "") for key in self._rules.traced_facts})
                 end_call(span, code, end.reason, context.time_remaining())
+            if failure is not None:  # whose frames have the request, and this one has the failure
+                failure.__traceback__ = None
 
     def _begin_span(self, path: str, context: grpc.aio.ServicerContext) -> OpenSpan | None:
         if self._tracing is None:

@@ -4,17 +4,19 @@ and whose share of the memory it takes.
 gRPC reads the one message of a unary method before its handler runs, and holds it until the handler
 has ended. So here every method is served as a stream, of which nothing is read before it is asked
 for: a message is read once its caller is known and has a place for it, and nobody but the handler
-holds it.
+holds it. It is asked for by the context's `read`: the iterator that handlers of streams get refers
+to itself and to the last message, which then lives on until a collection of cycles finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import grpc
 from google.protobuf.message import DecodeError, Message
 
 from servicekit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
@@ -102,6 +104,13 @@ def largest_request(table: RequestTable) -> int:
     return max(bounds.max_bytes for bounds in table.values())
 
 
+class Source(Protocol):
+    """A call whose messages are read one by one, such as gRPC's context."""
+
+    async def read(self) -> Any:
+        """Returns the next message's bytes, or grpc.aio.EOF."""
+
+
 class RequestReader:
     """Reads requests within their callers' shares. `max_bytes` is the largest message that gRPC
     lets arrive, whichever method it is for."""
@@ -115,32 +124,30 @@ class RequestReader:
         has none in time."""
         return await wait_for(self._places.request_bytes, self._max_bytes)
 
-    async def read(
-        self, requests: AsyncIterator[bytes], bounds: RequestBounds, place: Reservation
-    ) -> Any:
+    async def read(self, source: Source, bounds: RequestBounds, place: Reservation) -> Any:
         """Returns the only message of a call; `place` keeps what it takes. Raises as
         RequestBounds.parse, and DeadlineExceeded if it does not arrive in time."""
         try:
             async with asyncio.timeout(ARRIVAL_SECONDS):
-                raw = await anext(aiter(requests), None)
+                raw = await source.read()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request has not arrived within {ARRIVAL_SECONDS:g} seconds",
                 subject="request",
                 reason="REQUEST_TOO_SLOW",
             ) from None
-        if raw is None:
+        if raw is grpc.aio.EOF:
             raise InvalidArgument("the call has no request", subject="request")
         place.shrink(max(CALL_BYTES, len(raw)))
         return await self._parse(raw, bounds)
 
-    async def read_stream(
-        self, requests: AsyncIterator[bytes], bounds: RequestBounds
-    ) -> AsyncGenerator[Any]:
+    async def read_stream(self, source: Source, bounds: RequestBounds) -> AsyncGenerator[Any]:
         """Yields the messages of a stream, each read when it is asked for. Raises as
         RequestBounds.parse."""
-        async for raw in requests:
-            yield await self._parse(raw, bounds)
+        while (raw := await source.read()) is not grpc.aio.EOF:
+            parsing = self._parse(raw, bounds)
+            del raw
+            yield await parsing
 
     async def _parse(self, raw: bytes, bounds: RequestBounds) -> Any:
         bounds.check_size(raw)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
@@ -181,10 +182,10 @@ class Arriving:
         self.release = asyncio.Event()
         self._raw = raw
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def read(self) -> bytes:
         self.asked += 1
         await self.release.wait()
-        yield self._raw
+        return self._raw
 
 
 async def read(reader: RequestReader, requests: Any, bounds: RequestBounds) -> Any:
@@ -274,12 +275,12 @@ def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.Monkey
 
 
 def test_a_call_without_a_message_is_refused() -> None:
-    async def nothing() -> AsyncIterator[bytes]:
-        return
-        yield
+    class Ended:
+        async def read(self) -> Any:
+            return grpc.aio.EOF
 
     with pytest.raises(InvalidArgument, match="no request"):
-        asyncio.run(read(reader_of(call_places()), nothing(), STORE["GetAdapter"]))
+        asyncio.run(read(reader_of(call_places()), Ended(), STORE["GetAdapter"]))
 
 
 def test_what_may_be_much_is_parsed_off_the_event_loop() -> None:
