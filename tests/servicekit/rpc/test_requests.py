@@ -68,6 +68,12 @@ def test_only_layouts_may_be_large() -> None:
     assert set(sizes.values()) == {64 << 10}
 
 
+def test_only_generate_may_be_large() -> None:
+    sizes = {name: bounds.max_bytes for name, bounds in INFERENCE.items()}
+    assert sizes.pop("Generate") == 4 << 20 == largest_request(INFERENCE)
+    assert set(sizes.values()) == {64 << 10}
+
+
 def test_the_largest_layout_that_we_know_of_fits() -> None:
     """Kimi K2, with one target for each expert's matrix."""
     targets = [
