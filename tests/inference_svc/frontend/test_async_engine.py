@@ -261,6 +261,26 @@ def test_slow_reader_gets_one_delta_for_many_steps(engine, tokenizers) -> None:
     run(body)
 
 
+def test_a_request_ends_whose_reader_leaves_too_much(engine, tokenizers) -> None:
+    """The engine is told so while the reader does not read; what was kept is let go."""
+    tokenizer = tokenizers["chars"]
+    shares = Shares("unread_bytes", 2 * UNREAD_BYTES)
+
+    async def body() -> None:
+        async_engine = AsyncEngine(engine, tokenizer, shares)
+        async_engine.start()
+        request = make_request(tokenizer, "abc" * 10, ignore_eos=True, max_tokens=10**6)
+        async with aclosing(async_engine.generate(request, account="a")) as deltas:
+            await anext(deltas)
+            await until_async(lambda: bool(engine.cancelled))
+            with pytest.raises(ShareExceeded):
+                await anext(deltas)
+        assert shares.used == 0
+        assert await collect(async_engine, make_request(tokenizer, "abc"))
+
+    run(body)
+
+
 def test_engine_errors_reach_the_reader(engine, tokenizers) -> None:
     engine.errors[DIGEST] = AdapterUnavailable("not resident after 10 s", subject="adapter")
 
