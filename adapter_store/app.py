@@ -258,18 +258,13 @@ def _helpers(stack: AsyncExitStack) -> Executor:
     return helpers
 
 
-def _call_places(settings: StoreSettings) -> CallPlaces:
-    share = settings.share
-    return CallPlaces(
-        Shares("request_bytes", settings.request_memory, share, setting="request_memory"),
-        Shares("answer_bytes", settings.answer_memory, share, setting="answer_memory"),
-        share,
-        Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
-    )
+def _tenant_share(settings: StoreSettings) -> float:
+    """Without a policy all callers are one tenant."""
+    return 1.0 if settings.policy_file is None else settings.tenant_share
 
 
 def _places(stack: AsyncExitStack, settings: StoreSettings) -> Places:
-    share = settings.share
+    share = _tenant_share(settings)
     calls = FairExecutor(CALL_THREADS, "calls", share)
     stack.callback(calls.close)
     fetches = FairExecutor(settings.fetch_workers, "fetches", share)
@@ -406,6 +401,16 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             store.watch.close()
             await calls.drain(settings.grace_seconds)
             await server.close()
+
+
+def _call_places(settings: StoreSettings) -> CallPlaces:
+    share = _tenant_share(settings)
+    return CallPlaces(
+        Shares("request_bytes", settings.request_memory, share, setting="request_memory"),
+        Shares("answer_bytes", settings.answer_memory, share, setting="answer_memory"),
+        share,
+        Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
+    )
 
 
 @contextmanager

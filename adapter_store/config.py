@@ -242,8 +242,3 @@ class StoreSettings(ServiceSettings):
         if self.catalog_dsn is not None and not self.shared_s3:
             raise ValueError("--catalog-dsn needs --shared-s3: replicas share their sources")
         return self
-
-    @property
-    def share(self) -> float:
-        """One tenant's share of what is finite. Without a policy all callers are one tenant."""
-        return 1.0 if self.policy_file is None else self.tenant_share
