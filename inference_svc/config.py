@@ -169,8 +169,8 @@ class InferenceSettings(ServiceSettings):
 
     tenant_queue_share: Annotated[float, Field(gt=0, le=1), SCHEDULING] = 0.5
     """Largest share of --max-queue that the requests of one tenant may take, where --policy-file
-    tells tenants apart; and of --request-memory, of --answer-memory, of the HTTP connections and of
-    the threads that parse and tokenise, in each case of what other tenants leave."""
+    tells tenants apart; and of what other tenants leave of --request-memory, of --answer-memory, of
+    the HTTP connections and of the threads that parse and tokenise."""
 
     request_memory: Annotated[ByteSize, Field(ge=4 * MIB), SCHEDULING] = ByteSize(64 * MIB)
     """Highest sum of the bytes of requests that are received, parsed and tokenised at once; more
