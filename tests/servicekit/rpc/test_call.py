@@ -4,12 +4,15 @@ for a reader."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import ExitStack, aclosing
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
 from google.protobuf.wrappers_pb2 import BytesValue
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
@@ -166,6 +169,41 @@ def test_a_large_message_takes_more_while_it_is_sent() -> None:
 
     held = call_places(answer_bytes=16 * MIB, share=1.0)
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [60 << 10, MIB])
+def test_a_message_is_let_go_with_its_call(size: int) -> None:
+    """Whether it is accepted or too large; not once a collection of cycles finds it."""
+    kept: list[int] = []
+
+    async def get(request: Any, context: Any) -> bytes:
+        return b""
+
+    def call(address: str) -> None:
+        body = message(b"\x0a" + bytes(_VarintBytes(size)) + bytes(size))
+        with Connection(address) as connection:
+            connection.receive(1)
+            for _ in range(10):
+                stream = connection.call("/test.Service/Get")
+                connection.send(stream, body, end=True)
+                while stream not in connection.ended:
+                    connection.receive(1)
+
+    async def main() -> None:
+        handlers = {"Get": grpc.unary_unary_rpc_method_handler(get)}
+        async with serving(RULES, call_places(), handlers) as address:
+            await asyncio.to_thread(call, address)  # what is kept for ever is kept now
+            gc.disable()
+            tracemalloc.start()
+            try:
+                await asyncio.to_thread(call, address)
+                kept.append(tracemalloc.get_traced_memory()[0])
+            finally:
+                tracemalloc.stop()
+                gc.enable()
+
+    asyncio.run(main())
+    assert kept[0] < 10 * size / 2
 
 
 def test_only_so_many_calls_of_an_account_run(monkeypatch: pytest.MonkeyPatch) -> None:
