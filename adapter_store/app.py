@@ -58,7 +58,12 @@ from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.staging import FetchLimits
 from adapter_store.sources.transfer import FetchRunner
-from adapter_store.store_status import catalog_samples, volume_samples, work_samples
+from adapter_store.store_status import (
+    catalog_samples,
+    place_samples,
+    volume_samples,
+    work_samples,
+)
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
     add_AdapterStoreServiceServicer_to_server,
@@ -68,6 +73,7 @@ from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import FailedPrecondition
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor
+from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.server import (
     Reload,
     RpcServer,
@@ -377,14 +383,16 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         store = await stack.enter_async_context(open_store(settings))
         # Not before: another store that runs on this folder keeps its own.
         withdraw_ready(settings.ready_file)
-        metrics_address = stack.enter_context(_serving_metrics(store, settings))
+        places = _call_places(settings)
+        stack.callback(places.close)
+        metrics_address = stack.enter_context(_serving_metrics(store, settings, places))
         errors = RecentErrors()
 
         def note_end(end: CallEnd) -> None:
             store.metrics.count_call(end.method, end.code, end.reason, end.seconds)
             errors.add(end)
 
-        calls = CallInterceptor(CALL_RULES, note_end, tracing)
+        calls = CallInterceptor(CALL_RULES, places, note_end, tracing)
         authenticator = Authenticator[Action](store.policies)
         tokens = TokenInterceptor(authenticator, CALL_RULES.domain, audit.refuse)
         server = RpcServer(
@@ -393,9 +401,7 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
         )
         debug = DebugInfo(settings, store.service, store.metrics, errors)
         servicer = AdapterStoreServicer(
-            *(store.service, authenticator, audit),
-            Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
-            debug,
+            *(store.service, authenticator, audit, places.parsers, debug)
         )
         await server.start(partial(add_AdapterStoreServiceServicer_to_server, servicer))
         server.set_serving(True)
@@ -409,22 +415,34 @@ async def running_store(settings: StoreSettings) -> AsyncIterator[RunningStore]:
             await server.close()
 
 
+def _call_places(settings: StoreSettings) -> CallPlaces:
+    share = _tenant_share(settings)
+    return CallPlaces(
+        Shares("request_bytes", settings.request_memory, share, setting="request_memory"),
+        Shares("answer_bytes", settings.answer_memory, share, setting="answer_memory"),
+        share,
+        Pace(settings.min_transfer_rate, settings.pull_stall_seconds),
+    )
+
+
 @contextmanager
-def _serving_metrics(store: Store, settings: StoreSettings) -> Iterator[str]:
+def _serving_metrics(store: Store, settings: StoreSettings, places: CallPlaces) -> Iterator[str]:
     address = settings.metrics_listen
     host, port = split_address(address)
     store.metrics.describe_store(version("loadout"), str(COMPILER_REVISION))
     store.metrics.expect_calls(_SERVICE.methods_by_name)
     registry = store.metrics.registry
-    registry.collect_samples(lambda: _read_samples(store.service, settings.data_dir))
+    registry.collect_samples(lambda: _read_samples(store.service, settings.data_dir, places))
     with closing(MetricsServer(registry, host, port)) as server:
         yield with_port(address, server.port)
 
 
-def _read_samples(service: StoreService, data_dir: Path) -> list[Sample]:
+def _read_samples(service: StoreService, data_dir: Path, places: CallPlaces) -> list[Sample]:
     """Returns the samples, without the catalog's while its database does not answer: metrics must
     outlast an outage that they show."""
     found = [*work_samples(service.read_work()), *volume_samples(data_dir)]
+    for place in places.shares:
+        found += place_samples(place.use())
     with suppress(CatalogUnavailable):
         found += catalog_samples(service.read_catalog())
     return found

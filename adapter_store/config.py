@@ -28,7 +28,7 @@ _BUCKET = re.compile(
     rf"([a-z0-9][a-z0-9.-]{{1,61}}[a-z0-9](?:/[^/@]+)*)/?(@{_ENDPOINT.pattern}/?)?"
 )
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 STORAGE = Group("Storage")
 SOURCES = Group("Sources")
@@ -113,10 +113,20 @@ class StoreSettings(ServiceSettings):
     reader in a process with limits, and stored as safetensors."""
 
     tenant_share: Annotated[float, Field(gt=0, le=1), SHARES] = 0.5
-    """How much of each place that is finite (uploads, staged bytes, fetch workers, call threads,
-    watches, memory of pulls) one tenant may hold, of what others leave. A token for several tenants
-    counts as a tenant of its own. Without --policy-file all callers are one, which may hold
-    everything."""
+    """How much of each place that is finite (memory of requests, answers and pulls, uploads, staged
+    bytes, fetch workers, call threads, watches) one tenant may hold, of what others leave. A token
+    for several tenants counts as a tenant of its own. Without --policy-file all callers are one,
+    which may hold everything."""
+
+    request_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(128 * MIB)
+    """Highest sum of the bytes of requests that are received or processed at once, each at least
+    16KiB; more wait, and are refused with RESOURCE_EXHAUSTED after 10 seconds. At least 8MiB, the
+    largest request."""
+
+    answer_memory: Annotated[ByteSize, Field(ge=8 * MIB), SHARES] = ByteSize(256 * MIB)
+    """Highest sum of the bytes of answers that are made or that nobody has read yet: 6.3MiB for a
+    page, 1.5MiB for a pull besides its image, 128KiB for a record. More wait as requests do. At
+    least 8MiB."""
 
     max_uploads: Annotated[int, Field(ge=1), SHARES] = 64
     """Number of uploads at once."""
@@ -149,7 +159,7 @@ class StoreSettings(ServiceSettings):
     """Number of images compiled at once. Pulls take precedence over compiling ahead."""
 
     pull_stall_seconds: Annotated[PositiveSeconds, IMAGES] = 30.0
-    """Time after which a pull ends whose reader takes no bytes."""
+    """Time after which a pull, or another stream, ends whose reader takes no bytes."""
 
     layout_ttl_seconds: Annotated[Seconds, IMAGES] = 604800.0
     """Time that a model layout stays in use after a server last registered it or pulled for it.

@@ -13,7 +13,6 @@ ResourceExhausted
  └─ LimitExceeded        a size or count limit of this store
      └─ Overloaded       this store's memory is in use; trying again later may succeed
 DeadlineExceeded
- ├─ PullStalled          a reader that took too little for too long
  └─ UploadStalled        a writer that sent too little for too long
 Unavailable
  ├─ SourceUnavailable    the source did not answer
@@ -67,10 +66,6 @@ def disk_full() -> LimitExceeded:
 
 class Overloaded(LimitExceeded):
     reason = "OVERLOADED"
-
-
-class PullStalled(DeadlineExceeded):
-    reason = "PULL_STALLED"
 
 
 class UploadStalled(DeadlineExceeded):

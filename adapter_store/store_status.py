@@ -70,7 +70,7 @@ def work_samples(work: Work) -> list[Sample]:
     if work.shared is not None:
         found += _lookups("shared", work.shared)
     for use in work.places:
-        found += _place(use)
+        found += place_samples(use)
     return found
 
 
@@ -83,7 +83,8 @@ def volume_samples(folder: Path) -> list[Sample]:
     return [Sample("volume_free_bytes", usage.free), Sample("volume_capacity_bytes", usage.total)]
 
 
-def _place(use: PlaceUse) -> list[Sample]:
+def place_samples(use: PlaceUse) -> list[Sample]:
+    """Returns how full a place is as metrics."""
     return [
         Sample("place_used", use.used, (use.name,)),
         Sample("place_capacity", use.capacity, (use.name,)),

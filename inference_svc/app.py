@@ -55,6 +55,7 @@ from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator
 from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.rpc.interceptor import CallInterceptor, TokenInterceptor, code_name
+from servicekit.rpc.places import CallPlaces
 from servicekit.rpc.server import (
     Reload,
     RpcServer,
@@ -234,7 +235,13 @@ class InferenceServer:
         )
         self._errors = RecentErrors()
         rules = call_rules(self._load, config.max_model_len)
-        self._calls = CallInterceptor(rules, self._note_end, self._tracing)
+        share = config.tenant_share
+        self._places = CallPlaces(
+            Shares("request_bytes", config.request_memory, share, setting="--request-memory"),
+            Shares("answer_bytes", config.answer_memory, share, setting="--answer-memory"),
+            share,
+        )
+        self._calls = CallInterceptor(rules, self._places, self._note_end, self._tracing)
         tokens = TokenInterceptor(self._authenticator, rules.domain, self._audit.refuse)
         self._grpc = RpcServer(
             *(SERVICE, config.listen, certificates, (self._calls, tokens), rules.requests),
@@ -261,15 +268,15 @@ class InferenceServer:
         catalog = None if self._store is None else self._store.catalog
         servable = Servable(config.base_model_names, config.max_lora_rank)
         directory = Directory(catalog, servable, config.name_ttl_seconds)
-        self._async_engine = AsyncEngine(engine, text)
+        self._async_engine = AsyncEngine(engine, text, self._places.answer_bytes)
         if self._tracing is not None:
             self._async_engine.on_spans = self._tracing.record_all
         directory.on_repointed = self._repointed
         directory.on_lookup = self._metrics.resolve_times.observe
         self._async_engine.start()
-        share = config.tenant_share
-        self._prompts = PromptEncoder(text, facts.max_model_len, facts.vocab_size, share)
-        reading = Shares("request_bytes", config.request_memory, share, setting="--request-memory")
+        self._prompts = PromptEncoder(
+            text, facts.max_model_len, facts.vocab_size, config.tenant_share
+        )
         if self._store is not None:
             self._store.start(directory, engine.layout, self._accept_layout)
         service = Service(
@@ -278,7 +285,7 @@ class InferenceServer:
             directory,
             catalog,
             self._prompts,
-            reading,
+            self._places.request_bytes,
             RequestLog(self._metrics, code_name, log_prompts=config.log_prompts),
             self._authenticator,
             self._audit,
@@ -337,6 +344,7 @@ class InferenceServer:
             await asyncio.to_thread(self._engine.stop, self._engine_seconds())
         if self._prompts is not None:
             self._prompts.close()
+        self._places.close()
         await asyncio.to_thread(self._metrics_server.close)
         self._audit.close()
         if self._tracing is not None:
@@ -379,8 +387,7 @@ class InferenceServer:
     async def _start_http(self, server: HttpServer, service: Service, text: TextModel) -> None:
         from inference_svc.api.http.app import make_app
 
-        memory, share = self._config.answer_memory, self._config.tenant_share
-        answers = Shares("answer_bytes", memory, share, setting="--answer-memory")
+        answers = self._places.answer_bytes
         app = make_app(
             *(service, text, self._metrics, self._note_http_end, self._load, answers),
             is_serving=lambda: self._is_serving,

@@ -16,6 +16,7 @@ ServiceError
  │   ├─ QuotaExceeded    a limit of the tenant; `subject` names the quota
  │   └─ ShareExceeded    a tenant's share of something finite; `subject` names it
  ├─ DeadlineExceeded     what the call waited for did not come in time
+ │   └─ ReaderStalled    a reader that took too little for too long
  ├─ Unavailable          something that the service needs does not answer
  │   └─ Draining         the service is shutting down: try another replica, or later
  ├─ DataLoss             stored or received bytes fail their hash
@@ -122,6 +123,10 @@ class ShareExceeded(ResourceExhausted):
 
 class DeadlineExceeded(ServiceError):
     reason = "DEADLINE_EXCEEDED"
+
+
+class ReaderStalled(DeadlineExceeded):
+    reason = "READER_STALLED"
 
 
 class Unavailable(ServiceError):

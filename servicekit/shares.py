@@ -62,6 +62,10 @@ class Reservation:
         what is held stays."""
         self._shares._grow(self, amount)
 
+    def shrink(self, amount: int) -> None:
+        """Gives back all but this much; nothing if it is less already."""
+        self._shares._shrink(self, amount)
+
     def release(self) -> None:
         """Gives back everything. Idempotent."""
         self._shares._release(self)
@@ -185,7 +189,11 @@ class Shares:
         return True
 
     async def wait(self, account: str, amount: int, timeout_s: float) -> Reservation:
-        """Returns the units once they are there. Raises ShareExceeded if they are not in time."""
+        """Returns the units once they are there, maybe at once. Raises ShareExceeded if they are
+        not in time, or too many of the account wait already."""
+        with self._lock:
+            if account not in self._waiting and self._fits(account, amount):
+                return self._take(account, amount)
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Reservation] = loop.create_future()
 
@@ -286,6 +294,15 @@ class Shares:
                 raise self._exceeded(reservation.account, amount, grown=reservation.amount)
             self._add(reservation.account, amount)
             reservation.amount += amount
+
+    def _shrink(self, reservation: Reservation, amount: int) -> None:
+        with self._lock:
+            surplus = max(0, reservation.amount - amount)
+            if surplus:
+                self._add(reservation.account, -surplus)
+                reservation.amount -= surplus
+        if surplus:
+            self._grant()
 
     def _release(self, reservation: Reservation) -> None:
         with self._lock:

@@ -327,7 +327,6 @@ def test_packages_map_their_modules(package: str) -> None:
 
 
 SMALL_ON_PURPOSE = {
-    "adapter_store.api.bounds": "a table, which is to be found",
     "adapter_store.catalog.layout_usage": "has a thread of its own; its neighbours are queries",
     "adapter_store.registration.rate_limit": "one algorithm, with tests of its own",
     "adapter_store.replication.pin_refresh": "reacts to changes that other replicas make",

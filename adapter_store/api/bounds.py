@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from adapter_store.catalog.catalog import PAGE_BYTES
 from adapter_store.catalog.filters import MAX_FILTER_CHARS, MAX_LABELS
 from adapter_store.images.layout import MAX_ALIASES, MAX_TARGETS
+from adapter_store.images.pull import CHUNK_BYTES
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
@@ -16,25 +18,42 @@ MAX_TENANTS = 1024
 MAX_TOKEN_CHARS = 8192
 """Of a page token, which repeats the filter."""
 MAX_IMAGE_FORMATS = 64
+DEBUG_BYTES = 2 << 20
+"""The largest part of a debug bundle has a thousand rows."""
+RECORD_BYTES = 128 << 10
+"""What an answer of one record takes, sent and copied."""
+PAGE_ANSWER_BYTES = 2 * (PAGE_BYTES + RECORD_BYTES)
+PULL_ANSWER_BYTES = 3 * CHUNK_BYTES
+"""A chunk of at most half more than CHUNK_BYTES, and gRPC's copy."""
 
 REQUESTS: RequestTable = {
-    "RegisterAdapter": RequestBounds(pb.RegisterAdapterRequest, max_items={"labels": MAX_LABELS}),
-    "UploadAdapter": RequestBounds(
-        pb.UploadAdapterRequest, MAX_CHUNK_BYTES, max_items={"meta.labels": MAX_LABELS}
+    "RegisterAdapter": RequestBounds(
+        pb.RegisterAdapterRequest, max_items={"labels": MAX_LABELS}, answer_bytes=RECORD_BYTES
     ),
-    "GetAdapter": RequestBounds(pb.GetAdapterRequest, max_items={"tenants": MAX_TENANTS}),
+    "UploadAdapter": RequestBounds(
+        pb.UploadAdapterRequest,
+        MAX_CHUNK_BYTES,
+        max_items={"meta.labels": MAX_LABELS},
+        answer_bytes=RECORD_BYTES,
+    ),
+    "GetAdapter": RequestBounds(
+        pb.GetAdapterRequest, max_items={"tenants": MAX_TENANTS}, answer_bytes=RECORD_BYTES
+    ),
     "ListAdapters": RequestBounds(
         pb.ListAdaptersRequest,
         max_items={"tenants": MAX_TENANTS},
         max_chars={"filter": MAX_FILTER_CHARS, "page_token": MAX_TOKEN_CHARS},
+        answer_bytes=PAGE_ANSWER_BYTES,
     ),
     "DeleteAdapter": RequestBounds(pb.DeleteAdapterRequest),
     "ListVersions": RequestBounds(
-        pb.ListVersionsRequest, max_chars={"page_token": MAX_TOKEN_CHARS}
+        pb.ListVersionsRequest,
+        max_chars={"page_token": MAX_TOKEN_CHARS},
+        answer_bytes=PAGE_ANSWER_BYTES,
     ),
-    "RollbackAdapter": RequestBounds(pb.RollbackAdapterRequest),
-    "PinAdapter": RequestBounds(pb.PinAdapterRequest),
-    "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest),
+    "RollbackAdapter": RequestBounds(pb.RollbackAdapterRequest, answer_bytes=RECORD_BYTES),
+    "PinAdapter": RequestBounds(pb.PinAdapterRequest, answer_bytes=RECORD_BYTES),
+    "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest, answer_bytes=RECORD_BYTES),
     "RegisterLayout": RequestBounds(
         pb.RegisterLayoutRequest,
         MAX_LAYOUT_BYTES,
@@ -43,10 +62,10 @@ REQUESTS: RequestTable = {
             "layout.aliases": MAX_ALIASES,
             "layout.image_formats": MAX_IMAGE_FORMATS,
         },
-        max_running=1,  # a large one takes a second of a processor
+        max_running=2,  # a large one takes a second of a processor, and 50 MB
     ),
-    "PullAdapter": RequestBounds(pb.PullAdapterRequest),
+    "PullAdapter": RequestBounds(pb.PullAdapterRequest, answer_bytes=PULL_ANSWER_BYTES),
     "WatchAdapters": RequestBounds(pb.WatchAdaptersRequest),
     "GetStoreStatus": RequestBounds(pb.GetStoreStatusRequest),
-    "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest),
+    "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest, answer_bytes=DEBUG_BYTES),
 }

@@ -8,23 +8,22 @@ from contextlib import aclosing, contextmanager
 from importlib.metadata import version
 from typing import TypeAlias
 
-import grpc
-
 from adapter_store.api import convert
 from adapter_store.api.bounds import REQUESTS
 from adapter_store.core import Action, AdapterRecord, Principal, StoreAuditEntry
 from adapter_store.debug import DebugInfo
-from adapter_store.errors import PullStalled, RevisionTooOld
+from adapter_store.errors import RevisionTooOld
 from adapter_store.service import Change, StoreService
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
 from servicekit.rpc import call_context
+from servicekit.rpc.call import Call
 from servicekit.rpc.interceptor import CallRules
-from servicekit.shares import MinimumRate, Pace
+from servicekit.shares import FairExecutor
 
-Context: TypeAlias = grpc.aio.ServicerContext
+Context: TypeAlias = Call
 
 AUDITED = frozenset(
     {
@@ -43,7 +42,6 @@ CALL_RULES = CallRules(
     domain="adapter_store.loadout",
     requests=REQUESTS,
     polled=frozenset({"GetAdapter", "ListAdapters", "ListVersions", "GetStoreStatus"}),
-    serialized=frozenset({"PullAdapter"}),
     long_lived=frozenset({"WatchAdapters"}),
     facts=("tenant", "adapter", "digest"),
     traced_facts=("request_id", "tenant", "adapter", "digest", "layout_id"),
@@ -51,21 +49,21 @@ CALL_RULES = CallRules(
 
 
 class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
-    """The RPCs. A pull's reader may not be slower than `pull_pace`."""
+    """The RPCs. Layouts, which may be large, are converted by one of the `parsers`."""
 
     def __init__(
         self,
         service: StoreService,
         authenticator: Authenticator[Action],
         audit: Audit[StoreAuditEntry],
-        pull_pace: Pace,
+        parsers: FairExecutor,
         debug: DebugInfo,
     ) -> None:
         self._service = service
         self._debug = debug
         self._authenticator = authenticator
         self._audit = audit
-        self._pull_pace = pull_pace
+        self._parsers = parsers
 
     async def RegisterAdapter(  # noqa: N802
         self, request: pb.RegisterAdapterRequest, context: Context
@@ -183,7 +181,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             entry,
         ):
             # A large layout has a hundred thousand targets: off the event loop.
-            layout = await asyncio.to_thread(convert.from_layout, request.layout)
+            converting = self._parsers.submit(caller.account, convert.from_layout, request.layout)
+            layout = await asyncio.wrap_future(converting)
             entry.digest, image_format = await self._service.register_layout(
                 layout, list(request.layout.image_formats), caller
             )
@@ -192,27 +191,13 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
     async def PullAdapter(  # noqa: N802
         self, request: pb.PullAdapterRequest, context: Context
     ) -> None:
-        """Writes its responses itself, serialized, so that it can drop a reader that stalls."""
         caller = self._authorize(context, Action.PULL)
         call_context.note(digest=request.digest, layout_id=request.layout_id)
         key = convert.from_pull(request)
         pull = self._service.pull(caller, key, request.offset, request.image_id)
-        rate = MinimumRate(self._pull_pace)
         async with aclosing(pull) as messages:
             async for message in messages:
-                response = convert.to_pull_response(message)
-                try:
-                    async with asyncio.timeout(rate.remaining_s):
-                        with rate.waiting():
-                            await context.write(response)
-                except TimeoutError:
-                    raise PullStalled(
-                        f"the reader has taken nothing for {self._pull_pace.stall_seconds:g} "
-                        f"seconds, or less than {self._pull_pace.bytes_per_second} bytes per "
-                        "second for too long (pull_stall_seconds, min_transfer_rate)",
-                        subject=key.digest,
-                    ) from None
-                rate.received(len(response))
+                await context.write(convert.to_pull_response(message))
 
     async def WatchAdapters(  # noqa: N802
         self, request: pb.WatchAdaptersRequest, context: Context

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from adapter_store.core import ImageKey, ImagePart, Segment, Tenants
-from adapter_store.errors import PullStalled
 from adapter_store.images.cache import ImageCache
 from adapter_store.images.partial_image import PartialImage
 from adapter_store.images.plan import ImagePlan
 from adapter_store.metrics.metrics import Metrics
-from servicekit.errors import InvalidArgument, ServiceError, ShareExceeded
+from servicekit.errors import InvalidArgument, ReaderStalled, ServiceError, ShareExceeded
 from servicekit.shares import MinimumRate, Pace, Reservation, Shares
 from servicekit.telemetry.spans import Phases
 
@@ -135,7 +134,7 @@ class Pulls:
 
         Raises as ImageCache.hold and PartialImage.wait_part, InvalidArgument for an offset beyond
         the image, ShareExceeded if the account's pulls keep its share of the memory, and
-        PullStalled if an image larger than that is read too slowly.
+        ReaderStalled if an image larger than that is read too slowly.
         """
         start_s = time.monotonic()
         active = ActivePull(*key, start_s)
@@ -259,7 +258,7 @@ def part_messages(
 def _paced(
     messages: Iterator[ImageChunk | LayerEnd], rate: MinimumRate | None
 ) -> Iterator[ImageChunk | LayerEnd]:
-    """Yields the messages. Raises PullStalled if their reader is slower than the rate."""
+    """Yields the messages. Raises ReaderStalled if their reader is slower than the rate."""
     for message in messages:
         if rate is None:
             yield message
@@ -268,7 +267,7 @@ def _paced(
             yield message
         rate.received(len(message.data) if isinstance(message, ImageChunk) else 0)
         if rate.is_too_slow:
-            raise PullStalled(
+            raise ReaderStalled(
                 "the image is larger than this tenant's share of the memory (memory_bytes, "
                 f"tenant_share): it has to be read within {LARGE_PULL_SECONDS:g} seconds",
                 subject="memory_bytes",

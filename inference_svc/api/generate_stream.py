@@ -93,7 +93,8 @@ class GenerateStream:
                 )
             if trace is not None:
                 request = replace(request, trace=trace.span.context)
-            async with aclosing(self.engine.generate(request, request.tenant, trace)) as deltas:
+            running = self.engine.generate(request, request.tenant, self.principal.account, trace)
+            async with aclosing(running) as deltas:
                 async for delta in deltas:
                     record.add(delta)
                     yield index, delta

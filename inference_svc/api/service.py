@@ -23,7 +23,7 @@ from inference_svc.store.types import AdapterPage, Registry, Source
 from inference_svc.text.prompt import PromptEncoder
 from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
-from servicekit.errors import InvalidArgument, ServiceError, ShareExceeded
+from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import parse_ref
 from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
@@ -67,8 +67,8 @@ class IncomingCall(Protocol):
     @property
     def adapter(self) -> str: ...
     def accept(self, caller: Principal) -> int:
-        """Returns how many bytes the call has at most, once its caller is authorised. Raises
-        InvalidArgument, ShareExceeded, and errors of its transport."""
+        """Returns how many bytes are to be held for the call, once its caller is authorised; 0 if
+        its transport does. Raises InvalidArgument, ShareExceeded, and errors of its transport."""
         ...
 
     async def read(self, parsers: Executor) -> GenerateCall:
@@ -193,10 +193,7 @@ class Service:
         if num_bytes == 0:
             yield
             return
-        try:
-            place = self._reading.reserve(caller.account, num_bytes)
-        except ShareExceeded:
-            place = await self._reading.wait(caller.account, num_bytes, PLACE_SECONDS)
+        place = await self._reading.wait(caller.account, num_bytes, PLACE_SECONDS)
         with place:
             yield
 

@@ -31,10 +31,11 @@ from inference_svc.engine.messages import (
 )
 from inference_svc.engine.status_types import EngineDetails, EngineStatus, ResidentAdapter
 from inference_svc.errors import DuplicateRequest, EngineFailed
-from inference_svc.frontend.output_stream import Delta, Generation
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
 from inference_svc.host.memory import resident_bytes
 from inference_svc.text.detokenizer import Decoder
 from servicekit.errors import Draining, ServiceError
+from servicekit.shares import Shares
 from servicekit.telemetry import spans
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,13 @@ class RequestObserver(Protocol):
 
 class AsyncEngine:
     """`failed` is set when the engine has died: nothing works then. `on_spans` is called with the
-    spans that the engine has recorded."""
+    spans that the engine has recorded. `unread_bytes` bounds what accounts do not read."""
 
-    def __init__(self, engine: EngineHandle, decoder: Decoder) -> None:
+    def __init__(self, engine: EngineHandle, decoder: Decoder, unread_bytes: Shares) -> None:
         self.failed = asyncio.Event()
         self._engine = engine
         self._decoder = decoder
+        self._unread_bytes = unread_bytes
         self._loop = asyncio.get_running_loop()
         self._generations: dict[str, Generation] = {}
         self._observers: dict[str, RequestObserver] = {}
@@ -93,21 +95,27 @@ class AsyncEngine:
         return len(self._running_ids)
 
     async def generate(
-        self, request: Request, tenant: str = "", observer: RequestObserver | None = None
+        self,
+        request: Request,
+        tenant: str = "",
+        account: str = "",
+        observer: RequestObserver | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the request's deltas; the last one has a finish reason. Ids are unique within a
         tenant: no tenant can find out another's.
 
         A slow reader gets several steps in one delta. A reader that stops early must close the
         iterator (`contextlib.aclosing`): that cancels the request. Raises DuplicateRequest,
-        Draining, EngineFailed, and the engine's errors.
+        Draining, EngineFailed, the engine's errors, and ShareExceeded if the account has not read
+        too much.
         """
         own_id = tenant, request.request_id
         self._admit(own_id)
+        place = self._unread_bytes.reserve(account, UNREAD_BYTES)
         # An id of our own: the caller's is free again as soon as it has left, while the engine may
         # still have outputs for it.
         engine_id = f"{request.request_id}#{next(self._numbers)}"
-        generation = Generation(request, self._decoder)
+        generation = Generation(request, self._decoder, place)
         self._generations[engine_id] = generation
         self._running_ids.add(own_id)
         self._idle.clear()
@@ -122,6 +130,7 @@ class AsyncEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
+            place.release()
             self._running_ids.discard(own_id)
             if not self._running_ids:
                 self._idle.set()

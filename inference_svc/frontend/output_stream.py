@@ -9,6 +9,13 @@ from inference_svc.core import FinishReason, Request, TokenLogprobs
 from inference_svc.engine.messages import Output, Timings, Usage
 from inference_svc.text.detokenizer import Decoder, Detokenizer
 from inference_svc.text.stop import StopMatcher
+from servicekit.errors import ShareExceeded
+from servicekit.shares import Reservation
+
+UNREAD_BYTES = 16 << 10
+"""What an answer takes at least of its account's share, and by which it grows."""
+TOKEN_BYTES, LOGPROB_BYTES = 64, 128
+"""About what one takes in memory, as objects."""
 
 
 @dataclass(slots=True)
@@ -24,13 +31,17 @@ class Delta:
 
 
 class Generation:
-    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta.
+    """Detokenises, ends at stop strings, and keeps what has not been read yet as one delta. That
+    and the delta before, which is being sent, take what they need of `place`: if there is no more
+    of it, the request ends with ShareExceeded.
 
     A stop string ends the request here, but the last delta waits for the engine's usage and
     timings, which follow the Cancel within a step.
     """
 
-    def __init__(self, request: Request, decoder: Decoder) -> None:
+    def __init__(self, request: Request, decoder: Decoder, place: Reservation) -> None:
+        self._place = place
+        self._unread_bytes = self._sending_bytes = 0
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = Detokenizer(decoder)
         self._stop = StopMatcher(request.sampling.stop)
@@ -47,16 +58,25 @@ class Generation:
         if self._error is not None:
             raise self._error
         delta, self._delta = self._delta, Delta()
+        self._sending_bytes, self._unread_bytes = self._unread_bytes, 0
+        self._place.shrink(max(UNREAD_BYTES, self._sending_bytes))
         return delta
 
     def push(self, output: Output) -> bool:
-        """Adds an output; returns True when a stop string is complete, so that the request is to be
-        cancelled."""
+        """Adds an output; returns True when a stop string is complete, or nothing more can be kept,
+        so that the request is to be cancelled."""
+        if self._error is not None:
+            return False
         if output.error is not None:
             self.fail(output.error)
             return False
         was_stopped = self._stopped
         if output.token_ids and not was_stopped:
+            try:
+                self._count(output)
+            except ShareExceeded as error:
+                self.fail(error)
+                return True
             self._add_tokens(output)
             self._has_delta.set()
         if output.finish_reason is not None:
@@ -67,7 +87,18 @@ class Generation:
     def fail(self, error: Exception) -> None:
         """Ends the request: the next read raises."""
         self._error = error
+        self._delta = Delta()
         self._has_delta.set()
+
+    def _count(self, output: Output) -> None:
+        """Takes the memory of an output. Raises ShareExceeded."""
+        self._unread_bytes += TOKEN_BYTES * len(output.token_ids)
+        if output.logprobs:
+            num_logprobs = sum(1 + len(each.top) for each in output.logprobs)
+            self._unread_bytes += LOGPROB_BYTES * num_logprobs
+        missing = self._unread_bytes + self._sending_bytes - self._place.amount
+        if missing > 0:
+            self._place.grow(max(missing, UNREAD_BYTES))
 
     def _add_tokens(self, output: Output) -> None:
         """Adds tokens, up to the one that completes a stop string."""

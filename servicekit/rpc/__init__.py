@@ -3,6 +3,8 @@
 server        a gRPC server: rotating TLS, health, reflection, ready file, reload on SIGHUP
 health        health checks, bounded for callers without a token
 interceptor   answers, counts, logs and traces each call; refuses callers without a token; drains
+places        what calls share: memory, the thread that parses, how many of a method run
+call          a call in progress: what it holds of its account's share; writes its answers
 requests      bounds of request messages, and how they are read
 wire          counts the entries of a message that is not parsed yet
 call_context  what is known of the call in progress, for its log line and its span

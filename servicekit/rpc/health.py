@@ -14,7 +14,7 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 if TYPE_CHECKING:
-    from servicekit.rpc.interceptor import Trailers
+    from servicekit.rpc.call import Trailers
 
 MAX_ARRIVING = 1
 """Requests that are read at once: each may be as large as the server's largest message. One that is
@@ -31,7 +31,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 class Health:
     """The health service of a server whose services are all in one state.
 
-    Check always answers: while too many requests are arriving, for the server as a whole, without
+    Both always answer: while too many requests are arriving, for the server as a whole, without
     reading which service is asked for. Watch refuses with RESOURCE_EXHAUSTED what is too much for
     the server or for its peer's address. `trailers` are sent with the answers of Check.
     """
@@ -79,10 +79,8 @@ class Health:
 
     async def _check(self, requests: AsyncIterator[bytes], context: Context) -> HealthCheckResponse:
         context.set_trailing_metadata(self._trailers())
-        if not self._arriving.locked():
-            service = await self._read(requests, context)
-            if service not in self._services:
-                await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        if await self._read(context) not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return HealthCheckResponse(status=self._status)
 
     async def _watch(
@@ -96,7 +94,7 @@ class Health:
                 f"too many watches: at most {MAX_WATCHES}, {MAX_WATCHES_OF_PEER} of one address",
             )
         with self._counted(peer):
-            is_known = await self._read(requests, context) in self._services
+            is_known = await self._read(context) in self._services
             last: Status | None = None
             while True:
                 changed = self._changed
@@ -115,13 +113,18 @@ class Health:
             self._watches[peer] -= 1
             self._watches += Counter()  # forgets addresses that have none
 
-    async def _read(self, requests: AsyncIterator[bytes], context: Context) -> str:
-        """Returns the service that is asked for. Ends the call if there is no such message."""
+    async def _read(self, context: Context) -> str:
+        """Returns the service that is asked for, "" unread while too many requests are arriving.
+        Ends the call if there is no such message."""
+        if self._arriving.locked():
+            return ""
         try:
             async with asyncio.timeout(ARRIVAL_SECONDS), self._arriving:
-                raw = await anext(aiter(requests), b"")
+                raw = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request has not arrived")
+        if raw is grpc.aio.EOF:
+            raw = b""
         if len(raw) > MAX_REQUEST_BYTES:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the request is too large")
         try:

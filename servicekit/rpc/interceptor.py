@@ -8,24 +8,21 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from google.rpc import status_pb2
-from grpc_status import rpc_status
+from grpc_reflection.v1alpha import reflection_pb2
 
 from servicekit.auth.authenticator import Authenticator
 from servicekit.errors import Draining, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
-from servicekit.rpc.requests import (
-    CALLER,
-    RequestBounds,
-    RequestReader,
-    RequestTable,
-)
+from servicekit.rpc.call import Call, Serialize, Trailers, abort
+from servicekit.rpc.places import CALLER, CallPlaces, wait_for
+from servicekit.rpc.requests import RequestBounds, RequestReader, RequestTable, largest_request
 from servicekit.rpc.status import code_for, service_error, to_status
 from servicekit.telemetry.recent_errors import CallEnd
 from servicekit.telemetry.spans import OpenSpan
@@ -37,12 +34,11 @@ REQUEST_ID_KEY = "x-request-id"
 """Metadata by which a caller may name its call, for the log."""
 GRPC_PREFIX = "/grpc."
 HEALTH_PREFIX = "/grpc.health."
+REFLECTION = RequestBounds(reflection_pb2.ServerReflectionRequest, max_running=16)
 QUIET_SECONDS = 0.5  # a caller whose call just ended may be sending the next
 QUIET_LIMIT_SECONDS = 2.0  # some try again for ever
-ABORT_SECONDS = 5.0
 GONE_TEXT = "the caller has gone"
 
-Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
 Handler: TypeAlias = Callable[[Any, Any], Any]
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
@@ -61,7 +57,7 @@ class CallRules:
     their calls themselves. Each log line has the `facts`, "" until they are known; spans have
     `traced_facts`. Messages about `private` subjects are not written down. A service that does not
     `refuse_when_draining` does so itself. `trailers` are sent with every answer, given its error.
-    Handlers of `serialized` methods may write bytes, of messages that they have serialized.
+    Handlers may write bytes, of messages that they have serialized.
     """
 
     domain: str
@@ -72,18 +68,19 @@ class CallRules:
     facts: tuple[str, ...] = ()
     traced_facts: tuple[str, ...] = ()
     private: frozenset[str] = frozenset()
-    serialized: frozenset[str] = frozenset()
     refuse_when_draining: bool = True
     trailers: Callable[[Exception | None], Trailers] = _no_trailers
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A method as it is served. `takes_stream`: its handler takes a stream of messages."""
+    """A method as it is served. `serialize` None: its answers are bytes. `takes_stream`: its
+    handler takes a stream of messages."""
 
     path: str
     behaviour: Handler
     bounds: RequestBounds
+    serialize: Serialize | None
     takes_stream: bool
 
 
@@ -98,13 +95,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         rules: CallRules,
+        places: CallPlaces,
         on_end: Callable[[CallEnd], None],
         tracing: Tracing | None = None,
     ) -> None:
         self._rules = rules
+        self._places = places
         self._on_end = on_end
         self._tracing = tracing
-        self._requests = RequestReader()
+        self._requests = RequestReader(places, largest_request(rules.requests))
         self._is_draining = False
         self._running = 0
         self._last_end = -QUIET_SECONDS
@@ -124,72 +123,108 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
         path: str = handler_call_details.method
-        if handler is None or path.startswith(GRPC_PREFIX):
-            return handler  # health and reflection answer to the end
-        name = _method(path)
+        if handler is None or path.startswith(HEALTH_PREFIX):
+            return handler
+        if path.startswith(GRPC_PREFIX):
+            is_refusal = inspect.iscoroutinefunction(handler.stream_stream)
+            return handler if is_refusal else self._bounded_reflection(handler)
         kind = ("stream" if handler.request_streaming else "unary") + (
             "_stream" if handler.response_streaming else "_unary"
         )
-        behaviour = getattr(handler, kind)
-        method = _Served(path, behaviour, self._rules.requests[name], handler.request_streaming)
-        serializer = handler.response_serializer
-        if name in self._rules.serialized:
-            serializer = _passing_bytes(serializer)
-        wrap = self._wrap_unary
-        # A coroutine yields nothing: it writes its responses.
-        if handler.response_streaming and not inspect.iscoroutinefunction(behaviour):
-            wrap = self._wrap_stream
-        # Nothing of a stream is read, nor held by gRPC, before it is asked for.
-        kind = "stream_stream" if handler.response_streaming else "stream_unary"
-        return getattr(grpc, f"{kind}_rpc_method_handler")(
-            wrap(method), response_serializer=serializer
+        method = _Served(
+            path,
+            getattr(handler, kind),
+            self._rules.requests[_method(path)],
+            handler.response_serializer,
+            handler.request_streaming,
         )
+        # Nothing of a stream is read, nor held by gRPC, before it is asked for.
+        if not handler.response_streaming:
+            return grpc.stream_unary_rpc_method_handler(self._wrap_unary(method))
+        return grpc.stream_stream_rpc_method_handler(self._wrap_stream(method))
 
     def _wrap_unary(self, method: _Served) -> Handler:
-        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> Any:
-            async with self._observed(method, context):
+        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> bytes:
+            raw = b""
+            async with self._observed(method, context) as call:
+                await self._enter(method, call)
                 # The handler alone holds what was read, so that it can let go of it.
-                return await method.behaviour(await self._read(method, requests), context)
+                response = await method.behaviour(await self._read(method, call), call)
+                raw = call.last(response)
+            await call.end()
+            return raw
 
         return answer
 
     def _wrap_stream(self, method: _Served) -> Handler:
-        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncGenerator[Any]:
-            async with (
-                self._observed(method, context),
-                aclosing(
-                    method.behaviour(await self._read(method, requests), context)
-                ) as responses,
-            ):
-                async for response in responses:
-                    yield response
+        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            async with self._observed(method, context) as call:
+                await self._enter(method, call)
+                if inspect.iscoroutinefunction(method.behaviour):  # it writes its responses
+                    await method.behaviour(await self._read(method, call), call)
+                else:
+                    request = await self._read(method, call)
+                    async with aclosing(method.behaviour(request, call)) as responses:
+                        del request
+                        async for response in responses:
+                            await call.write(response)
+            await call.end()
 
         return answer
 
-    async def _read(self, method: _Served, requests: AsyncIterator[bytes]) -> Any:
+    def _bounded_reflection(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Answers also while the server drains, as health does, and is neither logged nor
+        counted."""
+
+        async def answer(requests: Any, context: grpc.aio.ServicerContext) -> None:
+            call = Call(context, handler.response_serializer, self._places.pace)
+            try:
+                with await self._places.turn("reflection", REFLECTION.max_running):
+                    read = self._requests.read_stream(call, REFLECTION)
+                    async with aclosing(handler.stream_stream(read, call)) as responses:
+                        async for response in responses:
+                            await call.write(response)
+            except ServiceError as error:
+                call.refuse(to_status(error, self._rules.domain), ())
+            await call.end()
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    async def _read(self, method: _Served, call: Call) -> Any:
         """Returns what the method's handler takes: the message of the call, or a stream of them."""
         if method.takes_stream:
-            return self._requests.read_stream(requests, method.bounds)
-        request = await self._requests.read(requests, method.bounds)
+            return self._requests.read_stream(call, method.bounds)
+        call.request_place = await self._requests.place()
+        request = await self._requests.read(call, method.bounds, call.request_place)
         call_context.note(request_id=getattr(request, "request_id", ""))
         return request
+
+    async def _enter(self, method: _Served, call: Call) -> None:
+        """Takes the places that a call of this method needs before it is read. Raises Draining,
+        ShareExceeded."""
+        if self._is_draining and self._rules.refuse_when_draining:
+            raise Draining("the service is shutting down")
+        bounds = method.bounds
+        if bounds.max_running:
+            call.turn = await self._places.turn(_method(method.path), bounds.max_running)
+        call.answer_place = await wait_for(self._places.answer_bytes, bounds.answer_bytes)
 
     @asynccontextmanager
     async def _observed(
         self, method: _Served, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[Call]:
+        """Yields the call. Its errors become its refusal, with which it is to be ended: a reader
+        that has not taken what was sent before is nothing to wait for here."""
         path = method.path
         start = time.monotonic()
         code, failure = "OK", None
         facts = {"request_id": _request_id(context)} | dict.fromkeys(self._rules.facts, "")
         call_context.begin(facts)
         span = self._begin_span(path, context)
+        call = Call(context, method.serialize, self._places.pace)
         self._running += 1
         try:
-            if self._is_draining and self._rules.refuse_when_draining:
-                raise Draining("the service is shutting down")
-            async with self._requests.turn(method.path, method.bounds):
-                yield
+            yield call
             if trailers := self._rules.trailers(None):
                 context.set_trailing_metadata(trailers)
         except grpc.aio.AbortError:
@@ -201,7 +236,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except grpc.aio.InternalError:  # a message could not be sent: the caller has gone
             code = "CANCELLED"
             number = grpc.StatusCode.CANCELLED.value[0]
-            await abort(context, status_pb2.Status(code=number, message=GONE_TEXT))
+            call.refuse(status_pb2.Status(code=number, message=GONE_TEXT), ())
         except Exception as raised:
             error = service_error(raised)
             code, failure = code_for(type(error)).name, error
@@ -209,9 +244,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 logger.error("out of a resource", exc_info=raised, extra={"method": _method(path)})
             if code == "INTERNAL":
                 logger.exception("call failed", extra={"method": _method(path)})
-            trailers = self._rules.trailers(error)
-            await abort(context, to_status(error, self._rules.domain), trailers)
+            call.refuse(to_status(error, self._rules.domain), self._rules.trailers(error))
         finally:
+            call.leave()
             self._running -= 1
             self._last_end = time.monotonic()
             seconds = self._last_end - start
@@ -224,6 +259,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if span is not None:
                 span.set_attributes(**{key: facts.get(key, "") for key in self._rules.traced_facts})
                 end_call(span, code, end.reason, context.time_remaining())
+            if failure is not None:  # whose frames have the request, and this one has the failure
+                failure.__traceback__ = None
 
     def _begin_span(self, path: str, context: grpc.aio.ServicerContext) -> OpenSpan | None:
         if self._tracing is None:
@@ -273,7 +310,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             return handler
         try:
             metadata = handler_call_details.invocation_metadata
-            CALLER.set(self._authenticator.authenticate(metadata).name)
+            CALLER.set(self._authenticator.authenticate(metadata).account)
         except Unauthenticated as error:
             return self._refusing(path, error)
         return handler
@@ -290,21 +327,6 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             raise error
 
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-async def abort(
-    context: grpc.aio.ServicerContext, status: status_pb2.Status, trailers: Trailers = ()
-) -> NoReturn:
-    """Ends a call with this answer."""
-    rich = rpc_status.to_status(status)
-    # The answer leaves after what was sent before it; a reader that takes nothing gets it when it
-    # reads on, but is not waited for.
-    try:
-        async with asyncio.timeout(ABORT_SECONDS):
-            await context.abort(rich.code, rich.details, (*rich.trailing_metadata, *trailers))
-    except TimeoutError:
-        raise grpc.aio.AbortError from None
-    raise AssertionError("abort returned")
 
 
 def code_name(error: BaseException) -> str:
@@ -324,13 +346,6 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
         if key == REQUEST_ID_KEY and isinstance(value, str):
             return value[: call_context.MAX_CHARS]
     return uuid.uuid4().hex
-
-
-def _passing_bytes(serializer: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """Lets a handler write messages that it has serialized itself."""
-    if serializer is None:
-        return None
-    return lambda message: message if isinstance(message, bytes) else serializer(message)
 
 
 async def _wait_while(condition: Callable[[], bool], limit_seconds: float) -> None:

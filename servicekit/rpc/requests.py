@@ -1,49 +1,49 @@
 """Requests within bounds: how large a message of each method may be, how much its fields may hold,
-and how many may be arriving at once.
+and whose share of the memory it takes.
 
 gRPC reads the one message of a unary method before its handler runs, and holds it until the handler
 has ended. So here every method is served as a stream, of which nothing is read before it is asked
-for: a message is read once its caller is known, and nobody but the handler holds it.
+for: a message is read once its caller is known and has a place for it, and nobody but the handler
+holds it. It is asked for by the context's `read`: the iterator that handlers of streams get refers
+to itself and to the last message, which then lives on until a collection of cycles finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import grpc
 from google.protobuf.message import DecodeError, Message
 
 from servicekit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from servicekit.rpc.places import CALL_BYTES, CALLER, CallPlaces, wait_for
 from servicekit.rpc.wire import Counter, Malformed, TooMany
+from servicekit.shares import Reservation
 
 SMALL_BYTES = 64 << 10
 """Holds every message whose fields are names, numbers and labels."""
 INLINE_ENTRIES = 1024
-"""Larger messages that may have more entries are parsed off the event loop, one at a time: they
-would hold up all other calls."""
+"""Messages with more are parsed off the event loop: they would hold up all other calls."""
 ARRIVAL_SECONDS = 30.0
 """How long a message may take to arrive; one of a stream comes when its caller has it."""
-MAX_ARRIVING = 8
-"""Messages of one caller that arrive at once. Each may be as large as the server's largest; further
-ones wait unread."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBounds:
-    """What one request message may hold. `max_items` of repeated fields and maps, `max_chars` of
-    texts, each by its path, such as "layout.targets". Of a caller's calls only `max_running` are
-    read and run at once, if that is not 0; further ones wait unread."""
+    """What a call of a method may hold. `max_items` of repeated fields and maps, `max_chars` of
+    texts, each by its path, such as "layout.targets". `answer_bytes` is what its answers take at
+    most until they are sent: twice the largest, which gRPC copies. Of all calls of the method only
+    `max_running` are read and run at once, if that is not 0; further ones wait unread."""
 
     message: type[Message]
     max_bytes: int = SMALL_BYTES
     max_items: Mapping[str, int] = field(default_factory=dict)
     max_chars: Mapping[str, int] = field(default_factory=dict)
+    answer_bytes: int = CALL_BYTES
     max_running: int = 0
     _counter: Counter = field(init=False, repr=False, compare=False)
 
@@ -60,6 +60,10 @@ class RequestBounds:
                 reason="REQUEST_TOO_LARGE",
             )
 
+    def is_short(self, raw: bytes) -> bool:
+        """Returns whether parsing takes less time than a change of threads is worth."""
+        return len(raw) <= SMALL_BYTES and self._counter.has_at_most(raw, INLINE_ENTRIES)
+
     def parse(self, raw: bytes) -> Any:
         """Returns the message without the fields that are not known here.
 
@@ -72,9 +76,7 @@ class RequestBounds:
             self._counter.check(raw)
             message = self.message.FromString(raw)
         except TooMany as error:
-            raise InvalidArgument(
-                f"{error.path}: more than {error.limit} entries", subject=error.path
-            ) from None
+            raise InvalidArgument(str(error), subject=error.path) from None
         except (Malformed, DecodeError):
             raise InvalidArgument(
                 f"the request is not a {self.message.DESCRIPTOR.name}",
@@ -102,67 +104,54 @@ def largest_request(table: RequestTable) -> int:
     return max(bounds.max_bytes for bounds in table.values())
 
 
-CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""Whose share of the places the call in progress takes: the name of its token, "" without one."""
+class Source(Protocol):
+    """A call whose messages are read one by one, such as gRPC's context."""
+
+    async def read(self) -> Any:
+        """Returns the next message's bytes, or grpc.aio.EOF."""
 
 
 class RequestReader:
-    """Reads requests; each caller has MAX_ARRIVING places for those that are arriving."""
+    """Reads requests within their callers' shares. `max_bytes` is the largest message that gRPC
+    lets arrive, whichever method it is for."""
 
-    def __init__(self) -> None:
-        self._places: dict[str, tuple[asyncio.Semaphore, int]] = {}
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
+    def __init__(self, places: CallPlaces, max_bytes: int) -> None:
+        self._places = places
+        self._max_bytes = max_bytes
 
-    async def read(self, requests: AsyncIterator[bytes], bounds: RequestBounds) -> Any:
-        """Returns the only message of a call. Raises as RequestBounds.parse, and DeadlineExceeded
-        if it does not arrive in time."""
+    async def place(self) -> Reservation:
+        """Returns the memory of a message that is to be read. Raises ShareExceeded if the caller
+        has none in time."""
+        return await wait_for(self._places.request_bytes, self._max_bytes)
+
+    async def read(self, source: Source, bounds: RequestBounds, place: Reservation) -> Any:
+        """Returns the only message of a call; `place` keeps what it takes. Raises as
+        RequestBounds.parse, and DeadlineExceeded if it does not arrive in time."""
         try:
-            async with asyncio.timeout(ARRIVAL_SECONDS), self._place("", MAX_ARRIVING):
-                raw = await anext(aiter(requests), None)
+            async with asyncio.timeout(ARRIVAL_SECONDS):
+                raw = await source.read()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request has not arrived within {ARRIVAL_SECONDS:g} seconds",
                 subject="request",
                 reason="REQUEST_TOO_SLOW",
             ) from None
-        if raw is None:
+        if raw is grpc.aio.EOF:
             raise InvalidArgument("the call has no request", subject="request")
+        place.shrink(max(CALL_BYTES, len(raw)))
         return await self._parse(raw, bounds)
 
-    async def read_stream(
-        self, requests: AsyncIterator[bytes], bounds: RequestBounds
-    ) -> AsyncGenerator[Any]:
+    async def read_stream(self, source: Source, bounds: RequestBounds) -> AsyncGenerator[Any]:
         """Yields the messages of a stream, each read when it is asked for. Raises as
         RequestBounds.parse."""
-        async for raw in requests:
-            yield await self._parse(raw, bounds)
-
-    @asynccontextmanager
-    async def turn(self, method: str, bounds: RequestBounds) -> AsyncIterator[None]:
-        """Waits until fewer than `max_running` of the caller's calls of this method run."""
-        if bounds.max_running == 0:
-            yield
-            return
-        async with self._place(method, bounds.max_running):
-            yield
-
-    @asynccontextmanager
-    async def _place(self, kind: str, num_places: int) -> AsyncIterator[None]:
-        key = f"{CALLER.get()} {kind}"
-        semaphore, num_users = self._places.get(key) or (asyncio.Semaphore(num_places), 0)
-        self._places[key] = semaphore, num_users + 1
-        try:
-            async with semaphore:
-                yield
-        finally:
-            num_users = self._places[key][1] - 1
-            if num_users:
-                self._places[key] = semaphore, num_users
-            else:
-                del self._places[key]
+        while (raw := await source.read()) is not grpc.aio.EOF:
+            parsing = self._parse(raw, bounds)
+            del raw
+            yield await parsing
 
     async def _parse(self, raw: bytes, bounds: RequestBounds) -> Any:
         bounds.check_size(raw)
-        if len(raw) <= SMALL_BYTES or sum(bounds.max_items.values()) <= INLINE_ENTRIES:
+        if sum(bounds.max_items.values()) <= INLINE_ENTRIES or bounds.is_short(raw):
             return bounds.parse(raw)
-        return await asyncio.get_running_loop().run_in_executor(self._parser, bounds.parse, raw)
+        parsing = self._places.parsers.of(CALLER.get()).submit(bounds.parse, raw)
+        return await asyncio.wrap_future(parsing)

@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha import reflection
 from servicekit.auth.audit import Audit
 from servicekit.auth.policy import PolicyFile
 from servicekit.errors import ServiceError
+from servicekit.rpc.call import Trailers
 from servicekit.rpc.health import Health
-from servicekit.rpc.interceptor import Trailers
 from servicekit.rpc.requests import RequestTable, largest_request
 from servicekit.rpc.tls import CertificateFiles, Certificates
 from servicekit.settings.service import ServiceSettings

@@ -11,6 +11,9 @@ from google.protobuf.message import Message
 
 MAX_OTHER_FIELDS = 1024
 """Fields that are not counted, known or not, at the levels that are scanned."""
+MAX_UNPACKED = 4096
+"""Numbers of a repeated field that come one by one. Every client of ours packs them; each takes as
+long to count as a thousand that are packed."""
 MAX_VARINT_BYTES = 10
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -22,15 +25,14 @@ class Malformed(ValueError):
 class TooMany(ValueError):
     """A field has more entries than its limit."""
 
-    def __init__(self, path: str, limit: int) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, limit: int, what: str = "entries") -> None:
+        super().__init__(f"{path}: more than {limit} {what}")
         self.path = path
-        self.limit = limit
 
 
 @dataclass(slots=True)
 class _Node:
-    """A field on the way to those that are counted; `limit` None: it is not itself."""
+    """A field that is counted, or a message whose fields are; `limit` None: it is not itself."""
 
     path: str = ""
     limit: int | None = None
@@ -39,46 +41,63 @@ class _Node:
 
 
 class Counter:
-    """Counts the repeated fields of a message type. `limits` has their paths, such as
-    "layout.targets"."""
+    """Counts the fields of a message and of the messages in it, down to the first that repeats.
+    `limits` has the paths of those that do, such as "layout.targets"."""
 
     def __init__(self, message: type[Message], limits: Mapping[str, int]) -> None:
-        self._root = _Node()
-        for path, limit in limits.items():
-            _add(self._root, message.DESCRIPTOR, path, limit)
+        self._root = _node(message.DESCRIPTOR, "", limits)
 
     def check(self, raw: bytes) -> None:
         """Raises TooMany, and Malformed for bytes that are no message. Takes time for as many
         fields as are allowed, however large the message is."""
-        if self._root.children:
-            _Scan(raw).walk(0, len(raw), self._root)
+        _Scan(raw).walk(0, len(raw), self._root)
+
+    def has_at_most(self, raw: bytes, num_fields: int) -> bool:
+        """Returns whether the message has no more fields than this, and packed numbers in as few
+        bytes; bytes that are no message have not."""
+        try:
+            _Scan(raw, num_fields).walk(0, len(raw), self._root)
+        except (TooMany, Malformed):
+            return False
+        return True
 
 
-def _add(root: _Node, descriptor: Any, path: str, limit: int) -> None:
-    node, message = root, descriptor
-    for name in path.split("."):
-        found = message.fields_by_name[name]
-        node = node.children.setdefault(found.number, _Node(path))
-        message = found.message_type
-    assert found.is_repeated, path
-    node.path, node.limit = path, limit
-    node.is_packable = found.type not in (
-        *(FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES),
-    )
+def _node(message: Any, path: str, limits: Mapping[str, int]) -> _Node:
+    """Returns the node of a message of this descriptor."""
+    node = _Node(path.removesuffix("."))
+    for found in message.fields:
+        own = f"{path}{found.name}"
+        if found.is_repeated:
+            assert own in limits, f"{own} has no limit"
+            is_packable = found.type not in (
+                *(FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_STRING),
+                FieldDescriptor.TYPE_BYTES,
+            )
+            node.children[found.number] = _Node(own, limits[own], is_packable)
+        elif found.message_type is not None:
+            node.children[found.number] = _node(found.message_type, f"{own}.", limits)
+    return node
 
 
 class _Scan:
-    def __init__(self, raw: bytes) -> None:
+    """`most` bounds the fields of all kinds together; None: each kind has its own bound."""
+
+    def __init__(self, raw: bytes, most: int | None = None) -> None:
         self._raw = raw
+        self._most = most
         self._counts: dict[str, int] = {}
 
     def walk(self, position: int, end: int, node: _Node) -> None:
         """Reads the fields of one message, `node`, in raw[position:end]."""
+        raw = self._raw
         while position < end:
-            tag, position = self._varint(position, end)
+            tag = raw[position]
+            position += 1
+            if tag >= 0x80:
+                tag, position = self._varint(position - 1, end)
             child = node.children.get(tag >> 3)
-            self._count(child)
             kind = tag & 7
+            self._count(child, kind)
             if kind == _VARINT:
                 _, position = self._varint(position, end)
             elif kind == _DELIMITED:
@@ -98,24 +117,33 @@ class _Scan:
     def _enter(self, position: int, end: int, node: _Node) -> None:
         if node.limit is None:
             self.walk(position, end, node)
-        elif node.is_packable and end - position > node.limit * MAX_VARINT_BYTES:
-            raise TooMany(node.path, node.limit)
+        elif node.is_packable:
+            limit = node.limit * MAX_VARINT_BYTES if self._most is None else self._most
+            if end - position > limit:
+                raise TooMany(node.path, node.limit)
 
-    def _count(self, node: _Node | None) -> None:
-        path, limit = "request", MAX_OTHER_FIELDS
-        if node is not None and node.limit is not None:
+    def _count(self, node: _Node | None, kind: int) -> None:
+        path, limit, what = "request", MAX_OTHER_FIELDS, "entries"
+        if self._most is not None:
+            limit = self._most
+        elif node is not None and node.limit is not None:
             path, limit = node.path, node.limit
+            if node.is_packable and kind != _DELIMITED and limit > MAX_UNPACKED:
+                limit, what = MAX_UNPACKED, "entries that are not packed"
         self._counts[path] = number = self._counts.get(path, 0) + 1
         if number > limit:
-            raise TooMany(path, limit)
+            raise TooMany(path, limit, what)
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         """Returns the number that is encoded at `position`, and where it ends."""
+        raw = self._raw
+        if position < end and (first := raw[position]) < 0x80:
+            return first, position + 1
         value = 0
         for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
             if position >= end:
                 break
-            byte = self._raw[position]
+            byte = raw[position]
             position += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:

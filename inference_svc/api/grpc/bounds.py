@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from inference_svc.api.generate_call import MAX_MESSAGES, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from inference_svc.api.service import TRACE_CHUNK_BYTES
 from loadout.inference.v1 import inference_pb2 as pb
 from servicekit.rpc.requests import RequestBounds, RequestTable
 
 MAX_GENERATE_BYTES = 4 << 20
 """Holds a million tokens, as ids or as text, and what each message of a chat adds."""
+DEBUG_BYTES = 2 << 20
+"""The largest part of a debug bundle has a thousand rows."""
+
+RESIDENTS_BYTES = 1 << 20
+"""A thousand adapters with five names each, sent and copied."""
 
 
 def request_bounds(max_model_len: int) -> RequestTable:
@@ -25,12 +31,14 @@ def request_bounds(max_model_len: int) -> RequestTable:
     )
     return {
         "Generate": generate,
-        "ListResidentAdapters": RequestBounds(pb.ListResidentAdaptersRequest),
+        "ListResidentAdapters": RequestBounds(
+            pb.ListResidentAdaptersRequest, answer_bytes=RESIDENTS_BYTES
+        ),
         "LoadAdapter": RequestBounds(pb.LoadAdapterRequest),
         "UnloadAdapter": RequestBounds(pb.UnloadAdapterRequest),
         "PinAdapter": RequestBounds(pb.PinAdapterRequest),
         "UnpinAdapter": RequestBounds(pb.UnpinAdapterRequest),
         "GetServerInfo": RequestBounds(pb.GetServerInfoRequest),
-        "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest),
-        "ProfileSteps": RequestBounds(pb.ProfileStepsRequest),
+        "GetDebugInfo": RequestBounds(pb.GetDebugInfoRequest, answer_bytes=DEBUG_BYTES),
+        "ProfileSteps": RequestBounds(pb.ProfileStepsRequest, answer_bytes=2 * TRACE_CHUNK_BYTES),
     }

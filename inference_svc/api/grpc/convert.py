@@ -12,7 +12,6 @@ from inference_svc.api.generate_call import (
     MAX_ID_CHARS,
     GenerateCall,
     checked_sampling,
-    deadline_after,
     random_seed,
 )
 from inference_svc.core import FinishReason, SamplingParams, TokenLogprobs
@@ -37,9 +36,10 @@ _TIERS = {"device": pb.ADAPTER_TIER_DEVICE, "host": pb.ADAPTER_TIER_HOST}
 
 
 def from_generate_request(
-    request: pb.GenerateRequest, vocab_size: int, remaining_s: float | None = None
+    request: pb.GenerateRequest, vocab_size: int, deadline_s: float | None = None
 ) -> GenerateCall:
-    """`remaining_s` is left of the caller's deadline. Raises InvalidArgument, naming the field."""
+    """Converts a message within its bounds; `deadline_s` is the caller's, in monotonic time. Raises
+    InvalidArgument, naming the field."""
     _check(len(request.request_id) <= MAX_ID_CHARS, "request_id", f"at most {MAX_ID_CHARS} long")
     _check(len(request.cache_salt) <= MAX_ID_CHARS, "cache_salt", f"at most {MAX_ID_CHARS} long")
     return GenerateCall(
@@ -50,7 +50,7 @@ def from_generate_request(
         min_revision=request.min_revision,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        deadline_s=deadline_after(remaining_s),
+        deadline_s=deadline_s,
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import aclosing
 from typing import TypeAlias
 
-import grpc
-
-from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall
+from inference_svc.api.generate_call import MAX_ID_CHARS, GenerateCall, deadline_after
 from inference_svc.api.grpc import convert
 from inference_svc.api.grpc.bounds import request_bounds
 from inference_svc.api.load_report import LOAD_HEADER, REFUSED_HEADER
@@ -21,9 +20,11 @@ from inference_svc.errors import PROMPT_SUBJECTS, QueueFull
 from loadout.inference.v1 import inference_pb2 as pb
 from loadout.inference.v1 import inference_pb2_grpc as pb_grpc
 from servicekit.errors import Draining
-from servicekit.rpc.interceptor import CallRules, Trailers
+from servicekit.rpc.call import Call, Trailers
+from servicekit.rpc.interceptor import CallRules
+from servicekit.rpc.requests import INLINE_ENTRIES
 
-Context: TypeAlias = grpc.aio.ServicerContext
+Context: TypeAlias = Call
 
 ELSEWHERE = (Draining, QueueFull)
 """What another replica may take: nothing was done here."""
@@ -58,6 +59,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         incoming = _IncomingCall(request, context, self._service.facts.vocab_size)
         del request  # the call lets go of it once it is converted
         stream = await self._service.generate(_caller(context), incoming)
+        context.release_request()  # its prompts are tokens now
         request_id, identity = stream.call.request_id, convert.to_identity(stream.binding)
         async with stream.deltas() as deltas:
             async for _, delta in deltas:
@@ -155,13 +157,18 @@ class _IncomingCall:
         self._vocab_size = vocab_size
 
     def accept(self, caller: Principal) -> int:
-        return self._request.ByteSize()
+        return 0  # held by the transport since before it was read
 
     async def read(self, parsers: Executor) -> GenerateCall:
         request, self._request = self._request, pb.GenerateRequest()
-        return convert.from_generate_request(
-            request, self._vocab_size, self._context.time_remaining()
+        deadline_s = deadline_after(self._context.time_remaining())
+        if len(request.token_ids.ids) + len(request.chat.messages) <= INLINE_ENTRIES:
+            return convert.from_generate_request(request, self._vocab_size, deadline_s)
+        converting = parsers.submit(
+            convert.from_generate_request, request, self._vocab_size, deadline_s
         )
+        del request  # the parser alone holds it
+        return await asyncio.wrap_future(converting)
 
 
 def _caller(context: Context) -> Caller:

@@ -14,11 +14,12 @@ from adapter_store.app import Store
 from adapter_store.checkpoint.open import open_checkpoint
 from adapter_store.checkpoint.recently_verified import VerifiedCheckpoints
 from adapter_store.core import ImageKey
-from adapter_store.errors import CorruptData, Overloaded, PullStalled
+from adapter_store.errors import CorruptData, Overloaded
 from adapter_store.images import builder as builder_module
 from adapter_store.images import pull as pull_module
 from adapter_store.images.compile import compile_image
 from adapter_store.images.pull import ImageChunk, ImageHeader, ImageTrailer, LayerEnd, Pulls
+from servicekit.errors import ReaderStalled
 from servicekit.shares import Shares
 from tests.adapter_store.images import test_cache
 
@@ -342,7 +343,7 @@ def test_what_is_larger_than_a_share_is_read_fast(
         if share == 1:
             assert await read_slowly() == len(whole)
         else:
-            with pytest.raises(PullStalled, match="larger than this tenant's share"):
+            with pytest.raises(ReaderStalled, match="larger than this tenant's share"):
                 await read_slowly()
         assert others.used == 0
 

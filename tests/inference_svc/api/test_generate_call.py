@@ -14,6 +14,7 @@ from inference_svc.api.generate_call import (
     NUM_SEEDS,
     GenerateCall,
     checked_sampling,
+    deadline_after,
     random_seed,
 )
 from inference_svc.core import Request, SamplingParams
@@ -132,3 +133,13 @@ def test_logprobs_are_bounded() -> None:
     assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
     made = replace(made, max_logprobs=None)
     assert [r.sampling.max_tokens for r in made.bounded(requests(made))] == [50] * 4
+
+
+def test_a_deadline_is_on_the_monotonic_clock() -> None:
+    assert deadline_after(500.0) == pytest.approx(time.monotonic() + 500.0, abs=100.0)
+    assert deadline_after(None) is None
+
+
+def test_a_deadline_in_centuries_is_none() -> None:
+    """ "99999999H" is the longest of gRPC's protocol, and more than a thread can wait."""
+    assert deadline_after(99_999_999.0 * 3600) is None

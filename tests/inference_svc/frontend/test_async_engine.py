@@ -11,8 +11,9 @@ from inference_svc.core import FinishReason, Request, SamplingParams
 from inference_svc.engine.messages import Reply, StepOutputs, StepTrace
 from inference_svc.errors import AdapterUnavailable, DuplicateRequest, EngineFailed
 from inference_svc.frontend.async_engine import AsyncEngine
-from inference_svc.frontend.output_stream import Delta
-from servicekit.errors import Draining
+from inference_svc.frontend.output_stream import UNREAD_BYTES, Delta, Generation
+from servicekit.errors import Draining, ShareExceeded
+from servicekit.shares import Shares
 from tests.support.wait import until_async
 
 DIGEST = "sha256:" + "a" * 64
@@ -27,7 +28,7 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def make_async_engine(engine: Any, tokenizer: Any) -> AsyncEngine:
-    async_engine = AsyncEngine(engine, tokenizer)
+    async_engine = AsyncEngine(engine, tokenizer, Shares("unread_bytes", 64 << 20))
     async_engine.start()
     return async_engine
 
@@ -72,10 +73,10 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
 
     async def body() -> None:
         from inference_svc.engine.messages import Output, Usage
-        from inference_svc.frontend.output_stream import Generation
 
         request = make_request(tokenizer, "abc")
-        generation = Generation(request, tokenizer)
+        place = Shares("unread_bytes", 64 << 20).reserve("a", UNREAD_BYTES)
+        generation = Generation(request, tokenizer, place)
         a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
         generation.push(Output("r", (a,)))
         generation.push(Output("r", (b,), finish_reason=FinishReason.STOP, usage=Usage(3, 0, 2)))
@@ -85,6 +86,36 @@ def test_stop_token_is_not_part_of_the_text(engine, tokenizers) -> None:
     (delta,) = deltas
     assert delta.text == "a"
     assert delta.token_ids == [*tokenizer.encode("a"), *tokenizer.encode("b")]
+
+
+def test_what_is_not_read_takes_its_accounts_share(tokenizers) -> None:
+    """And ends at it: of 8 answers' least size an account may have half."""
+    from inference_svc.core import TokenLogprobs
+    from inference_svc.engine.messages import Output
+
+    tokenizer = tokenizers["byte_level"]
+    token_id = tokenizer.encode("a")[0]
+    logprobs = (TokenLogprobs(token_id, -1.0, ((token_id, -1.0),) * 20),)
+    shares = Shares("unread_bytes", 8 * UNREAD_BYTES, 0.5)
+
+    async def body() -> int:
+        with shares.reserve("a", UNREAD_BYTES) as place:
+            generation = Generation(make_request(tokenizer, "abc"), tokenizer, place)
+            output = Output("r", (token_id,), logprobs)
+            assert not generation.push(output)
+            await generation.next_delta()
+            assert shares.used == UNREAD_BYTES  # a reader that keeps up takes no more
+            num_pushed = 1
+            while not generation.push(output):
+                num_pushed += 1
+            assert shares.used_by("a") == 4 * UNREAD_BYTES
+            with pytest.raises(ShareExceeded):
+                await generation.next_delta()
+        assert shares.used == 0
+        return num_pushed
+
+    num_bytes = 64 + 21 * 128
+    assert run(body) == 4 * UNREAD_BYTES // num_bytes
 
 
 def test_stop_string_across_tokens_cancels_the_request(engine, tokenizers) -> None:
@@ -226,6 +257,26 @@ def test_slow_reader_gets_one_delta_for_many_steps(engine, tokenizers) -> None:
         assert "".join(d.text for d in deltas) == text
         logprobs = [entry.token_id for d in deltas for entry in d.logprobs]
         assert logprobs == [i for d in deltas for i in d.token_ids]
+
+    run(body)
+
+
+def test_a_request_ends_whose_reader_leaves_too_much(engine, tokenizers) -> None:
+    """The engine is told so while the reader does not read; what was kept is let go."""
+    tokenizer = tokenizers["chars"]
+    shares = Shares("unread_bytes", 2 * UNREAD_BYTES)
+
+    async def body() -> None:
+        async_engine = AsyncEngine(engine, tokenizer, shares)
+        async_engine.start()
+        request = make_request(tokenizer, "abc" * 10, ignore_eos=True, max_tokens=10**6)
+        async with aclosing(async_engine.generate(request, account="a")) as deltas:
+            await anext(deltas)
+            await until_async(lambda: bool(engine.cancelled))
+            with pytest.raises(ShareExceeded):
+                await anext(deltas)
+        assert shares.used == 0
+        assert await collect(async_engine, make_request(tokenizer, "abc"))
 
     run(body)
 

@@ -15,7 +15,7 @@ from servicekit.rpc import health
 from servicekit.rpc.health import Health
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
-CHECK = "/grpc.health.v1.Health/Check"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 
 
 def serve(action: Callable[[Health, grpc.aio.Channel], Awaitable[Any]]) -> Any:
@@ -88,21 +88,26 @@ def test_watches_are_few_and_their_places_come_back() -> None:
     serve(action)
 
 
-def test_check_answers_unread_while_others_send_slowly() -> None:
+def test_all_are_answered_unread_while_others_send_slowly() -> None:
     async def action(served: Health, channel: grpc.aio.Channel) -> None:
         async def never() -> AsyncIterator[bytes]:
             await asyncio.Event().wait()
             yield b""
 
-        slow = [channel.stream_unary(CHECK)(never()) for _ in range(health.MAX_ARRIVING)]
-        for call in slow:
-            await call.wait_for_connection()
+        slow = channel.stream_unary(CHECK)(never())
+        await slow.wait_for_connection()
         async with asyncio.timeout(10):
             while not served._arriving.locked():
                 await asyncio.sleep(0.01)
+        # Neither waits for the place: an unknown service is answered as the server itself is.
         unknown = HealthCheckRequest(service="x")
+        watches = [channel.stream_stream(WATCH)(never()) for _ in range(10)]
+        for watch in watches:
+            assert HealthCheckResponse.FromString(await watch.read()).status == NOT_SERVING
         assert (await HealthStub(channel).Check(unknown)).status == NOT_SERVING
-        for call in slow:
+        assert (await HealthStub(channel).Watch(unknown).read()).status == NOT_SERVING
+        assert served._arriving.locked()
+        for call in (slow, *watches):
             call.cancel()
 
     serve(action)

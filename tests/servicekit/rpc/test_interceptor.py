@@ -17,20 +17,27 @@ from grpc_status import rpc_status
 
 import adapter_store.errors
 import inference_svc.errors
+from adapter_store.core import ROLES
 from servicekit.auth.authenticator import Authenticator
-from servicekit.auth.policy import Policy, PolicyFile
+from servicekit.auth.policy import Policy, PolicyFile, parse_policy
 from servicekit.errors import Draining, NotFound, ServiceError, Unauthenticated
 from servicekit.rpc import call_context
-from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor, Trailers
+from servicekit.rpc.call import Trailers
+from servicekit.rpc.interceptor import CallInterceptor, CallRules, TokenInterceptor
+from servicekit.rpc.places import CALLER
 from servicekit.rpc.requests import RequestBounds
 from servicekit.rpc.status import INTERNAL_MESSAGE, code_for
 from servicekit.telemetry.recent_errors import CallEnd
+from tests.adapter_store.service.guarded import token_lines, token_of
 from tests.servicekit.error_kinds import GENERAL, kinds_of
+from tests.servicekit.rpc.served import call_places
 
 KINDS = ["unary_unary", "unary_stream", "stream_unary", "stream_stream", "writing"]
 """Kinds of methods; `writing` is a unary_stream whose handler writes its responses itself."""
 ERRORS = [*GENERAL, *kinds_of(adapter_store.errors), *kinds_of(inference_svc.errors)]
 Action = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+TENANTS = {"first": "team-a", "second": "team-a", "other": "team-b"}
+"""Tokens by their names."""
 
 
 def trailers(error: Exception | None) -> Trailers:
@@ -78,7 +85,7 @@ def call(
     handlers = {"writing": write, "unary_stream": many, "stream_stream": many}
 
     async def main() -> tuple[object, list[CallEnd], Any]:
-        interceptor = CallInterceptor(RULES, ends.append)
+        interceptor = CallInterceptor(RULES, call_places(), ends.append)
         if drain:
             await interceptor.drain(0)
         server = grpc.aio.server(interceptors=[interceptor])
@@ -236,7 +243,9 @@ def test_a_call_without_a_token_is_refused_unread(caplog: pytest.LogCaptureFixtu
             RULES.domain,
             lambda method, peer, error: refusals.append((method, peer, error.reason)),
         )
-        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, ends.append), tokens])
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(RULES, call_places(), ends.append), tokens]
+        )
         handlers = {"Elsewhere": grpc.unary_unary_rpc_method_handler(handler)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Service", handlers),)
@@ -269,7 +278,9 @@ def test_a_handler_can_let_go_of_its_request() -> None:
         return BytesValue()
 
     async def main() -> None:
-        server = grpc.aio.server(interceptors=[CallInterceptor(RULES, lambda end: None)])
+        server = grpc.aio.server(
+            interceptors=[CallInterceptor(RULES, call_places(), lambda end: None)]
+        )
         handlers = {"Do": grpc.unary_unary_rpc_method_handler(handler, BytesValue.FromString)}
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Service", handlers),)
@@ -283,3 +294,41 @@ def test_a_handler_can_let_go_of_its_request() -> None:
 
     asyncio.run(main())
     assert counts == [2]  # the handler's, and that of the function that counts
+
+
+def test_tokens_of_one_tenant_are_one_account() -> None:
+    """Their calls take one share between them."""
+    policy = parse_policy(
+        "".join(token_lines(name, ["reader"], [tenant]) for name, tenant in TENANTS.items()),
+        ROLES,
+    )
+    accounts: dict[str, str] = {}
+
+    async def handler(request: Any, context: Any) -> BytesValue:
+        accounts[dict(context.invocation_metadata())["x-request-id"]] = CALLER.get()
+        return BytesValue()
+
+    async def main() -> None:
+        policies = PolicyFile(None, lambda text: policy, policy)
+        tokens = TokenInterceptor(Authenticator(policies), RULES.domain, lambda *refused: None)
+        calls = CallInterceptor(RULES, call_places(), lambda end: None)
+        server = grpc.aio.server(interceptors=[calls, tokens])
+        handlers = {
+            "Do": grpc.unary_unary_rpc_method_handler(
+                handler, response_serializer=BytesValue.SerializeToString
+            )
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name in TENANTS:
+                token = ("authorization", f"Bearer {token_of(name)}")
+                do = channel.unary_unary("/test.Service/Do")
+                await do(b"", metadata=(token, ("x-request-id", name)))
+        await server.stop(60)
+
+    asyncio.run(main())
+    assert accounts["first"] == accounts["second"] != accounts["other"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.internal.encoder import _VarintBytes  # type: ignore[attr-defined]
@@ -20,7 +21,9 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
 from servicekit.errors import InvalidArgument, ResourceExhausted
 from servicekit.rpc import requests
-from servicekit.rpc.requests import CALLER, RequestBounds, RequestReader, largest_request
+from servicekit.rpc.places import CALLER, CallPlaces
+from servicekit.rpc.requests import RequestBounds, RequestReader, largest_request
+from tests.servicekit.rpc.served import call_places
 
 INFERENCE = request_bounds(max_model_len=1024)
 SERVICES = {
@@ -65,6 +68,12 @@ def test_only_layouts_may_be_large() -> None:
     assert set(sizes.values()) == {64 << 10}
 
 
+def test_only_generate_may_be_large() -> None:
+    sizes = {name: bounds.max_bytes for name, bounds in INFERENCE.items()}
+    assert sizes.pop("Generate") == 4 << 20 == largest_request(INFERENCE)
+    assert set(sizes.values()) == {64 << 10}
+
+
 def test_the_largest_layout_that_we_know_of_fits() -> None:
     """Kimi K2, with one target for each expert's matrix."""
     targets = [
@@ -101,6 +110,11 @@ TOO_MANY = {
         delimited(5, b"\x08\x01" * 2049),
         "token_ids.ids",
     ),
+    "ids that fit, but are not packed": (
+        request_bounds(max_model_len=1 << 17)["Generate"],
+        delimited(5, b"\x08\x01" * 4097),
+        "token_ids.ids",
+    ),
     "ids, packed, a few too many": (
         INFERENCE["Generate"],
         delimited(5, delimited(1, b"\x01" * 2049)),
@@ -109,6 +123,12 @@ TOO_MANY = {
     "chat": (INFERENCE["Generate"], delimited(6, b"\x0a\x00" * 16_385), "chat.messages"),
     "in two pieces": (LAYOUT, layout_of(70_000) * 2, "layout.targets"),
     "unknown fields": (LAYOUT, b"\xf8\x07\x01" * 1025, "request"),
+    "unknown fields of a chunk": (
+        STORE["UploadAdapter"],
+        delimited(2, b"\xf8\x07\x01" * 1025),
+        "request",
+    ),
+    "a layout many times": (LAYOUT, layout_of(0) * 1025, "request"),
 }
 
 
@@ -168,36 +188,92 @@ class Arriving:
         self.release = asyncio.Event()
         self._raw = raw
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
+    async def read(self) -> bytes:
         self.asked += 1
         await self.release.wait()
-        yield self._raw
+        return self._raw
+
+
+async def read(reader: RequestReader, requests: Any, bounds: RequestBounds) -> Any:
+    with await reader.place() as place:
+        return await reader.read(requests, bounds, place)
+
+
+def reader_of(places: CallPlaces) -> RequestReader:
+    return RequestReader(places, MAX_LAYOUT_BYTES)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def test_a_caller_that_sends_slowly_waits_for_itself_alone() -> None:
+    """Each message takes as much as gRPC may receive, until it is here."""
+
     async def main() -> None:
-        reader, slow, quick = RequestReader(), Arriving(), Arriving()
+        places = call_places(request_bytes=8 * MAX_LAYOUT_BYTES)
+        reader, slow, quick = reader_of(places), Arriving(), Arriving()
         bounds = STORE["GetAdapter"]
         CALLER.set("slow")
-        calls = [asyncio.create_task(reader.read(slow, bounds)) for _ in range(50)]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert slow.asked == requests.MAX_ARRIVING
+        calls = [asyncio.create_task(read(reader, slow, bounds)) for _ in range(50)]
+        await settle()
+        assert slow.asked == 4
+        assert places.request_bytes.used_by("slow") == 4 * MAX_LAYOUT_BYTES
         CALLER.set("quick")
         quick.release.set()
-        assert await reader.read(quick, bounds) == store_pb.GetAdapterRequest()
+        assert await read(reader, quick, bounds) == store_pb.GetAdapterRequest()
         slow.release.set()
         await asyncio.gather(*calls)
-        assert reader._places == {}
+        assert places.request_bytes.used == 0
 
     asyncio.run(main())
+
+
+def test_a_message_keeps_its_size_until_its_handler_lets_go() -> None:
+    async def main() -> None:
+        places = call_places()
+        reader, arriving = reader_of(places), Arriving(layout_of(15_000))
+        arriving.release.set()
+        with await reader.place() as place:
+            await reader.read(arriving, LAYOUT, place)
+            assert places.request_bytes.used == len(layout_of(15_000))
+            place.shrink(0)
+            await reader.read(arriving, LAYOUT, place)
+        assert places.request_bytes.used == 0
+
+    asyncio.run(main())
+
+
+def test_callers_take_turns_with_the_parser() -> None:
+    """One has a hundred large messages in the queue; another's is next."""
+
+    async def main() -> list[str]:
+        places, order = call_places(request_bytes=1 << 30), []
+        reader = reader_of(places)
+
+        async def parse(account: str) -> None:
+            CALLER.set(account)
+            arriving = Arriving(layout_of(40_000))
+            arriving.release.set()
+            await read(reader, arriving, LAYOUT)
+            order.append(account)
+
+        busy = [asyncio.create_task(parse("busy")) for _ in range(10)]
+        await settle()
+        await asyncio.create_task(parse("other"))
+        await asyncio.gather(*busy)
+        places.close()
+        return order
+
+    assert asyncio.run(main()).index("other") <= 3
 
 
 def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "ARRIVAL_SECONDS", 0.01)
 
     async def main() -> Any:
-        return await RequestReader().read(Arriving(), STORE["GetAdapter"])
+        return await read(reader_of(call_places()), Arriving(), STORE["GetAdapter"])
 
     with pytest.raises(Exception, match="not arrived") as raised:
         asyncio.run(main())
@@ -205,12 +281,12 @@ def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.Monkey
 
 
 def test_a_call_without_a_message_is_refused() -> None:
-    async def nothing() -> AsyncIterator[bytes]:
-        return
-        yield
+    class Ended:
+        async def read(self) -> Any:
+            return grpc.aio.EOF
 
     with pytest.raises(InvalidArgument, match="no request"):
-        asyncio.run(RequestReader().read(nothing(), STORE["GetAdapter"]))
+        asyncio.run(read(reader_of(call_places()), Ended(), STORE["GetAdapter"]))
 
 
 def test_what_may_be_much_is_parsed_off_the_event_loop() -> None:
@@ -224,31 +300,14 @@ def test_what_may_be_much_is_parsed_off_the_event_loop() -> None:
             return super().parse(raw)
 
     async def main() -> None:
-        reader = RequestReader()
+        reader = reader_of(call_places())
         bounds = Watched(LAYOUT.message, LAYOUT.max_bytes, LAYOUT.max_items)
-        for num_targets in (1, 40_000):
+        for num_targets in (1, 1000, 2000, 40_000):
             arriving = Arriving(layout_of(num_targets))
             arriving.release.set()
-            await reader.read(arriving, bounds)
+            await read(reader, arriving, bounds)
 
     asyncio.run(main())
-    assert threads[0] == threading.main_thread().name
-    assert threads[1].startswith("parse")
-
-
-def test_only_so_many_calls_of_a_caller_run() -> None:
-    async def main() -> int:
-        reader, running, most = RequestReader(), 0, 0
-
-        async def call() -> None:
-            nonlocal running, most
-            async with reader.turn("RegisterLayout", LAYOUT):
-                running += 1
-                most = max(most, running)
-                await asyncio.sleep(0)
-                running -= 1
-
-        await asyncio.gather(*(call() for _ in range(5)))
-        return most
-
-    assert asyncio.run(main()) == LAYOUT.max_running == 1
+    main_thread = threading.main_thread().name
+    assert [name == main_thread for name in threads] == [True, True, False, False]
+    assert threads[-1].startswith("parse")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
+from servicekit.telemetry import metrics_server
 from servicekit.telemetry.histogram import Histogram
 from servicekit.telemetry.metrics import (
     PROCESS,
@@ -16,7 +19,12 @@ from servicekit.telemetry.metrics import (
     Sample,
     exposition,
 )
-from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.metrics_server import (
+    MAX_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    PEER_SHARE,
+    MetricsServer,
+)
 
 OWN = Namespace("service_")
 DEFINITIONS = Definitions(
@@ -108,3 +116,36 @@ def test_a_port_in_use_is_named() -> None:
         pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{server.port}: "),
     ):
         MetricsServer(registry, "127.0.0.1", server.port)
+
+
+def test_metrics_are_served_while_strangers_hold_half_sent_headers() -> None:
+    """Of 100 connections of one address, each with more headers than are read."""
+    registry = MetricRegistry(DEFINITIONS)
+    registry.gauge("gateway:queue").labels("a").set(3)
+    with closing(MetricsServer(registry, "127.0.0.1", 0)) as server, ExitStack() as stack:
+        for _ in range(100):
+            address = ("127.0.0.1", server.port)
+            connection = stack.enter_context(socket.create_connection(address, 10))
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nx: " + b"y" * 8000)
+            held = [thread for thread in threading.enumerate() if thread.name == "scrape"]
+            assert len(held) <= MAX_CONNECTIONS * PEER_SHARE
+        # Another address has places of its own.
+        other = socket.create_connection(address, 10, source_address=("127.0.0.2", 0))
+        with other:
+            other.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"200 OK" in other.recv(100)
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nx: " + b"y" * MAX_HEADER_BYTES, b"GET / HT"])
+def test_headers_that_are_large_or_late_end_a_connection(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = len(sent) < MAX_HEADER_BYTES
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.05 if late else 60)
+    with (
+        closing(MetricsServer(MetricRegistry(DEFINITIONS), "127.0.0.1", 0)) as server,
+        socket.create_connection(("127.0.0.1", server.port), 10) as connection,
+        suppress(ConnectionResetError),
+    ):
+        connection.sendall(sent)
+        assert connection.recv(100) == b""

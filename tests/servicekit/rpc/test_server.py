@@ -1,0 +1,123 @@
+"""What a server takes of connections that make no call: few, and for a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from adapter_store.config import StoreSettings
+from servicekit.rpc import server
+from servicekit.rpc.requests import RequestBounds
+from servicekit.rpc.server import RpcServer
+from servicekit.rpc.tls import CertificateFiles
+from tests.adapter_store.certificates import Authority
+from tests.support.http2 import Connection
+
+REQUESTS = {"Do": RequestBounds(BytesValue)}
+
+
+def use_option(monkeypatch: pytest.MonkeyPatch, name: str, usual: int, value: int) -> None:
+    """Makes servers have another value of an option that is `usual`."""
+    options = dict(server.OPTIONS)
+    assert options[name] == usual
+    monkeypatch.setattr(server, "OPTIONS", tuple((options | {name: value}).items()))
+
+
+@asynccontextmanager
+async def serving(settings: StoreSettings) -> AsyncIterator[str]:
+    served = RpcServer("our.Service", "127.0.0.1:0", CertificateFiles(settings), (), REQUESTS)
+    await served.start(lambda server: None)
+    served.set_serving(True)
+    try:
+        yield served.address
+    finally:
+        await served.close()
+
+
+async def check(channel: grpc.aio.Channel) -> None:
+    answer = await HealthStub(channel).Check(HealthCheckRequest(), wait_for_ready=True, timeout=30)
+    assert answer.status == HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_handshake_that_never_ends_is_ended(
+    sent: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS that says nothing, or the beginning of a hello."""
+    use_option(monkeypatch, "grpc.server_handshake_timeout_ms", 10_000, 300)
+    authority = Authority(tmp_path)
+    cert, key = authority.issue("server")
+
+    def hold(address: str) -> list[bytes]:
+        host, _, port = address.rpartition(":")
+        held = [socket.create_connection((host, int(port)), 30) for _ in range(20)]
+        for each in held:
+            each.sendall(sent)
+        answers = [each.recv(100) for each in held]  # b"": the server has closed it
+        for each in held:
+            each.close()
+        return answers
+
+    async def main() -> list[bytes]:
+        async with serving(StoreSettings(tls_cert_file=cert, tls_key_file=key)) as address:
+            holding = asyncio.create_task(asyncio.to_thread(hold, address))
+            credentials = grpc.ssl_channel_credentials(authority.pem)
+            async with grpc.aio.secure_channel(address, credentials) as channel:
+                await check(channel)
+            return await holding
+
+    assert asyncio.run(main()) == [b""] * 20
+
+
+def test_connections_are_few_and_their_places_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_option(monkeypatch, "grpc.max_allowed_incoming_connections", 2048, 4)
+
+    def fill(address: str) -> list[Connection]:
+        held = [Connection(address) for _ in range(4)]
+        for each in held:
+            each.receive(10)
+            assert each.is_open
+        with Connection(address) as refused:
+            refused.receive(10)
+            assert not refused.is_open
+        return held
+
+    async def main() -> None:
+        async with serving(StoreSettings()) as address:
+            held = await asyncio.to_thread(fill, address)
+            with held[0]:
+                pass
+            async with grpc.aio.insecure_channel(address) as channel:
+                await check(channel)
+            for each in held[1:]:
+                with each:
+                    pass
+
+    asyncio.run(main())
+
+
+def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_option(monkeypatch, "grpc.max_connection_idle_ms", 600_000, 300)
+
+    def wait_closed(address: str) -> bool:
+        with Connection(address) as connection:
+            for _ in range(100):
+                connection.receive(0.3)
+                if not connection.is_open:
+                    return True
+        return False
+
+    async def main() -> bool:
+        async with serving(StoreSettings()) as address:
+            return await asyncio.to_thread(wait_closed, address)
+
+    assert asyncio.run(main())

@@ -1,0 +1,51 @@
+"""Calls a method again and again, several at once and at the lowest priority, until its standard
+input ends. Prints a line once it has got an answer, and at the end each code and how often."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import grpc
+
+NUM_CALLS = 8
+
+
+def main(address: str, token: str, path: str, kind: str, body_file: str) -> None:
+    os.nice(19)
+    body = Path(body_file).read_bytes()
+    metadata = (("authorization", f"Bearer {token}"),)
+    codes: Counter[str] = Counter()
+    ends = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        call = getattr(channel, kind)(path)
+
+        def repeat() -> None:
+            while not ends.is_set():
+                sent = iter([body]) if kind.startswith("stream") else body
+                made = call(sent, metadata=metadata, timeout=60)
+                try:
+                    for _ in made:
+                        pass
+                except grpc.RpcError:
+                    pass
+                if not codes:
+                    print("begun", flush=True)
+                codes[made.code().name] += 1
+
+        threads = [threading.Thread(target=repeat) for _ in range(NUM_CALLS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for code, number in codes.items():
+        print(code, number)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
