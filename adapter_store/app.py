@@ -58,12 +58,7 @@ from adapter_store.sources.local import LocalSource
 from adapter_store.sources.s3 import S3Source
 from adapter_store.sources.staging import FetchLimits
 from adapter_store.sources.transfer import FetchRunner
-from adapter_store.store_status import (
-    catalog_samples,
-    place_samples,
-    volume_samples,
-    work_samples,
-)
+from adapter_store.store_status import catalog_samples, volume_samples, work_samples
 from loadout.adapter_store.v1 import adapter_store_pb2
 from loadout.adapter_store.v1.adapter_store_pb2_grpc import (
     add_AdapterStoreServiceServicer_to_server,
@@ -88,6 +83,7 @@ from servicekit.settings.types import split_address
 from servicekit.shares import INTERNAL, FairExecutor, Pace, Shares
 from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.place_metrics import place_samples
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
 

@@ -12,6 +12,7 @@ from adapter_store.images.disk_tier import TierCounts
 from adapter_store.images.pull import ActivePull
 from servicekit.shares import PlaceUse
 from servicekit.telemetry.metrics import Sample
+from servicekit.telemetry.place_metrics import place_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,6 @@ def volume_samples(folder: Path) -> list[Sample]:
     except OSError:
         return []
     return [Sample("volume_free_bytes", usage.free), Sample("volume_capacity_bytes", usage.total)]
-
-
-def place_samples(use: PlaceUse) -> list[Sample]:
-    """Returns how full a place is as metrics."""
-    return [
-        Sample("place_used", use.used, (use.name,)),
-        Sample("place_capacity", use.capacity, (use.name,)),
-        Sample("place_waiting", use.num_waiting, (use.name,)),
-        Sample("place_refusals", use.num_refused, (use.name,)),
-    ]
 
 
 def _sizes(tier: str, counts: TierCounts) -> list[Sample]:

@@ -68,7 +68,9 @@ from servicekit.rpc.server import (
 from servicekit.rpc.tls import CertificateFiles, check_exposure
 from servicekit.settings.types import split_address
 from servicekit.shares import Shares
+from servicekit.telemetry.metrics import Sample
 from servicekit.telemetry.metrics_server import MetricsServer
+from servicekit.telemetry.place_metrics import place_samples
 from servicekit.telemetry.recent_errors import CallEnd, RecentErrors
 from servicekit.telemetry.tracing import open_tracing
 
@@ -257,6 +259,7 @@ class InferenceServer:
         self._engine: Engine | None = None
         self._prompts: PromptEncoder | None = None
         self._store: StoreConnection | None = None
+        self._metrics.registry.collect_samples(self._place_samples)
 
     async def start(self, engine: Engine, text: TextModel, facts: ServerFacts) -> None:
         """Starts the engine, the link to the store, and answering. The server stops the engine
@@ -378,6 +381,15 @@ class InferenceServer:
     def _repointed(self, old_digest: str, new_digest: str) -> None:
         assert self._async_engine is not None
         self._async_engine.send(Repointed(old_digest, new_digest))
+
+    def _place_samples(self) -> Iterator[Sample]:
+        places = [*self._places.shares]
+        if self._prompts is not None:
+            places.append(self._prompts.threads)
+        if self._http is not None:
+            places.append(self._http.connections)
+        for place in places:
+            yield from place_samples(place.use())
 
     async def _set_serving(self, is_serving: bool) -> None:
         """Sets what health checks answer, over gRPC and HTTP."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
+from servicekit.telemetry.place_metrics import define_places
 
 PREFIX = "loadout_store_"
 _OWN = Namespace(PREFIX)
@@ -76,21 +77,7 @@ IMAGES = (
     _OWN.gauge("volume_capacity_bytes", "Total bytes of the data folder's file system."),
 )
 
-PLACES = (
-    _OWN.gauge(
-        "place_used",
-        "Units in use of what tenants share (docs/security.md): bytes of the places that are named "
-        "so, else uploads, threads, images.",
-        "place",
-    ),
-    _OWN.gauge("place_capacity", "Units that there are.", "place"),
-    _OWN.gauge("place_waiting", "Calls, or images, that wait for their turn.", "place"),
-    _OWN.counter(
-        "place_refusals",
-        "Calls that were refused because the place was full, or their tenant had its share.",
-        "place",
-    ),
-)
+PLACES = define_places(_OWN)
 
 CATALOG = (
     _OWN.gauge("revision", "Newest catalog revision."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from servicekit.telemetry.histogram import QUEUE_BOUNDS_S, REQUEST_BOUNDS_S
 from servicekit.telemetry.metrics import PROCESS, Definitions, Namespace
+from servicekit.telemetry.place_metrics import define_places
 
 PREFIX = "loadout_inference_"
 _OWN = Namespace(PREFIX)
@@ -244,6 +245,7 @@ SECTIONS = {
     "Adapters in memory": TIERS,
     "Loads and the store": LOADS,
     "Steps and pages": STEPS,
+    "Places that tenants share": define_places(_OWN),
     "Process": ABOUT,
     "For gateways": GATEWAYS,
 }

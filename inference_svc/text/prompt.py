@@ -12,7 +12,7 @@ from typing import Protocol, TypeGuard, cast
 
 from inference_svc.errors import TemplateTimeout
 from servicekit.errors import InvalidArgument
-from servicekit.shares import FairExecutor
+from servicekit.shares import FairExecutor, Shares
 
 INLINE_CHARS = 2000
 """Shorter texts are tokenised inline: a change of threads would cost more."""
@@ -66,6 +66,10 @@ class PromptEncoder:
 
     def close(self) -> None:
         self._threads.close()
+
+    @property
+    def threads(self) -> Shares:
+        return self._threads.shares
 
     def threads_of(self, account: str) -> Executor:
         """Returns an account's executor for what else is long before its prompts are tokenised."""

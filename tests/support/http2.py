@@ -38,10 +38,11 @@ def _literal(name: str, value: str) -> bytes:
 
 
 class Connection:
-    """A connection with any number of streams. `ended` has the streams that the server has ended,
+    """A connection with any number of streams, of each of which the server may send `window` bytes,
+    64 KiB if None. `ended` has the streams that the server has ended,
     and 0 once it ends the connection."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, window: int | None = None) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=5)
         self._received = b""
@@ -49,7 +50,8 @@ class Connection:
         self._window = 65_535
         self._windows: dict[int, int] = {}
         self.ended: set[int] = set()
-        self._send(PREFACE + _frame(SETTINGS, 0, 0))
+        own = b"" if window is None else struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
+        self._send(PREFACE + _frame(SETTINGS, 0, 0, own))
 
     def __enter__(self) -> Self:
         return self

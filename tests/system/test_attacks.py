@@ -26,6 +26,7 @@ from tests.adapter_store.service.guarded import token_of
 from tests.support.http2 import Connection, message
 from tests.support.wait import until
 from tests.system.attacked import Attacked, attacked_inference, attacked_store
+from tests.system.attacks import HEALTH, MESSAGES, SERVICES, paths_of, stray_calls
 from tests.system.zoo import Zoo
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -39,12 +40,6 @@ ATTACK_S = 10.0
 NUM_PROBES = 60
 MAX_VICTIM_S = 2.0
 """Far above what is measured, for machines that do much else."""
-HEALTH = "/grpc.health.v1.Health"
-REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-SERVICES = {
-    "store": store_pb.DESCRIPTOR.services_by_name["AdapterStoreService"],
-    "inference": inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -74,32 +69,6 @@ both = pytest.mark.parametrize(
 )
 
 
-def paths_of(name: str) -> list[str]:
-    """Returns the paths of every method that a service has, and of one that it has not."""
-    found = SERVICES[name]
-    own = [f"/{found.full_name}/{method.name}" for method in found.methods]
-    return [*own, f"{HEALTH}/Check", f"{HEALTH}/Watch", REFLECTION, "/no.Such/Method"]
-
-
-def attack(address: str, path: str, dice: random.Random) -> Connection:
-    """Makes up to a hundred calls of a method without a token within a second, and leaves them as
-    they are."""
-    end_s = time.monotonic() + 1
-    connection = Connection(address)
-    connection.receive(0.05)
-    for _ in range(dice.choice((1, 4, 100))):
-        size = dice.choice((0, 100, 60_000, 1 << 20, (8 << 20) - 100, 60 << 20))
-        payload = dice.choice((b"\0", b"\x12\x7f" + b"x" * 127, b"\xf8\x07\x01")) * (1 << 14)
-        payload = (payload * (size // len(payload) + 1))[:size]
-        sent = dice.choice((len(payload), len(payload) - 1, len(payload) // 2))
-        stream = connection.call(path, **dice.choice(({}, {"authorization": "Bearer guess"})))
-        whole = message(payload, compressed=dice.random() < 0.1)[: sent + 5]
-        connection.send(stream, whole, end=dice.random() < 0.5, wait_s=0.02)
-        if not connection.is_open or time.monotonic() > end_s:
-            break
-    return connection
-
-
 @both
 def test_strangers_hold_little(service: Attacked, name: str) -> None:
     """Whatever they send and keep open, whole messages or parts, in whatever order."""
@@ -110,7 +79,7 @@ def test_strangers_hold_little(service: Attacked, name: str) -> None:
         plan = paths_of(name) + [f"{HEALTH}/Check", f"{HEALTH}/Watch"] * 5
         end_s = time.monotonic() + ATTACK_S
         for path in itertools.chain(plan, iter(lambda: dice.choice(plan), None)):
-            held.append(stack.enter_context(attack(service.address, path, dice)))
+            held.append(stack.enter_context(stray_calls(service.address, path, dice)))
             if time.monotonic() > end_s and len(held) > 200 + len(plan):
                 break
     print(f"{name}: {len(held)} connections, {grown[0]:.1f} MiB")
@@ -183,66 +152,6 @@ VICTIMS: dict[str, tuple[str, Message]] = {
 }
 
 
-def delimited(field: int, body: bytes) -> bytes:
-    size, length = len(body), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    return bytes([field << 3 | 2, *length, size]) + body
-
-
-def empty_targets(num_targets: int) -> bytes:
-    return delimited(1, b"\x2a\x00" * num_targets)
-
-
-def labels() -> bytes:
-    return b"".join(b"\x3a\x0a\x0a\x05%05d\x12\x01x" % (n % 100_000) for n in range(690_000))
-
-
-def long_filter() -> bytes:
-    text = " ".join(f"label.a{number}=b" for number in range(28_000))
-    return store_pb.ListAdaptersRequest(filter=text).SerializeToString()
-
-
-def valid_layout() -> bytes:
-    target: dict[str, Any] = {"kind": 1, "in_features": 64, "out_features": 64}
-    targets = [
-        store_pb.Target(name=f"model.layers.{layer}.a{number}", layer=layer, group="g", **target)
-        for layer in range(50)
-        for number in range(1000)
-    ]
-    layout = store_pb.ModelLayout(
-        base_model="x", config_sha256="a" * 64, dtype=1, image_formats=[1], targets=targets
-    )
-    return store_pb.RegisterLayoutRequest(layout=layout).SerializeToString()
-
-
-UNKNOWN = b"\xf8\x07\x01"
-ATTACKS: dict[str, tuple[str, str, str, Callable[[], bytes]]] = {
-    "labels": ("store", "attacker", "RegisterAdapter", labels),
-    "tenants": ("store", "attacker", "GetAdapter", lambda: b"\x12\x01a" * 2_700_000),
-    "empty targets": ("store", "server", "RegisterLayout", lambda: empty_targets(1 << 17)),
-    "more empty targets": ("store", "server", "RegisterLayout", lambda: empty_targets(4_000_000)),
-    "targets": ("store", "server", "RegisterLayout", valid_layout),
-    "unknown fields": ("store", "attacker", "WatchAdapters", lambda: UNKNOWN * 2_700_000),
-    "unknown fields of a chunk": (
-        *("store", "attacker", "UploadAdapter"),
-        lambda: delimited(2, UNKNOWN * 1_390_000),
-    ),
-    "filter": ("store", "attacker", "ListAdapters", long_filter),
-    "ids that are not packed": (
-        *("inference", "attacker", "Generate"),
-        lambda: delimited(5, b"\x08\x01" * 2_000_000),
-    ),
-    "empty messages of a chat": (
-        *("inference", "attacker", "Generate"),
-        lambda: delimited(6, b"\x0a\x00" * 16_384),
-    ),
-    "a long text": ("inference", "attacker", "Generate", lambda: delimited(4, b"x " * 2_090_000)),
-}
-"""The service, the token, the method and the message, all of a size that gRPC lets arrive."""
-
-
 @contextmanager
 def repeated(
     service: Attacked, path: str, kind: str, token: str, body: bytes
@@ -266,12 +175,12 @@ def repeated(
         codes[code] += int(number or 0)  # two may have begun at the same moment
 
 
-@pytest.mark.parametrize("attack_name", ATTACKS)
+@pytest.mark.parametrize("attack_name", MESSAGES)
 def test_work_of_one_caller_does_not_stop_others(
     request: pytest.FixtureRequest, attack_name: str
 ) -> None:
     """Others are answered while it goes on, and it keeps no more than its share of the memory."""
-    name, token, method, make = ATTACKS[attack_name]
+    name, token, method, make = MESSAGES[attack_name]
     service: Attacked = request.getfixturevalue(name)
     found = SERVICES[name].methods_by_name[method]
     kind = f"{'stream' if found.client_streaming else 'unary'}_stream"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.dashboards import adapters_tiers, fleet_engine, limits, links
 from tools.dashboards.board import Board, Row
 from tools.dashboards.panels import Panel, Query, distribution, lines, number, percentiles
+from tools.dashboards.places import places
 from tools.dashboards.queries import INFERENCE, REPLICA, STORE, WHICH
 
 _FAILED = "instance:loadout_inference_generate_errors:ratio_rate5m"
@@ -24,6 +25,7 @@ def build() -> Board:
             Row("Steps", fleet_engine.steps()),
             Row("Pages", fleet_engine.pages()),
             Row("Memory", fleet_engine.memory()),
+            Row("Places that tenants share", places(INFERENCE)),
             Row("Replicas", fleet_engine.replicas()),
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.dashboards import limits, links, store_images
 from tools.dashboards.board import Board, Row
 from tools.dashboards.panels import Panel, Query, lines, number, percentiles
+from tools.dashboards.places import places
 from tools.dashboards.queries import REPLICA, STORE, WHICH
 
 _STREAMS = "PullAdapter|WatchAdapters|UploadAdapter"
@@ -24,7 +25,7 @@ def build() -> Board:
             Row("Pulls", store_images.pulls()),
             Row("Images", store_images.images()),
             Row("Tiers", store_images.tiers()),
-            Row("Places that tenants share", store_images.places()),
+            Row("Places that tenants share", places(STORE)),
             Row("Catalog and disk", store_images.catalog()),
             Row("Replicas", store_images.replicas()),
         ],

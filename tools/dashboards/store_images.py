@@ -133,37 +133,6 @@ def tiers() -> list[Panel]:
     ]
 
 
-def places() -> list[Panel]:
-    return [
-        lines(
-            "Share in use",
-            "Of each place, in the fullest replica. One tenant holds at most its share of what "
-            "others leave, so a full place has several at work.",
-            "percentunit",
-            Query(
-                f"max by (place) ({STORE.series('place_used')} / {STORE.series('place_capacity')})",
-                "{{place}}",
-            ),
-            span=8,
-            maximum=1,
-        ),
-        lines(
-            "Waiting for their turn",
-            "Calls, and images to be built, by what they wait for. Tenants take turns.",
-            "short",
-            Query(STORE.sum("place_waiting", "place"), "{{place}}"),
-            span=8,
-        ),
-        lines(
-            "Refusals",
-            "SHARE_EXCEEDED: the place was full, or the tenant had its share.",
-            "cps",
-            Query(STORE.rate("place_refusals_total", "place"), "{{place}}"),
-            span=8,
-        ),
-    ]
-
-
 def catalog() -> list[Panel]:
     return [
         lines(

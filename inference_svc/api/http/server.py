@@ -23,6 +23,7 @@ from inference_svc.api.http.connections import (
 from inference_svc.api.http.middleware import RequestMiddleware
 from servicekit.rpc.tls import CertificateFiles, rotating_context
 from servicekit.settings.types import split_address
+from servicekit.shares import Shares
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_SECONDS = 75
@@ -82,6 +83,11 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._app: RequestMiddleware | None = None
+
+    @property
+    def connections(self) -> Shares:
+        """Those that known callers' requests hold."""
+        return self._limit.busy
 
     async def start(self, app: RequestMiddleware) -> None:
         self._app = app

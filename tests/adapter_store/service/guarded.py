@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Engine, event
 
@@ -34,11 +35,13 @@ def write_policy(folder: Path, *parts: str) -> Path:
 
 
 @contextmanager
-def counted_statements():
-    """Gives a list that the catalog's statements are put into as they run."""
+def counted_statements() -> Iterator[list[str]]:
+    """Yields a list that the catalog's statements are put into as they run."""
     statements: list[str] = []
 
-    def note(conn, cursor, statement, parameters, context, executemany) -> None:
+    def note(
+        conn: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool
+    ) -> None:
         statements.append(statement)
 
     event.listen(Engine, "before_cursor_execute", note)
@@ -48,7 +51,7 @@ def counted_statements():
         event.remove(Engine, "before_cursor_execute", note)
 
 
-def answer_of(error) -> tuple[object, ...]:
+def answer_of(error: Any) -> tuple[object, ...]:
     """All of an answer that a caller can see."""
     return error.code(), error.details(), error.trailing_metadata()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.adapter_store.service.test_pulls import make_large
+from tests.support.dripping import DrippingServer
 from tests.support.wait import TIMEOUT_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -153,42 +153,6 @@ def test_staged_bytes_of_all_are_shared(start, tenants, make_adapter) -> None:
         assert b.upload("mine", files_of(make_adapter())).adapter.version == 1
     finally:
         trickle.end()
-
-
-class DrippingServer:
-    """An S3 service that begins every answer, and sends a byte of it from time to time."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.connections: list[socket.socket] = []
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            self.connections.append(connection)
-            self._threads.append(threading.Thread(target=self._drip, args=(connection,)))
-            self._threads[-1].start()
-
-    def _drip(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
-            while not self._over.wait(0.1):
-                connection.sendall(b"x")
-
-    def close(self) -> None:
-        self._over.set()
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for thread in self._threads:
-            thread.join()
 
 
 @pytest.fixture

@@ -1,0 +1,285 @@
+"""What others notice of an attack: `GetAdapter` and `Generate` of one tenant while another tenant,
+or somebody without a token, does their worst.
+
+    python -m bench.attacks [--only NAME ...] [--window 8] [--rounds 3] [--checkout FOLDER]
+                            [--out FILE]
+
+Both services as processes under a policy. A tenant calls `GetAdapter` every ten milliseconds, and
+four of its requests decode with its own adapter all the while. An attacker is a process of its own
+at the lowest priority: what it computes itself is not the services' work. Quiet windows and
+attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after.
+Memory is how far each service's peak lies above what it held when the attack began, the worst of
+the rounds. With --checkout the services are those of another commit: what an attack cost before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from bench.attackers import ATTACKER, ATTACKERS, MODEL, SERVER, STRANGERS, Target
+from bench.models import RANK, Prepared, arena_bytes, prepare, prompts
+from bench.results import FOLDER, median, percentile, show, write
+from loadout import Client
+from loadout.demo.process import Process
+from loadout.types import ImageState
+from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
+from tests.support.dripping import DrippingServer
+
+VICTIM = "victim"
+TOKENS = (
+    ROOT,
+    token_lines(VICTIM, ["reader", "publisher", "caller"], ["team-v"]),
+    token_lines(ATTACKER, ["reader", "publisher", "caller"], ["team-x"]),
+    token_lines(SERVER, ["server"], ["team-x"]),
+    token_lines("inference", ["server"], ["*"]),
+)
+NUM_GENERATING, NUM_IN, NUM_OUT = 4, 32, 64
+GET_PAUSE_S = 0.01
+SETTLE_S = 1.0
+READY_S, GRACE_S = 120.0, 45.0
+MAX_GET_P99_S, MIN_RATE = 0.1, 0.9
+MAX_STRANGER_MIB = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a tenant observed in a window."""
+
+    get_p99_s: float
+    get_longest_s: float
+    tokens_per_s: float
+
+
+class Tenant:
+    """Calls all the while; `observe` returns what it saw in the next seconds."""
+
+    def __init__(self, store: str, inference: str, vocab: int) -> None:
+        token = token_of(VICTIM)
+        self._client = Client(store=store, inference=inference, token=token, timeout_s=None)
+        self._prompt = prompts(1, NUM_IN, vocab)[0]
+        self._over = threading.Event()
+        self._gets: list[float] = []
+        self._num_tokens = 0
+        self._threads = [
+            threading.Thread(target=self._get),
+            *(threading.Thread(target=self._generate) for _ in range(NUM_GENERATING)),
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+
+    def observe(self, seconds: float) -> Window:
+        num_gets, num_tokens, start_s = len(self._gets), self._num_tokens, time.monotonic()
+        time.sleep(seconds)
+        elapsed_s = time.monotonic() - start_s
+        gets = self._gets[num_gets:] or [elapsed_s]
+        rate = (self._num_tokens - num_tokens) / elapsed_s
+        return Window(percentile(gets, 99), max(gets), rate)
+
+    def _get(self) -> None:
+        while not self._over.wait(GET_PAUSE_S):
+            start_s = time.monotonic()
+            self._client.get("team-v/mine")
+            self._gets.append(time.monotonic() - start_s)
+
+    def _generate(self) -> None:
+        while not self._over.is_set():
+            for chunk in self._client.generate(
+                self._prompt, adapter="team-v/mine", max_tokens=NUM_OUT, ignore_eos=True
+            ):
+                self._num_tokens += len(chunk.token_ids)
+
+
+class Attacked:
+    """Both services, and one adapter of each tenant."""
+
+    def __init__(
+        self, prepared: Prepared, folder: Path, dripping: DrippingServer, checkout: Path
+    ) -> None:
+        self._checkout = checkout
+        policy = write_policy(folder, *TOKENS)
+        token_file = folder / "token"
+        token_file.write_text(token_of("inference"))
+        common = ["--policy-file", str(policy), "--log-level", "error"]
+        self._processes: dict[str, Process] = {}
+        store = self._start(
+            "store",
+            folder,
+            [
+                *("adapter_store", *common, "--data-dir", str(folder / "data")),
+                *("--source-roots", str(prepared.model_dir.parent)),
+                *("--s3-buckets", "bucket", "--s3-endpoint-url", dripping.url),
+            ],
+        )
+        inference = self._start(
+            "inference",
+            folder,
+            [
+                *("inference_svc", *common, "--http", "127.0.0.1:0", "--store", store["grpc"]),
+                *("--model", str(prepared.model_dir), "--base-model", MODEL),
+                *("--store-token-file", str(token_file), "--num-threads", "1"),
+                *("--max-model-len", "2048", "--max-loras", "4", "--kv-memory", str(1 << 30)),
+                *("--max-lora-rank", str(RANK)),
+                *("--adapter-memory", str(arena_bytes(prepared.name, 4))),
+            ],
+        )
+        digest, layout_id = self._register(store["grpc"], prepared)
+        self.target = Target(store["grpc"], inference["grpc"], inference["http"], digest, layout_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in reversed(self._processes.values()):
+            failure = process.failure_of(process.stop(GRACE_S))
+            if failure is not None:
+                raise failure
+
+    @contextmanager
+    def grown_mib(self) -> Iterator[dict[str, float]]:
+        """Yields a dictionary that gets how far each service's peak rose in the context."""
+        before = {}
+        for name, process in self._processes.items():
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak counts from here
+            before[name] = _status_mib(process.pid, "VmRSS")
+        grown: dict[str, float] = {}
+        yield grown
+        for name, process in self._processes.items():
+            grown[name] = _status_mib(process.pid, "VmHWM") - before[name]
+
+    def _start(self, name: str, folder: Path, flags: Sequence[str]) -> dict[str, str]:
+        ready = folder / f"{name}.json"
+        free = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+        environment = ["AWS_ACCESS_KEY_ID=k", "AWS_SECRET_ACCESS_KEY=s"]
+        there = ["env", "-C", str(self._checkout), *environment]
+        command = [*there, sys.executable, "-m", *flags, *free, "--ready-file", str(ready)]
+        self._processes[name] = Process(name, command, folder, ready)
+        return self._processes[name].wait_ready(READY_S)
+
+    @staticmethod
+    def _register(store: str, prepared: Prepared) -> tuple[str, str]:
+        """Registers the tenants' adapters. Returns what the attacker pulls."""
+        with Client(store=store, token=token_of("root")) as client:
+            for name, adapter in (("team-v/mine", "0"), ("team-x/theirs", "1")):
+                client.register(name, f"file://{prepared.adapters[adapter]}")
+            while True:
+                found = client.get("team-x/theirs")
+                if found.layout_states and found.layout_states[0].state is ImageState.READY:
+                    return found.digest, found.layout_states[0].layout_id
+                time.sleep(0.05)
+
+
+def _status_mib(pid: int, name: str) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(name)
+
+
+@contextmanager
+def attacking(name: str, target: Target) -> Iterator[None]:
+    """An attacker runs, at the lowest priority, until the context ends."""
+    command = ["nice", "-n", "19", sys.executable, "-m", "bench.attackers", name]
+    arguments = json.dumps(dataclasses.asdict(target))
+    process = subprocess.Popen([*command, arguments], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begins\n"
+        yield
+        assert process.poll() is None, f"{name} ended by itself"
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> dict[str, float]:
+    """One attack between two quiet windows."""
+    before = tenant.observe(seconds / 2)
+    with attacked.grown_mib() as grown, attacking(name, attacked.target):
+        time.sleep(SETTLE_S)
+        during = tenant.observe(seconds)
+    time.sleep(SETTLE_S)
+    after = tenant.observe(seconds / 2)
+    quiet = (before.tokens_per_s + after.tokens_per_s) / 2
+    return {
+        "quiet_get_p99_s": max(before.get_p99_s, after.get_p99_s),
+        "get_p99_s": during.get_p99_s,
+        "get_longest_s": during.get_longest_s,
+        "tokens_per_s": during.tokens_per_s,
+        "rate": during.tokens_per_s / quiet,
+        **{f"{service}_grown_mib": each for service, each in grown.items()},
+    }
+
+
+def summarize(name: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Medians, of memory the most; and whether the bars hold."""
+    found: dict[str, Any] = {
+        key: (max if key.endswith("_mib") else median)([each[key] for each in rounds])
+        for key in rounds[0]
+    }
+    found["rounds"] = list(rounds)
+    grown = max(found["store_grown_mib"], found["inference_grown_mib"])
+    found["holds"] = (
+        found["get_p99_s"] <= MAX_GET_P99_S
+        and found["rate"] >= MIN_RATE
+        and (name not in STRANGERS or grown <= MAX_STRANGER_MIB)
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=ATTACKERS, default=list(ATTACKERS))
+    parser.add_argument("--window", type=float, default=8.0, help="seconds")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--checkout", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=FOLDER / "attacks.json")
+    args = parser.parse_args()
+    prepared = prepare(MODEL, 2)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in args.only}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+        dripping = DrippingServer()
+        stack.callback(dripping.close)
+        attacked = stack.enter_context(Attacked(prepared, folder, dripping, args.checkout))
+        target = attacked.target
+        tenant = stack.enter_context(Tenant(target.store, target.inference, prepared.vocab))
+        tenant.observe(SETTLE_S)  # the adapter comes
+        for _ in range(args.rounds):
+            for name in args.only:
+                rounds[name].append(measure(name, attacked, tenant, args.window))
+                print(name, rounds[name][-1], flush=True)
+    result = {name: summarize(name, each) for name, each in rounds.items()}
+    columns = ("get_p99_s", "rate", "store_grown_mib", "inference_grown_mib", "holds")
+    show(
+        f"attacks, medians of {args.rounds} rounds",
+        ("attack", "GetAdapter p99, s", "Generate's rate", "store, MiB", "inference, MiB", "holds"),
+        [(name, *(each[key] for key in columns)) for name, each in result.items()],
+    )
+    write(args.out, "attacks", {"attacks": result})
+
+
+if __name__ == "__main__":
+    main()

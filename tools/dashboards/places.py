@@ -1,0 +1,35 @@
+"""Panels of what tenants share, alike for both services."""
+
+from __future__ import annotations
+
+from tools.dashboards.panels import Panel, Query, lines
+from tools.dashboards.queries import Service
+
+
+def places(service: Service) -> list[Panel]:
+    used, capacity = service.series("place_used"), service.series("place_capacity")
+    return [
+        lines(
+            "Share in use",
+            "Of each place, in the fullest replica. One tenant holds at most its share of what "
+            "others leave, so a full place has several at work.",
+            "percentunit",
+            Query(f"max by (place) ({used} / {capacity})", "{{place}}"),
+            span=8,
+            maximum=1,
+        ),
+        lines(
+            "Waiting for their turn",
+            "Calls, or images to be built, by what they wait for. Tenants take turns.",
+            "short",
+            Query(service.sum("place_waiting", "place"), "{{place}}"),
+            span=8,
+        ),
+        lines(
+            "Refusals",
+            "SHARE_EXCEEDED: the place was full, or the tenant had its share.",
+            "cps",
+            Query(service.rate("place_refusals_total", "place"), "{{place}}"),
+            span=8,
+        ),
+    ]
