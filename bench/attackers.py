@@ -226,7 +226,14 @@ def half_sent_headers(target: Target) -> None:
     half_sent(target, b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"x" * 30_000)
 
 
+def compute(target: Target) -> None:
+    """No attack: what its own processor time does to others, where two share a core."""
+    while True:
+        sum(range(1 << 16))
+
+
 ATTACKERS: dict[str, Callable[[Target], None]] = {
+    "none: computes only": compute,
     **{f"{each.service}: {name}": messages(name) for name, each in attacks.MESSAGES.items()},
     "store: strangers": lambda target: strangers(target.store, "store"),
     "store: watches of 60 MiB": large_watches,

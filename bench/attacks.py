@@ -7,7 +7,8 @@ or somebody without a token, does their worst.
 Both services as processes under a policy. A tenant calls `GetAdapter` every ten milliseconds, and
 four of its requests decode with its own adapter all the while. An attacker is a process of its own
 at the lowest priority: what it computes itself is not the services' work. Quiet windows and
-attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after.
+attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. The
+attacker that only computes shows what its processor time costs, where two threads share a core.
 Memory is how far each service's peak lies above what it held when the attack began, the worst of
 the rounds. With --checkout the services are those of another commit: what an attack cost before.
 """
