@@ -319,9 +319,15 @@ def test_threads_are_there_when_no_more_can_be_started() -> None:
 
 def test_a_shutdown_cancels_what_waits() -> None:
     executor = FairExecutor(1, "calls")
-    go_on = threading.Event()
-    running = executor.submit("a", go_on.wait, TIMEOUT_S)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return go_on.wait(TIMEOUT_S)
+
+    running = executor.submit("a", work)
     waiting = executor.submit("a", print)
+    assert begun.wait(TIMEOUT_S)
     threading.Timer(0.05, go_on.set).start()
     executor.close()
     assert running.result()

@@ -19,7 +19,7 @@ def main(address: str, token: str, path: str, kind: str, body_file: str) -> None
     body = Path(body_file).read_bytes()
     metadata = (("authorization", f"Bearer {token}"),)
     codes: Counter[str] = Counter()
-    ends = threading.Event()
+    begun, ends = threading.Event(), threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(address, options=options) as channel:
@@ -34,13 +34,14 @@ def main(address: str, token: str, path: str, kind: str, body_file: str) -> None
                         pass
                 except grpc.RpcError:
                     pass
-                if not codes:
-                    print("begun", flush=True)
                 codes[made.code().name] += 1
+                begun.set()
 
         threads = [threading.Thread(target=repeat) for _ in range(NUM_CALLS)]
         for thread in threads:
             thread.start()
+        begun.wait()
+        print("begun", flush=True)
         for thread in threads:
             thread.join()
     for code, number in codes.items():

@@ -172,7 +172,7 @@ def repeated(
         output, _ = running.communicate()
     for line in output.splitlines():
         code, _, number = line.partition(" ")
-        codes[code] += int(number or 0)  # two may have begun at the same moment
+        codes[code] += int(number)
 
 
 @pytest.mark.parametrize("attack_name", MESSAGES)
@@ -196,7 +196,7 @@ def test_work_of_one_caller_does_not_stop_others(
     print(f"{attack_name}: p99 {p99_s * 1e3:.0f} ms, {grown[0]:.0f} MiB, {dict(codes)}")
     assert p99_s <= MAX_VICTIM_S
     assert grown[0] <= MAX_TENANT_MIB
-    assert codes.keys() - {"begun"} <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    assert codes.keys() <= {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
 
 
 # --- no fault of ours --------------------------------------------------------------------------
