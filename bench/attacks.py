@@ -37,6 +37,7 @@ from loadout.demo.process import Process
 from loadout.types import ImageState
 from tests.adapter_store.service.guarded import ROOT, token_lines, token_of, write_policy
 from tests.support.dripping import DrippingServer
+from tests.support.peak_memory import grown_mib
 
 VICTIM = "victim"
 TOKENS = (
@@ -159,14 +160,14 @@ class Attacked:
     @contextmanager
     def grown_mib(self) -> Iterator[dict[str, float]]:
         """Yields a dictionary that gets how far each service's peak rose in the context."""
-        before = {}
-        for name, process in self._processes.items():
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak counts from here
-            before[name] = _status_mib(process.pid, "VmRSS")
         grown: dict[str, float] = {}
-        yield grown
-        for name, process in self._processes.items():
-            grown[name] = _status_mib(process.pid, "VmHWM") - before[name]
+        with ExitStack() as stack:
+            rising = {
+                name: stack.enter_context(grown_mib(process.pid))
+                for name, process in self._processes.items()
+            }
+            yield grown
+        grown.update({name: each[0] for name, each in rising.items()})
 
     def _start(self, name: str, folder: Path, flags: Sequence[str]) -> dict[str, str]:
         ready = folder / f"{name}.json"
@@ -188,13 +189,6 @@ class Attacked:
                 if found.layout_states and found.layout_states[0].state is ImageState.READY:
                     return found.digest, found.layout_states[0].layout_id
                 time.sleep(0.05)
-
-
-def _status_mib(pid: int, name: str) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(name)
 
 
 @contextmanager

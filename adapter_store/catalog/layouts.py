@@ -34,8 +34,6 @@ MAX_FORGOTTEN = 100
 """How many layouts are forgotten in one transaction."""
 USE_PRECISION = timedelta(hours=1)
 """A use within this time of the last recorded one is not recorded."""
-
-
 FORGET_AFTER_TTLS = 4
 """A layout that was not used for so many times its time to live may be forgotten. A server
 registers its layout whenever it connects."""

@@ -31,6 +31,9 @@ CONCURRENT_HASH_BYTES = 256 << 10
 
 MAX_FILES = 256
 
+CONFIG_BYTES = 1 << 20
+"""What a tenant may stage beyond its quota, which counts weights only."""
+
 FILES_AT_ONCE = 4
 """How many files of an adapter are fetched, and hashed, at the same time."""
 
@@ -45,10 +48,6 @@ class FetchLimits:
     max_adapter_bytes: int
     max_file_bytes: int
     allow_pickle_files: bool = False
-
-
-CONFIG_BYTES = 1 << 20
-"""What a tenant may stage beyond its quota, which counts weights only."""
 
 
 class Abandoned(Exception):

@@ -7,11 +7,12 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from loadout.demo.process import Process
 from tests.adapter_store.service.guarded import ROOT, token_lines, write_policy
+from tests.support.peak_memory import grown_mib
 
 READY_S = 120.0
 GRACE_S = 40.0
@@ -41,16 +42,9 @@ class Attacked:
         log = self._process.log_path
         assert self._process.stop(GRACE_S) == 0, log.read_text()[-2000:]
 
-    @contextmanager
-    def grown_mib(self) -> Iterator[list[float]]:
-        """Yields a list that gets the growth of the resident memory, at most, once the context
-        ends."""
-        grown: list[float] = []
-        process = Path(f"/proc/{self._process.pid}")
-        (process / "clear_refs").write_text("5")  # the peak counts from here
-        before = self._status_kib("VmRSS")
-        yield grown
-        grown.append((self._status_kib("VmHWM") - before) / 1024)
+    def grown_mib(self) -> AbstractContextManager[list[float]]:
+        """See `peak_memory.grown_mib`."""
+        return grown_mib(self._process.pid)
 
     @contextmanager
     def without_files(self) -> Iterator[None]:
@@ -64,12 +58,6 @@ class Attacked:
             yield
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-    def _status_kib(self, name: str) -> int:
-        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1])
-        raise AssertionError(name)
 
 
 def attacked_store(folder: Path) -> Attacked:
