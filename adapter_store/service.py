@@ -49,6 +49,7 @@ from adapter_store.sources.upload import FileChunk, Upload
 from adapter_store.store_status import StoreStatus, Work, WorkDetails
 from servicekit.errors import FailedPrecondition, ServiceError
 from servicekit.refs import AdapterName, AdapterRef
+from servicekit.request_cost import measured
 from servicekit.shares import INTERNAL, FairExecutor, MinimumRate, Pace, Shares
 from servicekit.telemetry import spans
 
@@ -422,7 +423,7 @@ class StoreService:
         self, caller: Principal, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         assert not kwargs
-        calls = self._places.calls.of(caller.account)
+        calls = measured(self._places.calls.of(caller.account))
         return asyncio.get_running_loop().run_in_executor(calls, function, *args)
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:

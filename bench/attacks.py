@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -169,6 +170,13 @@ class Attacked:
             yield grown
         grown.update({name: each[0] for name, each in rising.items()})
 
+    def processor_s(self) -> dict[str, float]:
+        """Returns how much processor time each service has used, children that live included."""
+        return {
+            name: sum(_processor_s(each) for each in [process.pid, *_children(process.pid)])
+            for name, process in self._processes.items()
+        }
+
     def _start(self, name: str, folder: Path, flags: Sequence[str]) -> dict[str, str]:
         ready = folder / f"{name}.json"
         free = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
@@ -191,6 +199,16 @@ class Attacked:
                 time.sleep(0.05)
 
 
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(each) for task in threads for each in (task / "children").read_text().split()]
+
+
 @contextmanager
 def attacking(name: str, target: Target) -> Iterator[None]:
     """An attacker runs, at the lowest priority, until the context ends."""
@@ -211,10 +229,14 @@ def attacking(name: str, target: Target) -> Iterator[None]:
 
 def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> dict[str, float]:
     """One attack between two quiet windows."""
+    start_s = attacked.processor_s()
     before = tenant.observe(seconds / 2)
+    before_s = attacked.processor_s()
     with attacked.grown_mib() as grown, attacking(name, attacked.target):
         time.sleep(SETTLE_S)
+        settled_s = attacked.processor_s()
         during = tenant.observe(seconds)
+        during_s = attacked.processor_s()
     time.sleep(SETTLE_S)
     after = tenant.observe(seconds / 2)
     quiet = (before.tokens_per_s + after.tokens_per_s) / 2
@@ -225,6 +247,11 @@ def measure(name: str, attacked: Attacked, tenant: Tenant, seconds: float) -> di
         "tokens_per_s": during.tokens_per_s,
         "rate": during.tokens_per_s / quiet,
         **{f"{service}_grown_mib": each for service, each in grown.items()},
+        **{
+            f"{service}_more_processors": (during_s[service] - settled_s[service]) / seconds
+            - (before_s[service] - start_s[service]) / (seconds / 2)
+            for service in grown
+        },
     }
 
 

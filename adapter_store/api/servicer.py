@@ -18,6 +18,7 @@ from loadout.adapter_store.v1 import adapter_store_pb2 as pb
 from loadout.adapter_store.v1 import adapter_store_pb2_grpc as pb_grpc
 from servicekit.auth.audit import Audit
 from servicekit.auth.authenticator import Authenticator
+from servicekit.request_cost import measured
 from servicekit.rpc import call_context
 from servicekit.rpc.call import Call
 from servicekit.rpc.interceptor import CallRules
@@ -181,7 +182,8 @@ class AdapterStoreServicer(pb_grpc.AdapterStoreServiceServicer):
             entry,
         ):
             # A large layout has a hundred thousand targets: off the event loop.
-            converting = self._parsers.submit(caller.account, convert.from_layout, request.layout)
+            parsers = measured(self._parsers.of(caller.account))
+            converting = parsers.submit(convert.from_layout, request.layout)
             layout = await asyncio.wrap_future(converting)
             entry.digest, image_format = await self._service.register_layout(
                 layout, list(request.layout.image_formats), caller

@@ -25,6 +25,7 @@ from servicekit.auth.audit import Audit, AuditEntry
 from servicekit.auth.authenticator import Authenticator, Metadata, bearer_token
 from servicekit.errors import InvalidArgument, ServiceError
 from servicekit.refs import parse_ref
+from servicekit.request_cost import RequestCost
 from servicekit.shares import Shares
 from servicekit.telemetry.spans import child_span
 
@@ -162,9 +163,9 @@ class Service:
             principal = self._authenticator.authenticate(caller.metadata)
             record.authenticate(principal)
             principal.require(Action.GENERATE)
-            async with self._place_for(principal, incoming.accept(principal)):
+            async with self._threads_for(principal, incoming.accept(principal)) as threads:
                 try:
-                    call = await incoming.read(self._prompts.threads_of(principal.account))
+                    call = await incoming.read(threads)
                 finally:
                     record.adapter = incoming.adapter
                 prompts = tuple(map(self._request_log.note_of, call.prompts))
@@ -187,15 +188,16 @@ class Service:
         )
 
     @asynccontextmanager
-    async def _place_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[None]:
-        """Holds the memory for a call of this size. Raises ShareExceeded if there is none in
-        time."""
+    async def _threads_for(self, caller: Principal, num_bytes: int) -> AsyncIterator[Executor]:
+        """Holds the memory for a call of this size; the threads that read it are charged to it.
+        Raises ShareExceeded if there is none in time."""
+        threads = self._prompts.threads_of(caller.account)
         if num_bytes == 0:
-            yield
+            yield threads
             return
         place = await self._reading.wait(caller.account, num_bytes, PLACE_SECONDS)
-        with place:
-            yield
+        with place, RequestCost(place) as cost:
+            yield cost.measured(threads)
 
     async def resolve(
         self, principal: Principal, ref: str, min_revision: int = 0, subject: str = "adapter"

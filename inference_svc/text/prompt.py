@@ -112,6 +112,12 @@ class PromptEncoder:
 
     def _check_fits(self, prompt: str | tuple[ChatMessage, ...]) -> None:
         """Raises InvalidArgument for a text that has too many tokens, however it is cut."""
+        if is_chat(prompt) and len(prompt) > self._max_model_len:
+            raise InvalidArgument(
+                f"prompt has {len(prompt)} messages; the {self._max_model_len} tokens of this "
+                f"model's context hold fewer",
+                subject="prompt",
+            )
         num_chars = len(prompt) if isinstance(prompt, str) else sum(len(m.content) for m in prompt)
         if num_chars > self._max_chars:
             raise InvalidArgument(

@@ -18,6 +18,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from servicekit.errors import ReaderStalled
+from servicekit.request_cost import RequestCost
 from servicekit.shares import MinimumRate, Pace, Reservation
 
 COPIES = 2
@@ -38,6 +39,7 @@ class Call:
     ) -> None:
         self.turn: Reservation | None = None
         self.request_place: Reservation | None = None
+        self.cost: RequestCost | None = None
         self.answer_place: Reservation | None = None
         self._context = context
         self._serialize = serialize
@@ -63,6 +65,8 @@ class Call:
 
     def release_request(self) -> None:
         """Gives the request's place back: the handler has let go of it."""
+        if self.cost is not None:
+            self.cost.charge()
         if self.request_place is not None:
             self.request_place.release()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
@@ -19,7 +20,14 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from servicekit.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from servicekit.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    ShareExceeded,
+)
+from servicekit.request_cost import RequestCost
 from servicekit.rpc.places import CALL_BYTES, CALLER, CallPlaces, wait_for
 from servicekit.rpc.wire import Counter, Malformed, TooMany
 from servicekit.shares import Reservation
@@ -37,7 +45,8 @@ class RequestBounds:
     """What a call of a method may hold. `max_items` of repeated fields and maps, `max_chars` of
     texts, each by its path, such as "layout.targets". `answer_bytes` is what its answers take at
     most until they are sent: twice the largest, which gRPC copies. Of all calls of the method only
-    `max_running` are read and run at once, if that is not 0; further ones wait unread."""
+    `max_running` are read and run at once, if that is not 0; further ones wait unread. Those of
+    `is_costly` methods pay for the work of their handlers; see `request_cost`."""
 
     message: type[Message]
     max_bytes: int = SMALL_BYTES
@@ -45,6 +54,7 @@ class RequestBounds:
     max_chars: Mapping[str, int] = field(default_factory=dict)
     answer_bytes: int = CALL_BYTES
     max_running: int = 0
+    is_costly: bool = False
     _counter: Counter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -139,19 +149,31 @@ class RequestReader:
         if raw is grpc.aio.EOF:
             raise InvalidArgument("the call has no request", subject="request")
         place.shrink(max(CALL_BYTES, len(raw)))
-        return await self._parse(raw, bounds)
+        with RequestCost(place) as cost:
+            return await self._parse(raw, bounds, cost)
 
-    async def read_stream(self, source: Source, bounds: RequestBounds) -> AsyncGenerator[Any]:
-        """Yields the messages of a stream, each read when it is asked for. Raises as
-        RequestBounds.parse."""
+    async def read_stream(
+        self, source: Source, bounds: RequestBounds, place: Reservation
+    ) -> AsyncGenerator[Any]:
+        """Yields the messages of a stream, each read when it is asked for. `place` is charged for
+        the one that is refused. Raises as RequestBounds.parse."""
+        cost = RequestCost(place)
         while (raw := await source.read()) is not grpc.aio.EOF:
-            parsing = self._parse(raw, bounds)
+            num_bytes = len(raw)
+            parsing = self._parse(raw, bounds, cost)
             del raw
-            yield await parsing
+            try:
+                message = await parsing
+            except ServiceError:
+                with suppress(ShareExceeded):
+                    place.grow(num_bytes)
+                cost.charge()
+                raise
+            yield message
 
-    async def _parse(self, raw: bytes, bounds: RequestBounds) -> Any:
+    async def _parse(self, raw: bytes, bounds: RequestBounds, cost: RequestCost) -> Any:
         bounds.check_size(raw)
         if sum(bounds.max_items.values()) <= INLINE_ENTRIES or bounds.is_short(raw):
-            return bounds.parse(raw)
-        parsing = self._places.parsers.of(CALLER.get()).submit(bounds.parse, raw)
+            return cost.run(bounds.parse, raw)
+        parsing = self._places.parsers.of(CALLER.get()).submit(cost.run, bounds.parse, raw)
         return await asyncio.wrap_future(parsing)

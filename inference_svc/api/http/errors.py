@@ -29,7 +29,8 @@ from inference_svc.errors import (
     StoreUnavailable,
     TemplateTimeout,
 )
-from servicekit import errors
+from servicekit import errors, request_cost
+from servicekit.shares import Reservation
 
 CLIENT_CLOSED_REQUEST = 499
 """Never sent: counted where the client disconnected before the response."""
@@ -225,17 +226,22 @@ class UnreadBodyResponse(JSONResponse):
         await send({**start, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         connection: Connection = scope["state"]["connection"]
-        place = connection.linger(is_authenticated(scope))
+        is_known = is_authenticated(scope)
+        place = connection.linger(is_known)
         if place is not None:
-            with place, contextlib.suppress(TimeoutError):
+            reading = connection.reading_body() if is_known else contextlib.nullcontext()
+            with place, reading, contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    await _discard(receive)
+                    await _discard(receive, place)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _discard(receive: Receive) -> None:
+async def _discard(receive: Receive, place: Reservation) -> None:
+    """Discards a body, within bounds. `place` is charged for what is read."""
     num_bytes, is_over = 0, False
     while not is_over and num_bytes < LINGER_BYTES:
         message = await receive()
         num_bytes += len(message.get("body", b""))
+        if num_bytes > request_cost.LARGE_BYTES:
+            place.linger(request_cost.LINGER_SECONDS)
         is_over = not message.get("more_body", False)

@@ -84,6 +84,14 @@ def test_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         assert encode(prompt, max_model_len=10_100)[1].thread is not None
 
 
+def test_chat_of_more_messages_than_the_context_has_tokens_is_refused() -> None:
+    chat = (ChatMessage("", ""),) * 5001
+    with pytest.raises(InvalidArgument, match="has 5001 messages") as caught:
+        encode(chat, max_model_len=5000)
+    assert caught.value.subject == "prompt"
+    assert encode(chat, max_model_len=5001)[0]
+
+
 @pytest.mark.parametrize("are_bodies", [False, True])
 def test_tenants_take_turns(are_bodies: bool) -> None:
     """In the threads for prompts, and for what their transports parse."""

@@ -19,11 +19,13 @@ from adapter_store.api.bounds import REQUESTS as STORE
 from inference_svc.api.grpc.bounds import request_bounds
 from loadout.adapter_store.v1 import adapter_store_pb2 as store_pb
 from loadout.inference.v1 import inference_pb2
-from servicekit.errors import InvalidArgument, ResourceExhausted
+from servicekit import request_cost
+from servicekit.errors import InvalidArgument, ResourceExhausted, ServiceError
 from servicekit.rpc import requests
 from servicekit.rpc.places import CALLER, CallPlaces
 from servicekit.rpc.requests import RequestBounds, RequestReader, largest_request
 from tests.servicekit.rpc.served import call_places
+from tests.support.wait import until_async
 
 INFERENCE = request_bounds(max_model_len=1024)
 SERVICES = {
@@ -237,10 +239,44 @@ def test_a_message_keeps_its_size_until_its_handler_lets_go() -> None:
         arriving.release.set()
         with await reader.place() as place:
             await reader.read(arriving, LAYOUT, place)
-            assert places.request_bytes.used == len(layout_of(15_000))
+            used, size = places.request_bytes.used, len(layout_of(15_000))
+            assert size <= used < LAYOUT.max_bytes
             place.shrink(0)
             await reader.read(arriving, LAYOUT, place)
-        assert places.request_bytes.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_refused_message_keeps_its_place_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_cost, "LINGER_SECONDS", 0.2)
+    raw = b"\xf8\x07\x01" * (1 << 18)
+
+    async def main() -> None:
+        places = call_places()
+        for bounds in (STORE["GetAdapter"], LAYOUT):
+            arriving = Arriving(raw)
+            arriving.release.set()
+            with pytest.raises(ServiceError):
+                await read(reader_of(places), arriving, bounds)
+            assert places.request_bytes.used >= len(raw)
+            await until_async(lambda: places.request_bytes.used == 0)
+
+    asyncio.run(main())
+
+
+def test_a_refused_message_of_a_stream_keeps_a_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_cost, "LINGER_SECONDS", 0.2)
+
+    async def main() -> None:
+        places = call_places()
+        reader, arriving = reader_of(places), Arriving(delimited(2, b"\xf8\x07\x01" * (1 << 18)))
+        arriving.release.set()
+        with await reader.place() as place:
+            place.shrink(1)
+            with pytest.raises(InvalidArgument):
+                await anext(reader.read_stream(arriving, STORE["UploadAdapter"], place))
+        assert places.request_bytes.used > 1 << 18
+        await until_async(lambda: places.request_bytes.used == 0)
 
     asyncio.run(main())
 
