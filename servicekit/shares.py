@@ -69,9 +69,10 @@ class Reservation:
         self._shares._shrink(self, amount)
 
     def linger(self, seconds: float) -> None:
-        """Lets `release` give everything back only so much later; it is to be called on an event
-        loop then."""
-        self._linger_s = seconds
+        """Lets `release`, which is to be called on an event loop then, give everything back only
+        so much later. Not where one account may have it all: there is nobody to leave it to."""
+        if self._shares.share < 1:
+            self._linger_s = seconds
 
     def release(self) -> None:
         """Gives back everything. Idempotent."""

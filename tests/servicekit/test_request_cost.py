@@ -36,7 +36,7 @@ def fail(seconds: float) -> None:
 
 def test_a_large_request_keeps_its_place_for_a_while_after_its_release() -> None:
     async def main() -> None:
-        shares = Shares("bytes", 8 * MIB)
+        shares = Shares("bytes", 8 * MIB, share=0.5)
         place = shares.reserve("a", 2 * MIB)
         with place, RequestCost(place):
             pass
@@ -49,16 +49,24 @@ def test_a_large_request_keeps_its_place_for_a_while_after_its_release() -> None
 
 
 def test_a_small_request_does_not() -> None:
-    shares = Shares("bytes", 8 * MIB)
+    shares = Shares("bytes", 8 * MIB, share=0.5)
     place = shares.reserve("a", LARGE_BYTES)
     with place, RequestCost(place) as cost:
         cost.run(work, 0.0)
     assert shares.used == 0
 
 
+def test_nothing_is_kept_where_callers_are_not_told_apart() -> None:
+    shares = Shares("bytes", 8 * MIB)
+    place = shares.reserve("", 2 * MIB)
+    with place, RequestCost(place):
+        pass
+    assert shares.used == 0
+
+
 def test_work_in_whatever_thread_counts_as_bytes() -> None:
     async def main() -> None:
-        shares = Shares("bytes", 1 << 40)
+        shares = Shares("bytes", 1 << 40, share=0.5)
         place = shares.reserve("a", 1)
         with ThreadPoolExecutor(1) as pool, place, RequestCost(place) as cost:
             with pytest.raises(ValueError, match="refused"):
