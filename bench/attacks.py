@@ -10,7 +10,7 @@ at the lowest priority: what it computes itself is not the services' work. Quiet
 attacked ones take turns; `Generate`'s rate is compared with the quiet windows before and after. The
 attacker that only computes shows what its processor time costs, where two threads share a core.
 Memory is how far each service's peak lies above what it held when the attack began, the worst of
-the rounds. With --checkout the services are those of another commit: what an attack cost before.
+the rounds; processors are what both services use of them beyond the quiet window before. With --checkout the services are those of another commit: what an attack cost before.
 """
 
 from __future__ import annotations
@@ -294,10 +294,16 @@ def main() -> None:
                 rounds[name].append(measure(name, attacked, tenant, args.window))
                 print(name, rounds[name][-1], flush=True)
     result = {name: summarize(name, each) for name, each in rounds.items()}
-    columns = ("get_p99_s", "rate", "store_grown_mib", "inference_grown_mib", "holds")
+    columns = (
+        *("get_p99_s", "rate", "store_grown_mib", "inference_grown_mib"),
+        *("store_more_processors", "inference_more_processors", "holds"),
+    )
     show(
         f"attacks, medians of {args.rounds} rounds",
-        ("attack", "GetAdapter p99, s", "Generate's rate", "store, MiB", "inference, MiB", "holds"),
+        (
+            *("attack", "GetAdapter p99, s", "Generate's rate", "store, MiB", "inference, MiB"),
+            *("store, processors", "inference, processors", "holds"),
+        ),
         [(name, *(each[key] for key in columns)) for name, each in result.items()],
     )
     write(args.out, "attacks", {"attacks": result})
